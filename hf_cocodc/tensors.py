@@ -1,0 +1,36 @@
+"""Flat fp32 buffers and the few tensor helpers that everything else stands on."""
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this rank holds: its own shard of a DTensor (FSDP2), else the tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def flat_zeros(numel: int) -> Tensor:
+    """A flat fp32 buffer of `numel` zeros on the host, where the link reads it."""
+    return torch.zeros(numel, dtype=torch.float32)
+
+
+def split_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Views of the 1-D `flat`, one for each shape, in order; writing to a view writes to `flat`."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target in place, across dtypes and devices."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def digest(flat: Tensor) -> int:
+    """A checksum of the bytes of a flat host tensor: equal bits give equal values (CRC-32, fits a float64)."""
+    return zlib.crc32(flat.contiguous().numpy())
