@@ -1,0 +1,1 @@
+"""How regions reach each other: see `base` for what a link is."""

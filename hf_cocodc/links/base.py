@@ -1,0 +1,106 @@
+"""What a link is: the one way by which regions reach each other."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..codecs.base import Conversation, Result
+
+
+class Trailer(NamedTuple):
+    """Numbers that ride on every transfer, so that nobody waits for them on their own.
+
+    Attributes:
+        weight: share in the mean; 0 where this region's outer gradient is not finite and sits the transfer out.
+        fragment: index of the fragment, to notice regions that are out of step.
+        inner_step: inner step after which the transfer left.
+        step_time_s: seconds of an inner step here, time blocked on the link left out; 0 if unknown.
+        sync_time_s: seconds that the last transfer took here; 0 if unknown.
+        loss: the region's last training loss; NaN if unknown.
+        digest: checksum of the fragment's global params before the transfer; -1 where it was not taken.
+    """
+
+    weight: float = 1.0
+    fragment: float = -1.0
+    inner_step: float = 0.0
+    step_time_s: float = 0.0
+    sync_time_s: float = 0.0
+    loss: float = float("nan")
+    digest: float = -1.0
+
+
+class Arrival(NamedTuple):
+    """A finished transfer.
+
+    Attributes:
+        result: what the codec's conversation ended with.
+        trailers: one a region, in the order of the regions; equal everywhere.
+        bytes_sent: payload bytes that this region sent for it.
+        seconds: from the start of the exchange to its end.
+    """
+
+    result: Result
+    trailers: tuple[Trailer, ...]
+    bytes_sent: int
+    seconds: float
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Arrival:
+        """Block until the transfer has ended; may be called again.
+
+        Raises:
+            LinkError: it failed or its deadline passed; the message says what was waited for, for whom, since when.
+        """
+        ...
+
+
+class Link(Protocol):
+    """Reaches the same lane of every other region. All regions make the same calls in the same order."""
+
+    region: int
+    num_regions: int
+
+    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
+        """Start the mean over the regions that `conversation` asks for; returns at once.
+
+        Args:
+            conversation: of a codec, made from this region's outer gradient.
+            trailer: this region's numbers.
+            what: names the transfer in messages ("fragment 0 sent at step 100").
+        """
+        ...
+
+    def broadcast(self, flat: Tensor, what: str) -> None:
+        """Overwrite `flat` (fp32, host) with region 0's; blocks until it is here."""
+        ...
+
+    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
+        """Every region's trailer, in order; blocks until all have called."""
+        ...
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave; `reason` is what the others are told where leaving is not the normal end."""
+        ...
+
+
+def drive(conversation: Conversation, exchange: Callable) -> Result:
+    """Run a conversation to its end, `exchange` answering each message."""
+    try:
+        message = next(conversation)
+        while True:
+            message = conversation.send(exchange(message))
+    except StopIteration as end:
+        return end.value
+
+
+def weights(trailers: Sequence[Trailer]) -> list[float]:
+    """Each region's share in the mean."""
+    return [trailer.weight for trailer in trailers]

@@ -1,0 +1,213 @@
+"""Many regions in one process: the numbers of the real link, exactly, without sockets."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
+from ..errors import LinkError
+from .base import Arrival, Handle, Trailer
+
+T = TypeVar("T")
+
+
+def run_in_lockstep(num_regions: int, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
+    """Run body(region, link) for every region in this process, and return what each returned.
+
+    Regions take turns: one runs until it needs what another has not sent yet. Each has a thread of its own and a state
+    of torch's and Python's random numbers of its own, but only one runs at a time, so results do not depend on timing.
+    The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer.
+
+    Raises:
+        LinkError: every region waits for another.
+        Exception: whatever a body raised, of the first region that did.
+    """
+    return LockstepHub(num_regions).run(body)
+
+
+class LockstepHub:
+    """Joins the links of `num_regions` regions; `links[r]` is region r's."""
+
+    def __init__(self, num_regions: int) -> None:
+        self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
+        self._meetings: dict[int, _Meeting] = {}
+        self._turns = [threading.Semaphore(0) for _ in self.links]
+        self._waits: dict[int, Callable[[], bool]] = {region: lambda: True for region in range(num_regions)}
+        self._over = threading.Event()
+        self._errors: list[BaseException] = []
+
+    def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
+        """See `run_in_lockstep`."""
+        results: dict[int, T] = {}
+        random_state = _random_state()
+
+        def live(region: int) -> None:
+            self._turns[region].acquire()
+            try:
+                if not self._errors:
+                    _set_random_state(random_state)
+                    results[region] = body(region, self.links[region])
+            except BaseException as error:  # raised again below, in the caller's thread
+                self._errors.append(error)
+            del self._waits[region]
+            self._pass_the_turn(region)
+
+        threads = [
+            threading.Thread(target=live, args=(link.region,), name=f"region {link.region}", daemon=True)
+            for link in self.links
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        self._over.wait()
+        for thread in threads:
+            thread.join()
+        _set_random_state(random_state)
+        if self._errors:
+            raise self._errors[0]
+        return [results[link.region] for link in self.links]
+
+    def bring(self, region: int, call: int, what: str, item: Any, meet: "Meet") -> "_Meeting":
+        """Region `region` makes its call number `call` with `item`; `meet` gives the answers once enough have come."""
+        meeting = self._meetings.setdefault(call, _Meeting(what))
+        if meeting.what != what:
+            raise LinkError(
+                f"regions are out of step: region {region} calls for {what}, another for {meeting.what}."
+            )
+        meeting.brought[region] = item
+        if meeting.answers is None:
+            meeting.answers = meet(meeting.brought, len(self.links))
+        if len(meeting.brought) == len(self.links):
+            del self._meetings[call]
+        return meeting
+
+    def answer(self, region: int, meeting: "_Meeting") -> Any:
+        """What region `region` takes away from the meeting, the others running until they have brought their part."""
+        if meeting.answers is None:
+            random_state = _random_state()
+            self._waits[region] = lambda: meeting.answers is not None
+            self._pass_the_turn(region)
+            self._turns[region].acquire()
+            if self._errors:
+                raise LinkError(f"another region failed while region {region} waited for {meeting.what}.")
+            self._waits[region] = lambda: True
+            _set_random_state(random_state)
+        assert meeting.answers is not None
+        return meeting.answers[region]
+
+    def _pass_the_turn(self, region: int) -> None:
+        """Let the next region run that can; where none can, all wait for each other, and that is an error."""
+        order = sorted(self._waits, key=lambda other: (other - region - 1) % len(self.links))
+        able = [other for other in order if self._errors or self._waits[other]()]
+        if able:
+            self._turns[able[0]].release()
+        elif order:
+            self._errors.append(
+                LinkError("every region waits for another; do all of them make the same calls?")
+            )
+            self._turns[order[0]].release()
+        else:
+            self._over.set()
+
+
+class _Meeting:
+    """A call that all regions make: what each has brought, and, once enough have come, what each takes away."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.brought: dict[int, Any] = {}
+        self.answers: Sequence[Any] | None = None
+
+
+Meet = Callable[[dict[int, Any], int], Sequence[Any] | None]
+
+
+def _when_all_came(answers: Callable[[list], Sequence[Any]]) -> Meet:
+    def meet(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+        return answers([brought[r] for r in range(num_regions)]) if len(brought) == num_regions else None
+
+    return meet
+
+
+def _from_region_0(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+    return [brought[0]] * num_regions if 0 in brought else None
+
+
+class LockstepLink:
+    """One region's end of a `LockstepHub`; see `links.base.Link` for the calls."""
+
+    def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
+        self.region = region
+        self.num_regions = num_regions
+        self._hub = hub
+        self._calls = 0
+
+    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
+        return _Handle(
+            self._hub, self.region, self._bring(what, (conversation, trailer), _when_all_came(_mean_all))
+        )
+
+    def broadcast(self, flat: Tensor, what: str) -> None:
+        flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region_0)))
+
+    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
+        everybodys = _when_all_came(lambda trailers: [tuple(trailers)] * len(trailers))
+        return self._hub.answer(self.region, self._bring(what, trailer, everybodys))
+
+    def close(self, reason: str | None = None) -> None:
+        pass
+
+    def _bring(self, what: str, item: Any, meet: Meet) -> _Meeting:
+        self._calls += 1
+        return self._hub.bring(self.region, self._calls, what, item, meet)
+
+
+class _Handle:
+    def __init__(self, hub: LockstepHub, region: int, meeting: _Meeting) -> None:
+        self._hub, self._region, self._meeting = hub, region, meeting
+
+    def done(self) -> bool:
+        return self._meeting.answers is not None
+
+    def wait(self) -> Arrival:
+        return self._hub.answer(self._region, self._meeting)
+
+
+def _mean_all(brought: Sequence[tuple[Conversation, Trailer]]) -> list[Arrival]:
+    """Hold all regions' conversations side by side, message by message."""
+    conversations = [conversation for conversation, _ in brought]
+    trailers = tuple(trailer for _, trailer in brought)
+    shares = [trailer.weight for trailer in trailers]
+    num_regions = len(brought)
+    sent = [0] * num_regions
+    results: list[Result] = []
+
+    def hear(conversation: Conversation, reply: Reply | None) -> Message | None:
+        try:
+            return next(conversation) if reply is None else conversation.send(reply)
+        except StopIteration as end:
+            results.append(end.value)
+            return None
+
+    replies: Sequence[Reply | None] = [None] * num_regions
+    while not results:
+        said = [hear(conversation, reply) for conversation, reply in zip(conversations, replies, strict=True)]
+        messages = [message for message in said if message is not None]
+        if messages:
+            for region, message in enumerate(messages):
+                sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
+            replies = mean_of(messages, shares)
+    return [Arrival(result, trailers, count, 0.0) for result, count in zip(results, sent, strict=True)]
+
+
+def _random_state() -> tuple:
+    return torch.get_rng_state(), random.getstate()
+
+
+def _set_random_state(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
