@@ -1,0 +1,89 @@
+"""What must agree between regions before step 1.
+
+Settings that differ would hang a run (another interval), or ruin it without a word (another frozen base). Each region
+says a hello; all compare all of them and say the same thing where they differ.
+"""
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import HandshakeError
+from .tensors import local_shard
+
+PROTOCOL = 1
+"""Version of what crosses the link; raised whenever two versions of this package could misunderstand each other."""
+
+
+def hello(
+    model: nn.Module, settings: Mapping[str, Any], max_steps: int | None, num_lanes: int
+) -> dict[str, Any]:
+    """What this region says of itself (JSON-able).
+
+    Args:
+        model: unwrapped; its trainable parameters are listed, the rest enters as a digest.
+        settings: of the method and the link, by the names users know them by.
+        max_steps: inner steps of the run, where known.
+        num_lanes: lanes of the region.
+    """
+    trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return {
+        "protocol": PROTOCOL,
+        "torch": torch.__version__.split("+")[0],
+        "byte order": __import__("sys").byteorder,
+        **{f"outer.{name}": value for name, value in settings.items()},
+        "max_steps": max_steps,
+        "lanes": num_lanes,
+        "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
+        "frozen parameters and buffers (digest)": _frozen_digest(model),
+        "host": platform.node(),
+    }
+
+
+def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all regions said the same, in what must agree.
+
+    Raises:
+        HandshakeError: names the two regions, the field and both values.
+    """
+    first = hellos[0]
+    for region, other in enumerate(hellos[1:], start=1):
+        for field in first:
+            if field == "host" or first[field] == other.get(field):
+                continue
+            mine, theirs = _show(first[field], other.get(field))
+            raise HandshakeError(
+                f"region 0 and region {region} disagree on {field}: region 0 has {mine}, region {region} has {theirs}. "
+                "Start every region from the same recipe and the same weights, and with the same versions."
+            )
+
+
+def _show(mine: Any, theirs: Any) -> tuple[str, str]:
+    """Both values; of two lists the first entry that differs."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        for a, b in zip(mine, theirs, strict=False):
+            if a != b:
+                return repr(a), repr(b)
+        return f"{len(mine)} of them", f"{len(theirs)} of them"
+    return repr(mine), repr(theirs)
+
+
+def _frozen_digest(model: nn.Module) -> str:
+    """Digest of everything that is not synchronised but has to be equal: frozen parameters, and buffers that are saved."""
+    sha = hashlib.sha256()
+    saved = set(model.state_dict(keep_vars=True))
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
+    for name, tensor in frozen + buffers:
+        sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        sha.update(_raw(tensor))
+    return sha.hexdigest()[:16]
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    flat = local_shard(tensor).cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
