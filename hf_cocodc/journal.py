@@ -1,0 +1,52 @@
+"""The record of a run: one JSON line an event, in the order they happened.
+
+Kinds: start, log, send, land, evaluate, finish, error. Every line carries `kind`, `time_s` (seconds since the journal
+was opened) and, but for errors, `step` (inner step). The progress display, the summary and the pictures read nothing
+else.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Writes events to a new file; without a path they go nowhere."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._opened = time.perf_counter()
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open(
+                "w", encoding="utf-8", buffering=1
+            )  # a line is on disk as soon as it is written
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Append one event; numbers that JSON has no word for (NaN, infinities) become null."""
+        if self._file is None:
+            return
+        line = {"kind": kind, "time_s": round(time.perf_counter() - self._opened, 4), **facts}
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self._file.write(json.dumps(clean) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every event of a journal; a last line that was cut off by a crash is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events
+
+
+def append_error(path: Path, message: str, exit_code: int) -> None:
+    """Add why a region ended to its journal, which may not exist yet: errors come before training too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": "error", "message": message, "exit_code": exit_code}) + "\n")

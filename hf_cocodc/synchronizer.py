@@ -1,0 +1,385 @@
+"""The engine: the only loop over events.
+
+It owns the global params, the outer state and the transfers in flight, asks the method's parts what to do, and knows no
+method by name. All tensors it keeps are flat fp32 on the host; local params are written in place, here and nowhere
+else.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .codecs import fp32
+from .codecs.base import State
+from .errors import LinkError
+from .fragments import Fragment
+from .journal import Journal
+from .links.base import Arrival, Handle, Link, Trailer
+from .merges import Merge, replace
+from .methods import Method
+from .schedules import AgreedStats, Send
+from .sync_info import SyncInfo
+from .tensors import copy_all_, digest, flat_zeros, local_shard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Transfer:
+    """An outer gradient on its way."""
+
+    sent_at: int
+    snapshot: Tensor
+    outer_grad: Tensor
+    handle: Handle
+
+
+@dataclass
+class FragmentState:
+    """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place."""
+
+    fragment: Fragment
+    params: list[Tensor]
+    global_params: Tensor
+    outer: State
+    codec: State
+    in_flight: list[Transfer] = field(default_factory=list)
+    num_sends: int = 0
+    settled_at: int = 0
+    """Inner step up to which local steps have entered the global params (or were thrown away by a merge)."""
+    lr_mark: tuple[int, float] = (0, 0.0)
+    """Inner step and sum of learning rates at the last send."""
+    round_lr: float = 0.0
+
+
+@dataclass
+class Totals:
+    """Counters of a run on this rank."""
+
+    sends: int = 0
+    landings: int = 0
+    bytes_sent: int = 0
+    blocked_s: float = 0.0
+
+
+class Synchronizer:
+    """Keeps one region's model in step with the others'.
+
+    Args:
+        model: its trainable parameters are synchronised; unwrapped (no DDP around it).
+        method: the five parts.
+        link: reaches the other regions, or `loopback()`.
+        journal: where sends and landings are recorded.
+        digest_interval: sends of a fragment between two checks that its global params are equal everywhere.
+        clock: seconds; replaced where time is simulated.
+
+    All regions start from region 0's parameters: constructing is a collective call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        link: Link,
+        *,
+        journal: Journal | None = None,
+        digest_interval: int = 10,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.method = method
+        self.link = link
+        self.inner_step = 0
+        self.stats = AgreedStats()
+        self.totals = Totals()
+        self.report: dict[str, float] = {}
+        self.loss = math.nan
+        self._journal = journal or Journal()
+        self._digest_interval = digest_interval
+        self._clock = clock
+        self._lr = self._lr_sum = 0.0
+        self._stepped_at = clock()
+        self._step_time_s = self._sync_time_s = 0.0
+        named = dict(model.named_parameters())
+        fragments = method.fragments(model)
+        self.fragments = [self._adopt(fragment, named) for fragment in fragments]
+        self._schedule_state = method.schedule.init(len(fragments))
+
+    @property
+    def num_params(self) -> int:
+        """Parameters synchronised from this rank."""
+        return sum(state.fragment.numel for state in self.fragments)
+
+    @torch.no_grad()
+    def step(self, inner_lr: float = 0.0) -> None:
+        """To be called after each inner step, with the learning rate it used.
+
+        Raises:
+            LinkError: a transfer failed; nothing of it was applied.
+        """
+        self.inner_step += 1
+        self._lr, self._lr_sum = inner_lr, self._lr_sum + inner_lr
+        now = self._clock()
+        self._step_time_s = now - self._stepped_at
+        events, self._schedule_state = self.method.schedule.events(
+            self.inner_step, self.stats, self._schedule_state
+        )
+        for event in events:
+            state = self.fragments[event.fragment]
+            if isinstance(event, Send):
+                self._send(state)
+            else:
+                self._land(state, event.sent_at, self.method.merge)
+        self._stepped_at = self._clock()  # from here on it is the training's time again
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """End the run: land what is in flight, send what is left, and leave the global weights in the model.
+
+        Inner steps that no transfer has carried yet (max_steps is no multiple of the interval, or the merge keeps local
+        steps) travel in one last round. Ends with a check that every region holds the same global params.
+        """
+        for state in self.fragments:
+            for transfer in list(state.in_flight):
+                self._land(state, transfer.sent_at, self.method.merge)
+        rest = [state for state in self.fragments if state.settled_at < self.inner_step]
+        for state in rest:
+            self._send(state)
+        for state in rest:
+            self._land(state, self.inner_step, replace())
+        for state in self.fragments:
+            copy_all_(state.params, state.fragment.views(self._agreed_global(state)))
+        self._check_the_end()
+        self._schedule_state = self.method.schedule.init(len(self.fragments))
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """The model holds the global weights inside the block, and again its local ones, bit for bit, behind it.
+
+        Where a method lets global params differ between regions (eager updates), they are averaged: a collective call.
+        """
+        with torch.no_grad():
+            kept = [[param.clone() for param in state.params] for state in self.fragments]
+            for state in self.fragments:
+                copy_all_(state.params, state.fragment.views(self._agreed_global(state)))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for state, params in zip(self.fragments, kept, strict=True):
+                    copy_all_(state.params, params)
+
+    def global_digest(self) -> int:
+        """A checksum of all global params of this rank."""
+        return digest(torch.cat([state.global_params for state in self.fragments]))
+
+    def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter]) -> FragmentState:
+        """A fragment at the start: region 0's parameters, in every region."""
+        params = [local_shard(named[name]) for name in fragment.names]
+        flat = self._gather(fragment, params)
+        self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
+        copy_all_(params, fragment.views(flat))
+        return FragmentState(
+            fragment=fragment,
+            params=params,
+            global_params=flat,
+            outer=self.method.outer.init(flat),
+            codec=self.method.codec.init(fragment),
+        )
+
+    @staticmethod
+    def _gather(fragment: Fragment, params: list[Tensor]) -> Tensor:
+        """The parameters as one new flat buffer."""
+        flat = flat_zeros(fragment.numel)
+        copy_all_(fragment.views(flat), params)
+        return flat
+
+    def _outer_grad(self, state: FragmentState, local: Tensor) -> Tensor:
+        """Global minus local, the global params rounded as the model stores them.
+
+        Against unrounded fp32 a bf16 model that does not move would seem to, and idle regions would drift.
+        """
+        shown = flat_zeros(state.fragment.numel)
+        pieces = zip(state.fragment.views(state.global_params), state.params, strict=True)
+        copy_all_(state.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
+        return shown.sub_(local)
+
+    def _send(self, state: FragmentState) -> None:
+        with torch.profiler.record_function("hf_cocodc::send"):
+            fragment, step = state.fragment, self.inner_step
+            snapshot = self._gather(fragment, state.params)
+            outer_grad = self._outer_grad(state, snapshot)
+            if (
+                state.codec and state.in_flight
+            ):  # a codec with memory goes on from where its last transfer ended
+                state.codec = state.in_flight[-1].handle.wait().result.state
+            finite = bool(torch.isfinite(outer_grad.sum()))
+            if not finite:
+                logger.warning(
+                    "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
+                    "transfer out, so that the others do not take it in. Look at its loss; a lower learning rate or "
+                    "gradient clipping (max_grad_norm) helps.",
+                    *(fragment.index, step, self.link.region),
+                )
+                outer_grad = torch.zeros_like(outer_grad)
+            checked = self.method.outer.regions_agree and state.num_sends % self._digest_interval == 0
+            trailer = Trailer(
+                weight=float(finite),
+                fragment=fragment.index,
+                inner_step=step,
+                step_time_s=self._step_time_s,
+                sync_time_s=self._sync_time_s,
+                loss=self.loss,
+                digest=digest(state.global_params) if checked else -1,
+            )
+            conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
+            handle = self.link.mean(conversation, trailer, f"fragment {fragment.index} sent at step {step}")
+            state.in_flight.append(Transfer(step, snapshot, outer_grad, handle))
+            state.num_sends += 1
+            since, lr_sum = state.lr_mark
+            state.round_lr = (self._lr_sum - lr_sum) / max(step - since, 1)
+            state.lr_mark = (step, self._lr_sum)
+            self.totals.sends += 1
+            self._journal.write("send", step=step, fragment=fragment.index, numel=fragment.numel)
+
+    def _land(self, state: FragmentState, sent_at: int, merge: Merge) -> None:
+        with torch.profiler.record_function("hf_cocodc::land"):
+            transfer = next(t for t in state.in_flight if t.sent_at == sent_at)
+            start = self._clock()
+            arrival = transfer.handle.wait()
+            blocked_s = self._clock() - start
+            self._hear(state, transfer, arrival)
+            state.in_flight.remove(transfer)
+            state.codec = arrival.result.state
+            info = SyncInfo(
+                fragment=state.fragment.index,
+                views=state.fragment.views,
+                sent_at=sent_at,
+                landed_at=self.inner_step,
+                num_regions=self.link.num_regions,
+                inner_lr=self._lr,
+                round_lr=state.round_lr,
+                global_params=state.global_params,
+                snapshot=transfer.snapshot,
+                own_outer_grad=transfer.outer_grad,
+                fresh_outer_grad=lambda: self._outer_grad(state, self._gather(state.fragment, state.params)),
+            )
+            update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
+            state.global_params = state.global_params - update
+            local = self._gather(state.fragment, state.params)
+            merged = merge.apply(local, state.global_params, transfer.snapshot, info)
+            copy_all_(state.params, state.fragment.views(merged))
+            state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
+            self._reunite_if_needed(state, arrival)
+            self._account(state, transfer, arrival, blocked_s)
+
+    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+        """Take in what rode on a transfer; equal in all regions."""
+        expected = (float(state.fragment.index), float(transfer.sent_at))
+        for region, trailer in enumerate(arrival.trailers):
+            if (trailer.fragment, trailer.inner_step) != expected:
+                raise LinkError(
+                    f"regions are out of step: region {self.link.region} landed fragment {expected[0]:.0f} sent at "
+                    f"step {expected[1]:.0f}, region {region} fragment {trailer.fragment:.0f} sent at step "
+                    f"{trailer.inner_step:.0f}. Every region has to make the same number of inner steps."
+                )
+            if not trailer.weight:
+                logger.warning(
+                    "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
+                    *(region, *map(int, expected)),
+                )
+        self._sync_time_s = arrival.seconds
+        self.stats = AgreedStats(
+            step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
+            sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
+        )
+
+    def _reunite_if_needed(self, state: FragmentState, arrival: Arrival) -> None:
+        """Regions whose processors round differently drift apart by bits: bring them back to region 0's value."""
+        if len({trailer.digest for trailer in arrival.trailers}) > 1:
+            index = state.fragment.index
+            logger.warning(
+                "the global params of fragment %d differ between regions: taking region 0's everywhere.",
+                index,
+            )
+            what = f"region 0's global params of fragment {index}"
+            for tensor in (state.global_params, *_tensors(state.outer)):
+                self.link.broadcast(tensor, what)
+
+    def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
+        losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
+        totals = self.totals
+        totals.landings += 1
+        totals.bytes_sent += arrival.bytes_sent
+        totals.blocked_s += blocked_s
+        staleness = self.inner_step - transfer.sent_at
+        self.report = {
+            "rounds": totals.landings / len(self.fragments),
+            "staleness": staleness,
+            "blocked_s": totals.blocked_s,
+            "bytes_sent": totals.bytes_sent,
+        }
+        if losses:
+            self.report["loss"] = sum(losses) / len(losses)
+        self._journal.write(
+            "land",
+            step=self.inner_step,
+            fragment=state.fragment.index,
+            sent_at=transfer.sent_at,
+            staleness=staleness,
+            blocked_s=round(blocked_s, 6),
+            transfer_s=round(arrival.seconds, 6),
+            bytes_sent=arrival.bytes_sent,
+            outer_grad_norm=float(arrival.result.mean.norm()),
+            regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+        )
+
+    def _agreed_global(self, state: FragmentState) -> Tensor:
+        """The global params, averaged over the regions where the method lets them differ."""
+        if self.method.outer.regions_agree:
+            return state.global_params
+        index = state.fragment.index
+        codec = fp32()
+        conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
+        trailer = Trailer(fragment=index, inner_step=self.inner_step)
+        arrival = self.link.mean(
+            conversation, trailer, f"the mean of the global params of fragment {index}"
+        ).wait()
+        self.totals.bytes_sent += arrival.bytes_sent
+        return arrival.result.mean
+
+    def _check_the_end(self) -> None:
+        """Compare the weights that training leaves behind; a difference is said, never passed over."""
+        own = digest(torch.cat([self._gather(state.fragment, state.params) for state in self.fragments]))
+        trailers = self.link.gather(Trailer(inner_step=self.inner_step, digest=own), "the end of the run")
+        for region, trailer in enumerate(trailers):
+            if trailer.digest != own:
+                logger.warning(
+                    "the final global weights of region %d and region %d differ. Do their processors round "
+                    "differently? Use one of the two models and lower digest_interval.",
+                    *(self.link.region, region),
+                )
+        self._journal.write(
+            "finish",
+            step=self.inner_step,
+            blocked_s=round(self.totals.blocked_s, 6),
+            bytes_sent=self.totals.bytes_sent,
+            sends=self.totals.sends,
+            digest=own,
+        )
+
+
+def _tensors(state: State) -> list[Tensor]:
+    """Every tensor of an outer state, in the order of its keys."""
+    found = []
+    for value in state.values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += _tensors(value)
+    return found
