@@ -1,0 +1,87 @@
+"""One progress display for all regions, fed from their journals."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Display:
+    """A bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        journals: one a region.
+        max_steps: inner steps of the run; not positive where they are not known beforehand.
+    """
+
+    def __init__(self, journals: Sequence[Path], max_steps: int) -> None:
+        self._journals = list(journals)
+        self._read = [0] * len(journals)
+        self._last: list[dict[str, Any]] = [{} for _ in journals]
+        self._max_steps = max_steps
+        self._said = -1
+        self._bar = None
+        print("starting: loading, packing the text, waiting for all regions", flush=True)
+        if sys.stdout.isatty():
+            self._bar = tqdm(
+                total=max_steps if max_steps > 0 else None, unit="step", file=sys.stdout, leave=False
+            )
+
+    @property
+    def step(self) -> int:
+        """Inner step that every region has reached."""
+        return min(int(last.get("step", 0)) for last in self._last)
+
+    def update(self) -> None:
+        """Take in what the journals have got since the last call."""
+        for index, journal in enumerate(self._journals):
+            for event in self._new_events(index, journal):
+                if event["kind"] in ("log", "send", "land"):
+                    self._last[index].update(event)
+                if event["kind"] == "evaluate" and index == 0:
+                    self._say_evaluation(event)
+        if self._bar is not None:
+            self._bar.n = self.step
+            self._bar.set_postfix_str(self._losses(), refresh=False)
+            self._bar.refresh()
+        elif self.step >= self._said + max(1, self._max_steps // 10) and any(
+            "loss" in last for last in self._last
+        ):
+            self._said = self.step
+            total = f"/{self._max_steps}" if self._max_steps > 0 else ""
+            print(f"step {self.step}{total}  {self._losses()}", flush=True)
+
+    def close(self) -> None:
+        """Leave the line to others."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _losses(self) -> str:
+        return "loss " + ", ".join(
+            f"region {i}: {last['loss']:.3f}" if last.get("loss") is not None else f"region {i}: -"
+            for i, last in enumerate(self._last)
+        )
+
+    def _say_evaluation(self, event: dict[str, Any]) -> None:
+        shown = ", ".join(
+            f"{name.removeprefix('eval_')} {event[name]:.3f}"
+            for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
+            if event.get(name) is not None
+        )
+        line = f"step {event['step']}: held out, global weights: {shown}"
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def _new_events(self, index: int, journal: Path) -> list[dict[str, Any]]:
+        if not journal.is_file():
+            return []
+        with journal.open("rb") as file:
+            file.seek(self._read[index])
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read[index] += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,124 @@
+"""`hf-cocodc train`: train a recipe, all regions on this machine or one of them."""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import ENV_STORE, Recipe
+from ..errors import InputError
+from .display import Display
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a recipe across regions",
+        description="Train a recipe. Without a store, all its regions run on this machine, one accelerate launch each; with "
+        "--region and --store, this machine runs one of them. Arguments behind -- go to accelerate launch.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="recipe YAML")
+    parser.add_argument("--region", type=int, help="run only this region here (from 0)")
+    parser.add_argument(
+        "--store", metavar="HOST:PORT", help="store that all regions reach (see hf-cocodc store)"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
+    )
+    parser.add_argument("launcher", nargs="*", metavar="-- ARGS", help="arguments for accelerate launch")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from .. import launch
+    from ..regions import serve_store
+    from ..train import check, output_dir
+
+    overrides = list(options.overrides)
+    recipe = Recipe.load(options.recipe, overrides)
+    store = options.store or recipe.regions.store or os.environ.get(ENV_STORE)
+    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, store=store))
+    count = recipe.regions.count or 1
+    region = options.region if options.region is not None else recipe.regions.region
+    regions = range(count) if region is None else [region]
+    if region is not None and not 0 <= region < count:
+        raise InputError(
+            f"--region {region}: the recipe has regions.count={count}, numbered 0 .. {count - 1}."
+        )
+    if region is not None and count > 1 and store is None:
+        raise InputError(
+            f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region reaches it, and pass "
+            "--store HOST:PORT."
+        )
+    check(recipe)
+    server = serve_store("127.0.0.1") if store is None and count > 1 else None
+    address = f"127.0.0.1:{server.port}" if server is not None else store
+    processes = launch.start(recipe, options.recipe, overrides, regions, address, options.launcher)
+    display = Display([each.journal for each in processes], int(recipe.training.get("max_steps", -1)))
+    try:
+        failed = launch.watch(processes, display.update)
+    except KeyboardInterrupt:
+        display.close()
+        launch.stop(processes)
+        print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
+        print(_saved(output_dir(recipe)), file=sys.stderr)
+        return 130
+    display.close()
+    if failed is not None:
+        return _report_failure(failed, processes)
+    return _report_success(output_dir(recipe), [each.folder for each in processes])
+
+
+def _saved(folder: Path) -> str:
+    """What an interrupted run leaves behind."""
+    checkpoints = sorted(
+        folder.glob("region-*/checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])
+    )
+    if not checkpoints:
+        return "no checkpoint was saved (training.save_strategy); the journals and logs lie in " + str(folder)
+    return f"the newest checkpoint is {checkpoints[-1]}; the journals and logs lie in {folder}"
+
+
+def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
+    """Say which region failed and why, then what the others said."""
+    exit_code = 1
+    for each in (failed, *(other for other in processes if other is not failed)):
+        code = each.process.returncode
+        error = each.error()
+        if error is not None:
+            message, error_code = error
+            exit_code = error_code if each is failed else exit_code
+            print(f"error: [region {each.region}] {message}", file=sys.stderr)
+        elif code and each is failed:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            print(f"error: [region {each.region}] {how}; its last lines:", file=sys.stderr)
+            for line in each.last_lines():
+                print(f"[region {each.region}] {line}", file=sys.stderr)
+    print(f"full output: {failed.folder / 'log.txt'}", file=sys.stderr)
+    return exit_code
+
+
+def _report_success(output: Path, folders: Sequence[Path]) -> int:
+    from ..summary import summarise
+
+    journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
+    summary = summarise(journals)
+    print("\n".join(summary.lines(folders[0], journals)))
+    if importlib.util.find_spec("matplotlib"):
+        from ..plots import plot_run
+
+        plot_run(journals, output / "run.png")
+        print(f"picture               {output / 'run.png'}")
+    else:
+        print("picture               none; pip install 'hf-cocodc[plots]' draws one")
+    return 0

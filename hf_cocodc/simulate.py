@@ -1,0 +1,48 @@
+"""Many regions in one process: exactly the numbers of a real run, without a cluster."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from .config import Recipe
+from .errors import InputError
+from .links.lockstep import LockstepLink, run_in_lockstep
+
+T = TypeVar("T")
+
+
+def simulate(
+    what: Recipe | str | os.PathLike | Callable[[int, LockstepLink], T],
+    regions: int | None = None,
+    overrides: Sequence[str] = (),
+) -> list[Any]:
+    """Train all regions of a run in this process, taking turns; nothing depends on timing.
+
+    Args:
+        what: a recipe or its path; or a function body(region, link) that trains one region with anything: a Trainer
+            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, a bare
+        `Synchronizer`. regions: number of regions M; by default the recipe's regions.count.
+        overrides: changes to a recipe given by path, each "section.key=value".
+
+    Returns:
+        One value a region: its Trainer (whose model holds the global weights), or what the function returned.
+
+    Raises:
+        InputError: the recipe cannot work, or the number of regions is not known.
+    """
+    if isinstance(what, (str, os.PathLike)):
+        what = Recipe.load(what, overrides)
+    if isinstance(what, Recipe):
+        return _simulate_recipe(what, regions)
+    if regions is None:
+        raise InputError("simulate(function) needs the number of regions: simulate(function, regions=2).")
+    return run_in_lockstep(regions, what)
+
+
+def _simulate_recipe(recipe: Recipe, regions: int | None) -> list[Any]:
+    from . import train
+
+    count = regions or recipe.regions.count or 1
+    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, count=count))
+    return run_in_lockstep(count, lambda region, link: train.run(recipe, link))
