@@ -79,7 +79,7 @@ class RegionConfig:
     count: int | None = _help(f"M: number of regions (environment {ENV_REGIONS}).")
     store: str | None = _help(f"HOST:PORT of the store that all regions reach (environment {ENV_STORE}).")
     interface: str | None = _help(
-        "Network interface of the link, such as wg0; by default the host name's address."
+        "Network interface of the link, such as wg0; by default the one that reaches the store."
     )
     connections: int = _help("TCP connections to each other region; more of them fill a long link better.", 4)
     timeout_s: float = _help("Seconds without a sign of life after which a region counts as lost.", 120.0)

@@ -18,20 +18,17 @@ class Journal:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._opened = time.perf_counter()
-        self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open(
-                "w", encoding="utf-8", buffering=1
-            )  # a line is on disk as soon as it is written
+            path.write_text("", encoding="utf-8")
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; numbers that JSON has no word for (NaN, infinities) become null."""
-        if self._file is None:
+        if self.path is None:
             return
         line = {"kind": kind, "time_s": round(time.perf_counter() - self._opened, 4), **facts}
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        _append(self.path, clean)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -48,5 +45,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def append_error(path: Path, message: str, exit_code: int) -> None:
     """Add why a region ended to its journal, which may not exist yet: errors come before training too."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _append(path, {"kind": "error", "message": message, "exit_code": exit_code})
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"kind": "error", "message": message, "exit_code": exit_code}) + "\n")
+        file.write(json.dumps(line) + "\n")

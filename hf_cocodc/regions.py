@@ -1,13 +1,16 @@
 """Which region this process belongs to, how regions find each other, and how ranks inside a region share a transfer."""
 
+import fcntl
 import json
 import os
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from .config import ENV_REGION, ENV_REGIONS, ENV_STORE
 from .errors import InputError, LinkError, RegionLostError
 from .links.base import Arrival, Handle, Link, Trailer
 
+SIOCGIFADDR = 0x8915  # Linux: get an interface's address
 POLL_S = 0.05
 ACK_S = 5.0
 CONNECT_S = 15.0
@@ -74,6 +78,32 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def own_address(store_address: str, interface: str | None) -> str:
+    """This machine's address on `interface`, or, without one, the address by which it reaches the store.
+
+    Raises:
+        InputError: no such interface, or it has no IPv4 address.
+    """
+    if interface is None:
+        host, _, port = store_address.rpartition(":")
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: picks a route, sends nothing
+            return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise InputError(
+                f"regions.interface={interface!r} is no network interface with an IPv4 address here "
+                f"({error.strerror}). This machine has {known}."
+            ) from error
+    return socket.inet_ntoa(packed[20:24])
+
+
 def rendezvous(
     store: dist.Store, region: int, num_regions: int, hello: dict[str, Any], timeout_s: float
 ) -> "Roster":
@@ -100,7 +130,7 @@ def rendezvous(
             run, entries = _roster(store)
             if entries[region]["token"] == token:
                 store.set(f"{run}/ack/{region}", "1")
-                _wait(lambda key=f"{run}/go": store.check([key]), min(deadline, time.monotonic() + ACK_S))
+                _wait(partial(store.check, [f"{run}/go"]), min(deadline, time.monotonic() + ACK_S))
                 if store.check([f"{run}/go"]):
                     return Roster(run, [entry["hello"] for entry in entries])
         time.sleep(POLL_S)
@@ -124,7 +154,7 @@ def _call_the_roll(store: dist.Store, num_regions: int, deadline: float, timeout
         run = f"run-{uuid.uuid4().hex[:12]}"
         store.set("roster", json.dumps({"run": run, "entries": [json.loads(entry) for entry in entries]}))
         acks = [f"{run}/ack/{r}" for r in others]
-        if not acks or _wait(lambda keys=acks: store.check(keys), min(deadline, time.monotonic() + ACK_S)):
+        if not acks or _wait(partial(store.check, acks), min(deadline, time.monotonic() + ACK_S)):
             store.set(f"{run}/go", "1")
             return Roster(run, [json.loads(entry)["hello"] for entry in entries])
         for r in others:  # a ghost's hello must not be met again

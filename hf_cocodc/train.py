@@ -94,7 +94,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
 
 
 def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
-    known = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
     for key in given:
         if key not in known:
             close = nearest(key, known).split(" Known:")[0]

@@ -7,6 +7,8 @@ feedback pass it through with `yield from`.
 """
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,7 +87,7 @@ def shards(numel: int, block: int, num_regions: int) -> list[slice]:
     """Cut `numel` values at multiples of `block` into one shard a region, as even as blocks allow."""
     blocks = -(-numel // block)
     cuts = [min(numel, blocks * region // num_regions * block) for region in range(num_regions + 1)]
-    return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
 def message_bytes(coder: Coder, numel: int, region: int, num_regions: int) -> int:
@@ -123,7 +125,7 @@ def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply
     if num_regions <= 2:
         payloads = [coder.encode(message.values) for message in messages]
         mean = weighted_mean(payloads, weights, coder, numel)
-        return [Reply(mean.clone(), lambda p=payload: coder.decode(p, numel)) for payload in payloads]
+        return [Reply(mean.clone(), partial(coder.decode, payload, numel)) for payload in payloads]
     cut = shards(numel, coder.block, num_regions)
     scattered = [[coder.encode(message.values[part]) for part in cut] for message in messages]
     mean = torch.empty(numel, dtype=torch.float32)
@@ -131,7 +133,7 @@ def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply
         length = part.stop - part.start
         reduced = weighted_mean([payloads[owner] for payloads in scattered], weights, coder, length)
         mean[part] = coder.decode(coder.encode(reduced), length)
-    return [Reply(mean.clone(), lambda p=payloads: decode_shards(p, coder, cut)) for payloads in scattered]
+    return [Reply(mean.clone(), partial(decode_shards, payloads, coder, cut)) for payloads in scattered]
 
 
 def decode_shards(payloads: Sequence[Tensor], coder: Coder, cut: Sequence[slice]) -> Tensor:

@@ -19,7 +19,7 @@ from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.loopback import loopback
 from ..methods import Method, from_config, settings
-from ..regions import SharedLink, connect_store, rendezvous
+from ..regions import SharedLink, connect_store, own_address, rendezvous
 from ..synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -188,12 +188,11 @@ def _join(
         store = connect_store(regions.store, regions.timeout_s)
         shared = {"connections": regions.connections, "timeout_s": regions.timeout_s}
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes=1)
+        address = own_address(regions.store, regions.interface)
         roster = rendezvous(store, region, count, mine, regions.timeout_s)
         compare(roster.hellos)
         logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
-        link = GlooLink(
-            store, roster.run, region, count, regions.connections, regions.interface, regions.timeout_s
-        )
+        link = GlooLink(store, roster.run, region, count, regions.connections, address, regions.timeout_s)
     if accelerator.num_processes == 1:
         assert link is not None
         return link

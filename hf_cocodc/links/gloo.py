@@ -41,7 +41,7 @@ class GlooLink:
         region: this region.
         num_regions: number of regions M.
         connections: TCP connections to each other region.
-        interface: network interface to listen on ("wg0"); None lets the host name decide.
+        address: this machine's own address by which the other regions reach it.
         timeout_s: seconds without any progress after which another region counts as lost.
 
     Raises:
@@ -55,7 +55,7 @@ class GlooLink:
         region: int,
         num_regions: int,
         connections: int = 1,
-        interface: str | None = None,
+        address: str = "127.0.0.1",
         timeout_s: float = 120.0,
     ) -> None:
         self.region = region
@@ -64,7 +64,7 @@ class GlooLink:
         self._store = dist.PrefixStore(f"{prefix}/left", store)
         self._timeout_s = timeout_s
         self._groups = [
-            _group(dist.PrefixStore(f"{prefix}/c{i}", store), region, num_regions, interface, timeout_s)
+            _group(dist.PrefixStore(f"{prefix}/c{i}", store), region, num_regions, address, timeout_s)
             for i in range(connections)
         ]
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -280,17 +280,12 @@ def _bytes(length: int) -> Tensor:
     return torch.empty(length, dtype=torch.uint8)
 
 
-def _group(
-    store: dist.Store, region: int, num_regions: int, interface: str | None, timeout_s: float
-) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
+def _group(store: dist.Store, region: int, num_regions: int, address: str, timeout_s: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
+    options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    if interface is None:
-        device = dist.ProcessGroupGloo.create_default_device()
-    else:
-        device = dist.ProcessGroupGloo.create_device(interface=interface)
-    options._devices = [device]
-    return dist.ProcessGroupGloo(store, region, num_regions, options)
+    options._devices = [gloo.create_device(hostname=address)]
+    return gloo(store, region, num_regions, options)
 
 
 def _abandon(groups: Sequence[Any]) -> None:

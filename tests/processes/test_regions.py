@@ -1,0 +1,95 @@
+"""Real regions: several processes, real gloo, started with `accelerate launch`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_cocodc.config import OuterConfig
+from hf_cocodc.links.base import Link
+from hf_cocodc.simulate import simulate
+from tests.processes.launching import WORKER, accelerate, environment, outcomes, run_all, run_regions
+from tests.processes.worker import STEPS, with_loop, with_trainer
+
+CONFIG = {
+    "method": "streaming",
+    "sync_interval": 4,
+    "num_fragments": 2,
+    "overlap_steps": 1,
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "codec": "bf16",
+}
+SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
+
+
+@pytest.fixture(scope="module")
+def lockstep(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What two regions of a plain loop come to in one process."""
+    return simulate(lambda region, link: with_loop(OuterConfig(**CONFIG), link), regions=2)
+
+
+def assert_same(ours: dict, theirs: dict) -> None:
+    assert torch.equal(ours["final"], theirs["final"])
+    assert {k: v for k, v in ours.items() if k != "final"} == {k: v for k, v in theirs.items() if k != "final"}
+
+
+def test_trainer_is_the_plain_loop_in_lockstep(lockstep: list[dict], tmp_path: Path) -> None:
+    """Trainer with the callback = OuterOptimizer in an Accelerate loop, bitwise, transfers and bytes included."""
+
+    def train(region: int, link: Link) -> dict:
+        return with_trainer(tmp_path, OuterConfig(**CONFIG), link)
+
+    for ours, theirs in zip(simulate(train, regions=2), lockstep, strict=True):
+        assert_same(ours, theirs)
+        assert ours["sends"] == ours["landings"] == SENDS + 2
+
+
+def test_gradient_accumulation_counts_optimizer_steps(lockstep: list[dict]) -> None:
+    """Two micro-batches of half the size make the same rounds: H counts optimizer steps, not batches."""
+    halves = simulate(lambda region, link: with_loop(OuterConfig(**CONFIG), link, accumulate=2), regions=2)
+    for ours, theirs in zip(halves, lockstep, strict=True):
+        assert (ours["sends"], ours["bytes_sent"]) == (theirs["sends"], theirs["bytes_sent"])
+        torch.testing.assert_close(ours["final"], theirs["final"], atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict], tmp_path: Path) -> None:
+    """gloo processes = lockstep, bitwise, and every region ends with the same model."""
+    found = run_regions(2, 1, [kind, str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    assert sorted(found) == ["region0-rank0", "region1-rank0"]
+    for name, theirs in zip(sorted(found), lockstep, strict=True):
+        assert_same(found[name], theirs)
+    assert torch.equal(found["region0-rank0"]["final"], found["region1-rank0"]["final"])
+    if kind == "trainer":
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1")
+        assert torch.equal(torch.cat([p.detach().reshape(-1) for p in saved.parameters()]), lockstep[0]["final"])
+
+
+def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
+    """2 regions x 2 ranks (DDP inside): global params and the final model are bit-identical on all four ranks."""
+    found = run_regions(2, 2, ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    assert sorted(found) == [f"region{region}-rank{rank}" for region in (0, 1) for rank in (0, 1)]
+    assert len({each["global_digest"] for each in found.values()}) == 1
+    first = found["region0-rank0"]
+    assert all(torch.equal(each["final"], first["final"]) for each in found.values())
+    assert [each["bytes_sent"] > 0 for _, each in sorted(found.items())] == [True, False, True, False], "leaders talk"
+
+
+def test_one_launch_split_into_regions(lockstep: list[dict], tmp_path: Path) -> None:
+    """split_world(2) in one launch of two processes = two launches of one, bitwise."""
+    command = [*accelerate(2), WORKER, "loop", str(tmp_path), json.dumps(CONFIG), "split"]
+    run_all([(command, environment())])
+    found = outcomes(tmp_path)
+    assert sorted(found) == ["region0-rank0", "region1-rank0"]
+    for name, theirs in zip(sorted(found), lockstep, strict=True):
+        assert_same(found[name], theirs)
+
+
+def test_steps_of_the_tests_hold_whole_rounds_and_a_rest() -> None:
+    """The runs above end between two sends, so that finish() has something to do."""
+    assert STEPS % CONFIG["sync_interval"] != 0

@@ -1,0 +1,118 @@
+"""A region's script for the process tests: trains the toy Llama with Trainer or a plain loop, and writes what came out.
+
+Arguments: trainer | loop, an output folder, the OuterConfig as JSON, and optionally `split` (one launch for all regions).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and sys.argv[4:] == ["split"]:
+    from hf_cocodc.regions import split_world
+
+    split_world(2)
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
+from hf_cocodc.links.base import Link
+from hf_cocodc.synchronizer import Synchronizer
+from tests.toys import VOCAB, llama
+
+STEPS = 11
+BATCH = 4
+
+
+class Tokens(Dataset):
+    """Fixed random token rows."""
+
+    def __init__(self, rows: int = 256) -> None:
+        self.rows = torch.randint(1, VOCAB, (rows, 16), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def outcome(synchronizer: Synchronizer, model: torch.nn.Module) -> dict:
+    return {
+        "final": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
+        "global_digest": synchronizer.global_digest(),
+        "sends": synchronizer.totals.sends,
+        "landings": synchronizer.totals.landings,
+        "bytes_sent": synchronizer.totals.bytes_sent,
+    }
+
+
+def with_trainer(folder: Path, config: OuterConfig, link: Link | None = None) -> dict:
+    """Trainer with nothing but the callback."""
+    callback = CoCoDCCallback(config, link=link)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        logging_strategy="no",
+        seed=3,
+    )
+    shard = region_shard(Tokens(), callback.region, callback.num_regions)
+    trainer = Trainer(model=llama(callback.region), args=args, train_dataset=shard, callbacks=[callback])
+    trainer.train()
+    trainer.save_model()
+    assert callback.outer is not None
+    return outcome(callback.outer.synchronizer, trainer.model)
+
+
+def with_loop(config: OuterConfig, link: Link | None = None, accumulate: int = 1) -> dict:
+    """A plain Accelerate loop that sees the batches that Trainer sees."""
+    region, count = (
+        (link.region, link.num_regions)
+        if link
+        else (int(os.environ["HF_COCODC_REGION"]), int(os.environ["HF_COCODC_REGIONS"]))
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+    )
+    model = llama(region)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, weight_decay=0.0)
+    loader = DataLoader(region_shard(Tokens(), region, count), batch_size=BATCH // accumulate, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with OuterOptimizer(accelerator, model, optimizer, config, max_steps=STEPS, link=link) as outer:
+        batches = iter(loader)
+        while outer.inner_step < STEPS:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**next(batches)).loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+    return outcome(outer.synchronizer, accelerator.unwrap_model(model))
+
+
+def main() -> None:
+    kind, folder, config = sys.argv[1], Path(sys.argv[2]), OuterConfig(**json.loads(sys.argv[3]))
+    torch.set_num_threads(1)
+    result = with_trainer(folder, config) if kind == "trainer" else with_loop(config)
+    name = f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
+    torch.save(result, folder / name)
+
+
+if __name__ == "__main__":
+    main()
