@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .integrations.accelerate import OuterOptimizer
     from .integrations.trainer import CoCoDCCallback
     from .regions import split_world
-    from .simulate import simulate
+    from .simulation import simulate
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _HOMES = {
     "Recipe": ".config",
     "RegionConfig": ".config",
     "region_shard": ".data",
-    "simulate": ".simulate",
+    "simulate": ".simulation",
     "split_world": ".regions",
 }
 

@@ -47,7 +47,9 @@ def run_all(commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
         assert process.returncode == 0, output[-4000:]
 
 
-def run_regions(num_regions: int, num_processes: int, arguments: Sequence[str], folder: Path) -> dict[str, dict]:
+def run_regions(
+    num_regions: int, num_processes: int, arguments: Sequence[str], folder: Path
+) -> dict[str, dict]:
     """Run the worker as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
     store = serve_store("127.0.0.1")
     run_all(

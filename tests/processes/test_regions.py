@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.links.base import Link
-from hf_cocodc.simulate import simulate
+from hf_cocodc.simulation import simulate
 from tests.processes.launching import WORKER, accelerate, environment, outcomes, run_all, run_regions
 from tests.processes.worker import STEPS, with_loop, with_trainer
 
@@ -24,6 +24,8 @@ CONFIG = {
     "outer_momentum": 0.9,
     "codec": "bf16",
 }
+COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
+CONNECTIONS = 4  # RegionConfig's default
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 
@@ -35,7 +37,20 @@ def lockstep(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 def assert_same(ours: dict, theirs: dict) -> None:
     assert torch.equal(ours["final"], theirs["final"])
-    assert {k: v for k, v in ours.items() if k != "final"} == {k: v for k, v in theirs.items() if k != "final"}
+    assert {k: ours[k] for k in COMPARED} == {k: theirs[k] for k in COMPARED}
+
+
+def assert_promise_kept(promise: dict, world_size: int, connections: int | None) -> None:
+    """Nothing but our link leaves the region, and it makes one mean a fragment and round.
+
+    torch.distributed has no group beyond the region (none at all with one rank), and the process has no TCP connection but
+    the link's to the other region and one to the store.
+    """
+    fragments = CONFIG["num_fragments"]
+    assert promise["calls"] == {"mean": SENDS + fragments, "broadcast": fragments, "gather": 1}
+    assert promise["world_size"] == world_size
+    if connections is not None:
+        assert promise["connections"] == connections
 
 
 def test_trainer_is_the_plain_loop_in_lockstep(lockstep: list[dict], tmp_path: Path) -> None:
@@ -66,8 +81,12 @@ def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict],
         assert_same(found[name], theirs)
     assert torch.equal(found["region0-rank0"]["final"], found["region1-rank0"]["final"])
     if kind == "trainer":
+        for each in found.values():
+            assert_promise_kept(each["promise"], world_size=0, connections=CONNECTIONS + 1)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1")
-        assert torch.equal(torch.cat([p.detach().reshape(-1) for p in saved.parameters()]), lockstep[0]["final"])
+        assert torch.equal(
+            torch.cat([p.detach().reshape(-1) for p in saved.parameters()]), lockstep[0]["final"]
+        )
 
 
 def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
@@ -76,8 +95,12 @@ def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
     assert sorted(found) == [f"region{region}-rank{rank}" for region in (0, 1) for rank in (0, 1)]
     assert len({each["global_digest"] for each in found.values()}) == 1
     first = found["region0-rank0"]
+    assert_promise_kept(first["promise"], world_size=2, connections=None)
+    assert not found["region0-rank1"]["promise"]["calls"], "only the leader talks"
     assert all(torch.equal(each["final"], first["final"]) for each in found.values())
-    assert [each["bytes_sent"] > 0 for _, each in sorted(found.items())] == [True, False, True, False], "leaders talk"
+    assert [each["bytes_sent"] > 0 for _, each in sorted(found.items())] == [True, False, True, False], (
+        "leaders talk"
+    )
 
 
 def test_one_launch_split_into_regions(lockstep: list[dict], tmp_path: Path) -> None:

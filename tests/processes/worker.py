@@ -8,21 +8,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and sys.argv[4:] == ["split"]:
     from hf_cocodc.regions import split_world
 
     split_world(2)
 
+import psutil
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
 from hf_cocodc.links.base import Link
+from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.synchronizer import Synchronizer
 from tests.toys import VOCAB, llama
 
@@ -53,9 +58,36 @@ def outcome(synchronizer: Synchronizer, model: torch.nn.Module) -> dict:
     }
 
 
+class Watch(TrainerCallback):
+    """Counts, in the middle of training, the ways out of this process."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == STEPS // 2:
+            sockets = psutil.Process().net_connections(kind="tcp")
+            self.connections = sum(socket.status == psutil.CONN_ESTABLISHED for socket in sockets)
+            self.world_size = dist.get_world_size() if dist.is_initialized() else 0
+
+
+def count_link_calls() -> Counter:
+    """Count every call of the gloo link from here on."""
+    calls: Counter = Counter()
+    for name in ("mean", "broadcast", "gather"):
+        setattr(GlooLink, name, _counted(getattr(GlooLink, name), name, calls))
+    return calls
+
+
+def _counted(call: Any, name: str, calls: Counter) -> Any:
+    def counted(*args: Any) -> Any:
+        calls[name] += 1
+        return call(*args)
+
+    return counted
+
+
 def with_trainer(folder: Path, config: OuterConfig, link: Link | None = None) -> dict:
-    """Trainer with nothing but the callback."""
-    callback = CoCoDCCallback(config, link=link)
+    """Trainer with nothing but the callback (and a look at the process from outside)."""
+    calls = count_link_calls() if link is None else Counter()
+    callback, watch = CoCoDCCallback(config, link=link), Watch()
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -71,11 +103,16 @@ def with_trainer(folder: Path, config: OuterConfig, link: Link | None = None) ->
         seed=3,
     )
     shard = region_shard(Tokens(), callback.region, callback.num_regions)
-    trainer = Trainer(model=llama(callback.region), args=args, train_dataset=shard, callbacks=[callback])
+    trainer = Trainer(
+        model=llama(callback.region), args=args, train_dataset=shard, callbacks=[callback, watch]
+    )
     trainer.train()
     trainer.save_model()
     assert callback.outer is not None
-    return outcome(callback.outer.synchronizer, trainer.model)
+    found = outcome(callback.outer.synchronizer, trainer.model)
+    if link is None:
+        found["promise"] = {"calls": calls, "connections": watch.connections, "world_size": watch.world_size}
+    return found
 
 
 def with_loop(config: OuterConfig, link: Link | None = None, accumulate: int = 1) -> dict:
