@@ -174,7 +174,7 @@ def load_text(
     else:
         try:
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             what = f"data.path={path!r}, data.name={name!r}, data.split={split!r}"
             way_out = "Name a dataset on the Hub or a folder of data files."
             raise InputError(f"{what}: {error} {way_out}") from error

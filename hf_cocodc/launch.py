@@ -32,7 +32,7 @@ class RegionProcess:
     def journal(self) -> Path:
         return self.folder / "cocodc" / "journal.jsonl"
 
-    def last_lines(self, count: int = 12) -> list[str]:
+    def last_lines(self, count: int) -> list[str]:
         """The end of what the region printed."""
         text = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         return text.rstrip().splitlines()[-count:]

@@ -1,7 +1,4 @@
-"""Perplexity and next-token accuracy: evaluate metrics that need no hub, and their glue for Trainer.
-
-Importing this module imports evaluate, whose base class it needs, hence torch and transformers too.
-"""
+"""Perplexity and next-token accuracy: evaluate metrics that need no hub, and their glue for Trainer."""
 
 import math
 from collections.abc import Callable, Sequence

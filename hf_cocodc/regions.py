@@ -25,7 +25,7 @@ from .links.base import Arrival, Handle, Link, Trailer
 SIOCGIFADDR = 0x8915  # Linux: get an interface's address
 POLL_S = 0.05
 ACK_S = 5.0
-CONNECT_S = 15.0
+CONNECT_S = 10.0
 
 
 def serve_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
@@ -55,7 +55,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
     Raises:
         InputError: the host name is unknown.
-        LinkError: nothing answers there within `timeout_s` (15 s at most).
+        LinkError: nothing answers there within `timeout_s` (10 s at most).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from .. import launch
-    from ..regions import serve_store
+    from ..regions import connect_store, serve_store
     from ..train import check, output_dir
 
     overrides = list(options.overrides)
@@ -61,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
             "--store HOST:PORT."
         )
     check(recipe)
+    if store is not None and count > 1:
+        connect_store(store, recipe.regions.timeout_s)  # to know in seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     processes = launch.start(recipe, options.recipe, overrides, regions, address, options.launcher)
@@ -90,20 +92,24 @@ def _saved(folder: Path) -> str:
 
 
 def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
-    """Say which region failed and why, then what the others said."""
+    """Say which region failed and why, then what the others said, each thing once."""
+    said: dict[str, list[int]] = {}
     exit_code = 1
     for each in (failed, *(other for other in processes if other is not failed)):
-        code = each.process.returncode
         error = each.error()
         if error is not None:
-            message, error_code = error
-            exit_code = error_code if each is failed else exit_code
-            print(f"error: [region {each.region}] {message}", file=sys.stderr)
-        elif code and each is failed:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            print(f"error: [region {each.region}] {how}; its last lines:", file=sys.stderr)
-            for line in each.last_lines():
+            said.setdefault(error[0], []).append(each.region)
+            exit_code = error[1] if each is failed else exit_code
+        elif each is failed:
+            print(
+                f"error: [region {each.region}] was killed or ended without a word; its last lines:",
+                file=sys.stderr,
+            )
+            for line in each.last_lines(6):
                 print(f"[region {each.region}] {line}", file=sys.stderr)
+    for message, regions in said.items():
+        who = "all regions" if len(regions) == len(processes) > 1 else f"region {regions[0]}"
+        print(f"error: [{who}] {message}", file=sys.stderr)
     print(f"full output: {failed.folder / 'log.txt'}", file=sys.stderr)
     return exit_code
 

@@ -25,6 +25,7 @@ class Coder(Protocol):
 
     Attributes:
         block: number of neighbouring values encoded together; a message is only ever cut at multiples of it.
+        gather: optional; True where the mean of decoded values does not fit the coder again: see `swaps_whole`.
     """
 
     block: int
@@ -90,9 +91,18 @@ def shards(numel: int, block: int, num_regions: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
+def swaps_whole(coder: Coder, num_regions: int) -> bool:
+    """Whether every region sends its whole payload to every other, instead of having shards averaged by their owners.
+
+    So it is between two regions. Between more, only a coder with `gather = True` asks for it: one whose payload is so
+    small that M - 1 of them are cheap, and whose mean would lose too much in a second encoding.
+    """
+    return num_regions <= 2 or getattr(coder, "gather", False)
+
+
 def message_bytes(coder: Coder, numel: int, region: int, num_regions: int) -> int:
     """Bytes that `region` sends for one message: see `mean_of` for who sends what to whom."""
-    if num_regions <= 2:
+    if swaps_whole(coder, num_regions):
         return (num_regions - 1) * coder.num_bytes(numel)
     lengths = [part.stop - part.start for part in shards(numel, coder.block, num_regions)]
     scattered = sum(coder.num_bytes(length) for length in lengths) - coder.num_bytes(lengths[region])
@@ -117,12 +127,13 @@ def weighted_mean(payloads: Sequence[Tensor], weights: Sequence[float], coder: C
 def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply]:
     """The replies to one message of each region: the arithmetic that every link has to carry out.
 
-    Two regions swap what they have. More of them scatter: region j gets everybody's shard j, averages it in fp32,
-    encodes the mean once more and sends it to all; everybody, the owner too, decodes those bytes. So a region never
-    sends more than 2 (M-1)/M of a payload, and with two regions nothing is rounded twice.
+    Two regions swap what they have, and so do more of them where the coder asks for it (`swaps_whole`); their mean is
+    rounded only once. Otherwise more than two scatter: region j gets everybody's shard j, averages it in fp32,
+    encodes the mean once more and sends it to all; everybody, the owner too, decodes those bytes. So a region then
+    never sends more than 2 (M-1)/M of a payload.
     """
     coder, numel, num_regions = messages[0].coder, messages[0].values.numel(), len(messages)
-    if num_regions <= 2:
+    if swaps_whole(coder, num_regions):
         payloads = [coder.encode(message.values) for message in messages]
         mean = weighted_mean(payloads, weights, coder, numel)
         return [Reply(mean.clone(), partial(coder.decode, payload, numel)) for payload in payloads]

@@ -18,7 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.base import Coder, Conversation, Message, Reply, decode_shards, shards, weighted_mean
+from ..codecs.base import (
+    Coder,
+    Conversation,
+    Message,
+    Reply,
+    decode_shards,
+    shards,
+    swaps_whole,
+    weighted_mean,
+)
 from ..errors import LinkError, RegionLostError
 from .base import Arrival, Handle, Trailer, drive
 
@@ -139,7 +148,7 @@ class GlooLink:
     def _exchange(self, message: Message, shares: Sequence[float], what: str) -> tuple[Reply, int]:
         """This region's side of `codecs.base.mean_of`."""
         coder, numel = message.coder, message.values.numel()
-        if self.num_regions <= 2:
+        if swaps_whole(coder, self.num_regions):
             own = coder.encode(message.values)
             got = self._swap_payloads(dict.fromkeys(self._others, own), numel, coder, what)
             payloads = [got.get(region, own) for region in range(self.num_regions)]
@@ -178,19 +187,16 @@ class GlooLink:
     def _swap(self, out: dict[int, Tensor], into: dict[int, Tensor], what: str) -> None:
         """Send bytes to some regions and receive bytes from some, all at once; piece i travels on connection i mod c."""
         self._phase = (self._phase + 1) % _TAGS
+        longest = max((tensor.numel() for tensor in (*out.values(), *into.values())), default=0)
         pending: list[tuple[int, Any]] = []
-        with self._naming(self.region, what):
-            for start in range(
-                0, max((t.numel() for t in (*out.values(), *into.values())), default=0), PIECE_BYTES
-            ):
-                group = self._groups[start // PIECE_BYTES % len(self._groups)]
-                piece = slice(start, start + PIECE_BYTES)
-                pending += [
-                    (r, group.recv([t[piece]], r, self._phase)) for r, t in into.items() if t.numel() > start
-                ]
-                pending += [
-                    (r, group.send([t[piece]], r, self._phase)) for r, t in out.items() if t.numel() > start
-                ]
+        for start in range(0, longest, PIECE_BYTES):
+            group = self._groups[start // PIECE_BYTES % len(self._groups)]
+            piece = slice(start, start + PIECE_BYTES)
+            for tensors, post in ((into, group.recv), (out, group.send)):
+                for region, tensor in tensors.items():
+                    if tensor.numel() > start:
+                        with self._naming(region, what):
+                            pending.append((region, post([tensor[piece]], region, self._phase)))
         for region, work in pending:
             with self._naming(region, what):
                 work.wait(timedelta(seconds=self._timeout_s))
@@ -214,8 +220,8 @@ class GlooLink:
             )
         return RegionLostError(
             region,
-            f"region {region} closed its connection while region {self.region} waited for {what}; its process has most "
-            f"likely died. Look at its last output, then restart all regions. ({str(error).splitlines()[0][-160:]})",
+            f"region {region} closed its connection while region {self.region} waited for {what}: its process has died. Look "
+            "at its last output, then start all regions again.",
         )
 
     def _say_why_leaving(self, reason: str) -> None:

@@ -1,0 +1,153 @@
+"""What a user sees when something breaks while regions are running: real processes, through the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_cocodc.journal import read
+from tests.processes.launching import ROOT, environment
+
+RECIPE = str(ROOT / "recipes" / "quickstart" / "diloco.yaml")
+TINY = [
+    *("--set", "model.config.hidden_size=32", "--set", "model.config.num_hidden_layers=2"),
+    *("--set", "training.eval_strategy=no", "--set", "training.eval_on_start=false"),
+    *("--set", "training.max_steps=100000", "--set", "training.lr_scheduler_type=constant"),
+]
+TIMEOUT_S = 90
+
+
+def start(folder: Path, *arguments: str, command: str = "train") -> subprocess.Popen:
+    """`hf-cocodc train` on a run that would last for hours."""
+    output = [] if command != "train" else [RECIPE, "--set", f"training.output_dir={folder}", *TINY]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from hf_cocodc.cli.main import main; sys.exit(main())",
+            command,
+            *output,
+        ]
+        + list(arguments),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+
+
+def wait_for_step(run: subprocess.Popen, folder: Path, regions: int = 2, step: int = 20) -> None:
+    """Until every region's journal tells of `step`."""
+    journals = [folder / f"region-{region}" / "cocodc" / "journal.jsonl" for region in range(regions)]
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline and run.poll() is None:
+        if all(j.is_file() and any(e.get("step", 0) >= step for e in read(j)) for j in journals):
+            return
+        time.sleep(0.2)
+    run.kill()
+    raise AssertionError(f"training did not start in time: {run.communicate()}")
+
+
+def training_processes(parent: int) -> dict[int, psutil.Process]:
+    """The training process of each region below `parent`, by region."""
+    found = {}
+    for process in psutil.Process(parent).children(recursive=True):
+        if "accelerate.commands.launch" not in process.cmdline():
+            found[int(process.environ()["HF_COCODC_REGION"])] = process
+    return found
+
+
+def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
+    """SIGKILL of region 1 ends region 0 with a message that names region 1, long before the time-out of 120 s."""
+    run = start(tmp_path)
+    wait_for_step(run, tmp_path)
+    training_processes(run.pid)[1].kill()
+    start_s = time.monotonic()
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1
+    assert time.monotonic() - start_s < 60
+    assert "error: [region 1] was killed" in errors
+    assert (
+        "error: [region 0] region 1 closed its connection while region 0 waited for fragment 0 sent at step"
+        in errors
+    )
+    assert "Traceback" not in errors
+
+
+def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
+    """A region that is stopped, not dead, costs timeout_s; the message says how long and for what."""
+    run = start(tmp_path, "--set", "regions.timeout_s=4")
+    wait_for_step(run, tmp_path)
+    frozen = training_processes(run.pid)[1]
+    frozen.send_signal(signal.SIGSTOP)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1
+    assert "region 1 sent nothing for" in errors
+    assert "timeout_s=4" in errors
+    assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "nothing is left behind"
+
+
+def test_ctrl_c_ends_all_regions_and_says_what_was_saved(tmp_path: Path) -> None:
+    """SIGINT to the command ends every process at once, with exit code 130."""
+    run = start(tmp_path)
+    wait_for_step(run, tmp_path)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "interrupted at step" in errors
+    assert "no checkpoint was saved" in errors
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_region_that_never_comes(tmp_path: Path) -> None:
+    """One region of two, alone at the store, ends after timeout_s and names the one that is missing."""
+    store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
+    try:
+        assert store.stdout is not None
+        address = store.stdout.readline().split()[3].rstrip(";")
+        run = start(tmp_path, "--region", "0", "--store", address, "--set", "regions.timeout_s=3")
+        _, errors = run.communicate(timeout=TIMEOUT_S)
+    finally:
+        store.send_signal(signal.SIGINT)
+        store.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "region 1 did not come within 3 s" in errors
+    assert store.returncode == 0
+
+
+def test_regions_that_disagree(tmp_path: Path) -> None:
+    """Two regions started with another interval end at the handshake: the field and both values are named; exit code 2."""
+    store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
+    try:
+        assert store.stdout is not None
+        address = store.stdout.readline().split()[3].rstrip(";")
+        runs = [
+            start(tmp_path, "--region", str(r), "--store", address, "--set", f"outer.sync_interval={10 + r}")
+            for r in (0, 1)
+        ]
+        errors = [run.communicate(timeout=TIMEOUT_S)[1] for run in runs]
+    finally:
+        store.send_signal(signal.SIGINT)
+        store.communicate(timeout=30)
+    for run, error in zip(runs, errors, strict=True):
+        assert run.returncode == 2
+        assert "disagree on outer.sync_interval: region 0 has 10, region 1 has 11" in error
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="two regions need two cores to come up in time")
+def test_an_empty_share_of_data_is_said(tmp_path: Path) -> None:
+    """Text that does not fill one block is an input error (exit code 2), said once for both regions."""
+    run = start(tmp_path, "--set", "data.block_size=100000000")
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 2
+    assert "do not fill one block of block_size=100000000" in errors
+    assert "Traceback" not in errors
