@@ -1,0 +1,147 @@
+"""Recipes and settings: what cannot work is said at once, with the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_cocodc.cli.main import main
+from hf_cocodc.config import OuterConfig, Recipe, RegionConfig
+from hf_cocodc.errors import InputError
+from hf_cocodc.methods import METHODS, from_config
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "diloco.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("outer.sync_intervall=5", "unknown key outer.sync_intervall. Did you mean 'sync_interval'"),
+        ("outr.sync_interval=5", "unknown key outr. Did you mean 'outer'"),
+        ("training.max_step=5", "unknown key training.max_step. Did you mean 'max_steps'"),
+        ("peft.rank=5", "unknown key peft.rank"),
+        ("outer.sync_interval=0", "outer.sync_interval=0 must be at least 1"),
+        ("outer.sync_interval=five", "outer.sync_interval='five' must be int or nothing, not str"),
+        ("outer.outer_lr=-1", "outer.outer_lr=-1.0 must be positive"),
+        ("outer.method=dilcoo", "Did you mean 'diloco'"),
+        ("outer.codec=bf17", "Did you mean 'bf16'"),
+        ("outer.mixing_alpha=0.5", "outer.mixing_alpha=0.5 has no meaning for method=diloco"),
+        ("outer.num_fragments=3", "num_fragments=3 with fragment_pattern=whole"),
+        ("regions.count=0", "regions.count=0 must be at least 1"),
+        ("regions.store=nowhere", "must be HOST:PORT"),
+        ("data.builtin=python-stdlibb", "Did you mean 'python-stdlib'"),
+        ("data.path=x", "data needs exactly one of builtin"),
+        ("model.dtype=float31", "Did you mean 'float32'"),
+        ("evaluation.on=globall", "Did you mean 'global'"),
+        ("evaluation.metrics=[perplexityy]", "Did you mean 'perplexity'"),
+        ("outer=5", "must be SECTION.KEY=VALUE"),
+        ("outer.method={", "not valid YAML"),
+    ],
+)
+def test_a_bad_value_is_one_paragraph_and_exit_code_2(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says what is wrong before anything starts."""
+    assert main(["train", str(RECIPE), "--set", override]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"method": "streaming", "sync_interval": 3, "num_fragments": 4},
+            "sync_interval=3 is smaller than outer.num_frag",
+        ),
+        (
+            {"method": "streaming", "sync_interval": 8, "overlap_steps": 8},
+            "overlap_steps=8 must be smaller than",
+        ),
+        ({"method": "streaming", "mixing_alpha": 1.5}, "mixing_alpha=1.5 must lie in"),
+    ],
+)
+def test_numbers_that_exclude_each_other_are_refused(settings: dict, message: str) -> None:
+    """H < fragments, overlap >= H and the like."""
+    with pytest.raises(InputError, match=message):
+        from_config(OuterConfig(**settings))
+
+
+def test_yaml_is_read_as_1_2() -> None:
+    """4e-4 is a number, `on` and `no` are words, a key given twice is an error."""
+    recipe = Recipe.load(
+        RECIPE, ["training.learning_rate=4e-4", "training.save_strategy=no", "evaluation.on=local"]
+    )
+    assert recipe.training["learning_rate"] == 4e-4
+    assert recipe.training["save_strategy"] == "no"
+    assert recipe.evaluation.on == "local"
+    with pytest.raises(InputError, match="key 'max_steps' is given twice"):
+        Recipe.load(RECIPE, ["training.x={max_steps: 1, max_steps: 2}"])
+
+
+def test_overrides_reach_nested_keys() -> None:
+    """--set model.config.hidden_size=64 changes one key of the nested mapping."""
+    recipe = Recipe.load(RECIPE, ["model.config.hidden_size=64"])
+    assert recipe.model.config is not None
+    assert (recipe.model.config["hidden_size"], recipe.model.config["model_type"]) == (64, "llama")
+
+
+def test_config_classes_are_frozen_and_keyword_only() -> None:
+    """A setting has one source: nothing changes it later."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OuterConfig().method = "x"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        OuterConfig("diloco")  # type: ignore[misc]
+
+
+def test_hf_argument_parser_gives_every_script_our_flags(tmp_path: Path) -> None:
+    """HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig)) parses our fields as flags with help."""
+    parser = HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig))
+    flags = [
+        "--output_dir",
+        str(tmp_path),
+        "--method",
+        "streaming",
+        "--sync_interval",
+        "50",
+        "--overlap_steps",
+        "3",
+    ]
+    flags += ["--outer_lr", "0.3", "--count", "2", "--region", "1", "--store", "10.0.0.1:29650", "--use_cpu"]
+    _, outer, regions = parser.parse_args_into_dataclasses(flags)
+    assert outer == OuterConfig(method="streaming", sync_interval=50, overlap_steps=3, outer_lr=0.3)
+    assert (regions.region, regions.count, regions.store) == (1, 2, "10.0.0.1:29650")
+    assert all(
+        f.metadata.get("help") for kind in (OuterConfig, RegionConfig) for f in dataclasses.fields(kind)
+    )
+
+
+def test_regions_come_from_the_environment() -> None:
+    """None is filled from HF_COCODC_*; contradictions and gaps are errors that name both sides."""
+    env = {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "3", "HF_COCODC_STORE": "h:1"}
+    resolved = RegionConfig().resolved(env)
+    assert (resolved.region, resolved.count, resolved.store) == (1, 3, "h:1")
+    assert RegionConfig().resolved({}).count == 1
+    with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
+        RegionConfig(count=2).resolved(env)
+    with pytest.raises(InputError, match="does not know which region it is"):
+        RegionConfig(count=2).resolved({})
+    with pytest.raises(InputError, match="2 regions need a store"):
+        RegionConfig(count=2, region=0).resolved({})
+    with pytest.raises(InputError, match="region 3 of 3"):
+        RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
+
+
+def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
+    """No field of OuterConfig is accepted and ignored; each method's defaults make a method."""
+    import inspect
+
+    used = {name for method in METHODS.values() for name in inspect.signature(method).parameters}
+    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | {"method", "digest_interval"}
+    for name in METHODS:
+        from_config(OuterConfig(method=name))

@@ -1,0 +1,357 @@
+import hashlib
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from transformers import AutoTokenizer, default_data_collator
+
+from hf_cocodc import data
+from hf_cocodc.errors import InputError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_COCODC_REGION", "HF_COCODC_REGIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Numbers(IterableDataset[int]):
+    """0 .. count - 1, split over DataLoader workers by this dataset itself, as torch's documentation asks."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter(range(100 * self.epoch + first, 100 * self.epoch + self.count, step))
+
+
+class Reshuffled(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def stream(count: int, num_files: int) -> datasets.IterableDataset:
+    return datasets.Dataset.from_dict({"n": list(range(count))}).to_iterable_dataset(num_shards=num_files)
+
+
+SHARDABLE: dict[str, Callable[[], Any]] = {
+    "datasets.Dataset": lambda: datasets.Dataset.from_dict({"n": list(range(11))}),
+    "datasets.IterableDataset, files divide": lambda: stream(11, 3),
+    "datasets.IterableDataset, files do not divide": lambda: stream(11, 2),
+    "torch map-style": lambda: TensorDataset(torch.arange(11)),
+    "sequence": lambda: list(range(11)),
+    "torch IterableDataset": lambda: Numbers(11),
+}
+
+
+def run_python(script: str, **variables: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def number(sample: Any) -> int:
+    return int(
+        sample["n"] if isinstance(sample, dict) else sample[0] if isinstance(sample, tuple) else sample
+    )
+
+
+@pytest.mark.parametrize("kind", SHARDABLE)
+def test_regions_partition(kind: str) -> None:
+    """Each sample is in exactly one of three regions, which have a third each, equal in a second pass."""
+    shards = [data.region_shard(SHARDABLE[kind](), region, 3) for region in range(3)]
+    parts = [[number(sample) for sample in shard] for shard in shards]
+    assert sorted(itertools.chain(*parts)) == list(range(11))
+    assert sorted(map(len, parts)) == [3, 4, 4]
+    assert [[number(sample) for sample in shard] for shard in shards] == parts
+
+
+@pytest.mark.parametrize("kind", SHARDABLE)
+def test_one_region_changes_nothing(kind: str) -> None:
+    """With one region, the default, the dataset itself comes back."""
+    dataset = SHARDABLE[kind]()
+    assert data.region_shard(dataset) is dataset
+    assert data.region_shard(dataset, 0, 1) is dataset
+
+
+def test_regions_partition_in_workers() -> None:
+    """With two DataLoader workers a region, every sample is still read in exactly one region, once."""
+    read: list[int] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+        for region in range(2):
+            shard = data.region_shard(Numbers(11), region, 2)
+            read += list(DataLoader(shard, batch_size=None, num_workers=2))
+    assert sorted(read) == list(range(11))
+
+
+def test_iterable_shard_pickles() -> None:
+    """A pickled shard, which is what a spawned DataLoader worker gets, reads the same samples."""
+    shard = pickle.loads(pickle.dumps(data.region_shard(Reshuffled(11), 1, 3)))
+    assert list(shard) == [1, 4, 7, 10]
+    shard.set_epoch(1)
+    assert list(shard) == [101, 104, 107, 110]
+
+
+def test_iterable_shard_under_accelerate() -> None:
+    """Accelerate prepares a shard like any iterable dataset, and its ranks split the samples further."""
+    region = data.region_shard(Numbers(12), 1, 2)
+    prepared = Accelerator(cpu=True).prepare(DataLoader(region, batch_size=2))
+    assert [int(n) for batch in prepared for n in batch] == [1, 3, 5, 7, 9, 11]
+    ranks = [IterableDatasetShard(region, num_processes=2, process_index=rank) for rank in range(2)]
+    assert [list(rank) for rank in ranks] == [[1, 5, 9], [3, 7, 11]]
+
+
+def test_iterable_shard_reshuffles() -> None:
+    """A shard has set_epoch exactly if its dataset has it, and passes it on."""
+    shard = data.region_shard(Reshuffled(6), 1, 2)
+    shard.set_epoch(2)
+    assert list(shard) == [201, 203, 205]
+    assert not hasattr(data.region_shard(Numbers(6), 1, 2), "set_epoch")
+    assert not hasattr(shard, "__len__")
+
+
+def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_COCODC_REGION and HF_COCODC_REGIONS choose the shard; an argument goes before them."""
+    monkeypatch.setenv("HF_COCODC_REGION", "1")
+    monkeypatch.setenv("HF_COCODC_REGIONS", "3")
+    assert list(data.region_shard(range(7))) == [1, 4]
+    assert list(data.region_shard(range(7), region=0)) == [0, 3, 6]
+    assert list(data.region_shard(range(7), num_regions=2)) == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("region", "num_regions", "variables"),
+    [
+        (2, 2, {}),
+        (-1, 2, {}),
+        (0, 0, {}),
+        (0, None, {}),
+        (None, 2, {}),
+        (None, None, {"HF_COCODC_REGIONS": "2"}),
+        (None, None, {"HF_COCODC_REGION": "east", "HF_COCODC_REGIONS": "2"}),
+    ],
+)
+def test_region_that_is_none(
+    region: int | None, num_regions: int | None, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that does not exist is refused with its number, the rule and both ways to set it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        InputError, match=r"region=.* of num_regions=.*HF_COCODC_REGION and HF_COCODC_REGIONS"
+    ):
+        data.region_shard(range(7), region, num_regions)
+
+
+def test_not_shardable() -> None:
+    """Fewer samples than regions, several splits, and things that are no dataset are refused."""
+    with pytest.raises(InputError, match=r"2 samples for 3 regions: each region needs at least one. Use"):
+        data.region_shard([1, 2], 0, 3)
+    with pytest.raises(InputError, match=r"2 samples for 3 regions"):
+        data.region_shard(datasets.Dataset.from_dict({"n": [1, 2]}), 0, 3)
+    with pytest.raises(InputError, match=r"DatasetDict is not a dataset. Pass one split"):
+        data.region_shard(datasets.DatasetDict(train=datasets.Dataset.from_dict({"n": [1, 2]})), 0, 2)
+    with pytest.raises(InputError, match=r"generator is not a dataset"):
+        data.region_shard((n for n in range(9)), 0, 2)
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> dict[str, datasets.Dataset]:
+    return {split: data.python_stdlib(split) for split in ("train", "test")}
+
+
+def test_stdlib_is_the_library(stdlib: dict[str, datasets.Dataset]) -> None:
+    """Train and test hold known modules, each once, and no third-party code; 2 to 10 % are held out."""
+    train, test = (set(stdlib[split]["text"]) for split in ("train", "test"))
+    assert len(train) == len(stdlib["train"])
+    assert not train & test
+    for module in (os, subprocess, warnings):
+        assert Path(str(module.__file__)).read_bytes().decode() in train | test
+    assert Path(pytest.__file__).read_bytes().decode() not in train | test
+    assert 0.02 < len(test) / (len(train) + len(test)) < 0.1
+    assert sum(map(len, train)) > 3_000_000
+
+
+def test_stdlib_is_deterministic(stdlib: dict[str, datasets.Dataset]) -> None:
+    """Another process, with another hash seed, reads the same documents in the same order."""
+    digest = "hashlib.sha256('|'.join(d.python_stdlib('test')['text']).encode()).hexdigest()"
+    script = f"import hashlib, hf_cocodc.data as d; assert {digest} == '{{}}'"
+    texts = "|".join(stdlib["test"]["text"])
+    run_python(script.format(hashlib.sha256(texts.encode()).hexdigest()), PYTHONHASHSEED="7")
+
+
+def test_stdlib_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests, packages, caches, copies, empty files and other encodings stay out; paths order the rest."""
+    files = {
+        "b.py": b"b = 1\r\n",
+        "a/z.py": b"z = '\xc3\xa9'\n",
+        "a/copy.py": b"b = 1\r\n",
+        "empty.py": b"",
+        "latin1.py": b"e = '\xe9'\n",
+        "notes.txt": b"text",
+        **{f"{name}/x{i}.py": b"x = %d\n" % i for i, name in enumerate(sorted(data.LEFT_OUT))},
+        "a/test/deep.py": b"deep = 1\n",
+        "test.py": b"file = 'not a folder'\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    # By path a/copy.py comes first, so b.py is the copy; no path of the three hashes into the held-out part.
+    assert data.python_stdlib("train")["text"] == ["b = 1\r\n", "z = '\xe9'\n", "file = 'not a folder'\n"]
+    with pytest.raises(InputError, match=r"No Python sources in .* Set data.path"):
+        data.python_stdlib("test")
+    with pytest.raises(InputError, match=r"data.split='validation'.*'train' or 'test'"):
+        data.python_stdlib("validation")
+
+
+FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467\U0001f3fd"
+TRICKY = [
+    "",
+    "\n",
+    " lead",
+    "tab\tcrlf\r\n\r",
+    "\u202e",
+    FAMILY,
+    "don't , stop .",
+    "".join(map(chr, range(0x250))),
+]
+
+
+@pytest.mark.parametrize("reloaded", [False, True])
+def test_byte_tokenizer_round_trip(reloaded: bool, tmp_path: Path) -> None:
+    """Token ids are the UTF-8 bytes and decode to the same text, also when saved and loaded."""
+    tokenizer: Any = data.byte_tokenizer()
+    if reloaded:
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 257
+    assert {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} == {256}
+    assert tokenizer.model_max_length > 10**20
+    for text in TRICKY:
+        assert tokenizer(text).input_ids == list(text.encode())
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    marked = "a<|endoftext|>b"
+    assert tokenizer(marked).input_ids == [97, 256, 98]
+    assert tokenizer.decode([97, 256, 98]) == marked
+    assert tokenizer.decode([97, 256, 98], skip_special_tokens=True) == "ab"
+
+
+def documents(texts: list[str], streaming: bool = False) -> Any:
+    rows = [{"id": number, "text": text} for number, text in enumerate(texts)]
+    if streaming:
+        return datasets.IterableDataset.from_generator(lambda: iter(rows))
+    return datasets.Dataset.from_dict({key: [row[key] for row in rows] for key in ("id", "text")})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pack_is_concatenation(streaming: bool) -> None:
+    """Blocks joined are the documents' bytes, eos after each, up to the last full block; labels are equal."""
+    texts = [f"document {i} " * (i % 7) for i in range(50)]
+    expected = [token for text in texts for token in (*text.encode(), 256)]
+    blocks = list(data.pack(documents(texts, streaming), data.byte_tokenizer(), 16))
+    joined = [int(token) for block in blocks for token in block["input_ids"]]
+    assert joined == expected[: len(expected) // 16 * 16]
+    for block in blocks:
+        assert list(block) == ["input_ids", "labels"]
+        assert list(block["labels"]) == list(block["input_ids"])
+    batch = default_data_collator(blocks[:3])
+    assert batch["labels"].shape == batch["input_ids"].shape == (3, 16)
+    assert batch["labels"].dtype == torch.int64
+
+
+def test_pack_drops_tails_per_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of documents packed together drops its own tail."""
+    monkeypatch.setattr(data, "PACKED_TOGETHER", 3)
+    blocks = data.pack(documents(["abc", "de", "f", "ghi", "jk", "l"]), data.byte_tokenizer(), 4)
+    assert [data.byte_tokenizer().decode(block["input_ids"]) for block in blocks] == [
+        "abc<|endoftext|>",
+        "de<|endoftext|>f",
+        "ghi<|endoftext|>",
+        "jk<|endoftext|>l",
+    ]
+
+
+def test_pack_is_quiet_and_leaves_no_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    """Packing in memory makes neither a cache file nor a progress bar, and leaves bars as they were."""
+    assert not datasets.are_progress_bars_disabled()
+    blocks = data.pack(documents(["some text"] * 100), data.byte_tokenizer(), 8)
+    assert blocks.cache_files == []
+    assert blocks.features["labels"] == datasets.List(datasets.Value("int32"))
+    assert "".join(capfd.readouterr()) == ""
+    assert not datasets.are_progress_bars_disabled()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pack_refuses(streaming: bool) -> None:
+    """Too little or no text, no such column, no eos token and too small a block are refused with reasons."""
+    tokenizer = data.byte_tokenizer()
+    with pytest.raises(InputError, match=r"2 documents with 9 tokens.* block_size=10. Use more text"):
+        data.pack(documents(["abc", "defg"], streaming), tokenizer, 10)
+    assert len(list(data.pack(documents(["abc", "defg"], streaming), tokenizer, 9))) == 1
+    with pytest.raises(InputError, match=r"^0 documents"):
+        data.pack(documents([], streaming), tokenizer, 10)
+    with pytest.raises(InputError, match=r"data.text_column='content' .* one of id, text"):
+        data.pack(documents(["abc"], streaming), tokenizer, 2, text_column="content")
+    with pytest.raises(InputError, match=r"block_size=1 must be at least 2"):
+        data.pack(documents(["abc"], streaming), tokenizer, 1)
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match=r"no eos token"):
+        data.pack(documents(["abc"], streaming), tokenizer, 2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_load_text_builtin(streaming: bool, stdlib: dict[str, datasets.Dataset]) -> None:
+    """data.builtin: python-stdlib loads the embedded corpus, streaming or not."""
+    loaded = data.load_text("python-stdlib", None, None, "test", "text", streaming)
+    assert isinstance(loaded, datasets.IterableDataset if streaming else datasets.Dataset)
+    assert [row["text"] for row in loaded] == list(stdlib["test"]["text"])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_load_text_folder(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """data.path loads a folder of data files through datasets, and a missing column lists those there."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "train.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    path = str(tmp_path / "corpus")
+    loaded = data.load_text(None, path, None, "train", "body", streaming)
+    assert [row["body"] for row in loaded] == ["one", "two"]
+    with pytest.raises(InputError, match=r"data.text_column='text' .* one of body"):
+        data.load_text(None, path, None, "train", "text", streaming)
+    with pytest.raises(InputError, match=r"data.split='validation': "):
+        data.load_text(None, path, None, "validation", "body", streaming)
+
+
+def test_load_text_refuses(tmp_path: Path) -> None:
+    """Unknown corpora and paths are refused with the nearest name, and exactly one of the two is needed."""
+    with pytest.raises(InputError, match=r"'python_stdlb' is unknown. Did you mean 'python-stdlib'\?"):
+        data.load_text("python_stdlb", None, None, "train", "text", False)
+    with pytest.raises(InputError, match=r"data.path='.*nowhere'.*Name a dataset on the Hub or a folder"):
+        data.load_text(None, str(tmp_path / "nowhere"), None, "train", "text", False)
+    for builtin, path in ((None, None), ("python-stdlib", "corpus")):
+        with pytest.raises(InputError, match=r"give one of the two"):
+            data.load_text(builtin, path, None, "train", "text", False)
+
+
+def test_import_is_light() -> None:
+    """Importing hf_cocodc.data loads none of torch, datasets, transformers and accelerate."""
+    heavy = {"torch", "datasets", "transformers", "accelerate"}
+    run_python(f"import sys, hf_cocodc.data; assert not {heavy} & {{*sys.modules}}")

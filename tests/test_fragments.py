@@ -1,0 +1,94 @@
+"""Fragments: every trainable parameter in exactly one, blocks where they belong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_cocodc.errors import InputError
+from hf_cocodc.fragments import Fragment, find_blocks, sequential, strided, whole
+from tests.toys import Blocks, llama
+
+SMALL = {
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "mamba2": {"head_dim": 8, "num_heads": 4, "state_size": 8, "n_groups": 1},
+}
+
+
+def causal_lm(kind: str) -> nn.Module:
+    common = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+    common |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+    given = SMALL[kind] if kind == "gpt2" else {**common, **SMALL[kind]}
+    config = AutoConfig.for_model(
+        kind, **({"vocab_size": 64} | given), bos_token_id=0, eos_token_id=0, pad_token_id=0
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def covered(fragments: tuple[Fragment, ...]) -> list[str]:
+    return sorted(name for fragment in fragments for name in fragment.names)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("pattern", [whole(), strided(2), strided(4), sequential(3)])
+def test_every_trainable_parameter_travels_once(kind: str, pattern: object) -> None:
+    """Exact cover, sizes that add up, in several architectures (tied ones too)."""
+    model = causal_lm(kind)
+    fragments = pattern(model)  # type: ignore[operator]
+    assert covered(fragments) == sorted(name for name, _ in model.named_parameters())
+    assert sum(f.numel for f in fragments) == sum(p.numel() for p in model.parameters())
+    assert len(find_blocks(model)) == 4
+
+
+def test_strided_and_sequential_place_blocks_as_the_paper_says() -> None:
+    """Fragment f of P holds blocks f, f + P, ... (strided) or consecutive ones (sequential)."""
+
+    def blocks(fragments: tuple[Fragment, ...]) -> list[list[int]]:
+        layers = [{int(n.split(".")[2]) for n in f.names if ".layers." in n} for f in fragments]
+        return [sorted(each) for each in layers]
+
+    model = llama(layers=6)
+    assert blocks(strided(3)(model)) == [[0, 3], [1, 4], [2, 5]]
+    assert blocks(sequential(3)(model)) == [[0, 1], [2, 3], [4, 5]]
+    assert blocks(sequential(4)(model)) == [[0, 1], [2], [3, 4], [5]]
+
+
+def test_embedding_and_head_keep_fragments_even() -> None:
+    """What lies outside the blocks fills up the smallest fragments."""
+    sizes = [f.numel for f in strided(4)(llama())]
+    assert max(sizes) < 1.7 * min(sizes)
+
+
+def test_frozen_parameters_stay_at_home_and_tied_ones_travel_once() -> None:
+    """requires_grad=False is left out; a tied head is the embedding."""
+    model = llama(tie=True)
+    names = covered(whole()(model))
+    assert "lm_head.weight" not in names
+    assert "model.embed_tokens.weight" in names
+    model.model.layers[0].requires_grad_(False)
+    assert not [name for name in covered(strided(3)(model)) if ".layers.0." in name]
+
+
+def test_views_are_the_flat_vector() -> None:
+    """Writing to a view writes to the flat vector, in the order of the names."""
+    [fragment] = whole()(Blocks([torch.zeros(2), torch.zeros(3)]))
+    flat = torch.arange(5.0)
+    first, second = fragment.views(flat)
+    second.fill_(7)
+    assert flat.tolist() == [0, 1, 7, 7, 7]
+    assert first.shape == (2,)
+
+
+def test_too_many_fragments_and_nothing_to_train_are_refused() -> None:
+    """The messages name the number, the rule and the way out."""
+    with pytest.raises(
+        InputError, match=r"num_fragments=5 but the model has 4 trainable blocks.*num_fragments <= 4"
+    ):
+        strided(5)(llama())
+    with pytest.raises(InputError, match="no trainable parameter"):
+        whole()(llama().requires_grad_(False))

@@ -1,0 +1,168 @@
+"""Schedules, outer transforms, handshake, journal, summary, pictures: small parts on their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_cocodc import handshake, outer, plots, schedules
+from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.journal import Journal, append_error, read
+from hf_cocodc.links.lockstep import LockstepLink, run_in_lockstep
+from hf_cocodc.schedules import AgreedStats, Land, Send
+from hf_cocodc.summary import data_parallel_bytes, summarise
+from tests.toys import llama
+
+
+def events(schedule: schedules.Schedule, num_fragments: int, steps: int) -> dict[int, tuple]:
+    """Events of the steps that have any."""
+    state, found = schedule.init(num_fragments), {}
+    for step in range(1, steps + 1):
+        due, state = schedule.events(step, AgreedStats(), state)
+        if due:
+            found[step] = due
+    return found
+
+
+def test_staggered_is_the_papers_example() -> None:
+    """H = 100, P = 2: fragment 0 at 100, 200, ...; fragment 1 at 150, 250, ...; each lands tau later."""
+    found = events(schedules.staggered(100, 5), 2, 260)
+    sends = {step: due for step, due in found.items() if isinstance(due[0], Send)}
+    assert sends == {100: (Send(0),), 150: (Send(1),), 200: (Send(0),), 250: (Send(1),)}
+    assert found[105] == (Land(0, 100),)
+
+
+def test_a_delay_of_one_round_sends_before_it_lands() -> None:
+    """At equal steps the send comes first; the other order would make every outer gradient zero."""
+    found = events(schedules.every(4, 4), 1, 12)
+    assert found == {4: (Send(0),), 8: (Send(0), Land(0, 4)), 12: (Send(0), Land(0, 8))}
+
+
+def test_nesterov_is_torch_sgd() -> None:
+    """chain(nesterov, scale) moves parameters as torch.optim.SGD(nesterov=True) does, state keyed by name."""
+    transform = outer.chain(nesterov=outer.nesterov(0.9), lr=outer.scale(0.7))
+    ours = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    theirs = torch.nn.Parameter(ours.clone())
+    sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    state = transform.init(ours)
+    for seed in range(1, 6):
+        grad = torch.randn(50, generator=torch.Generator().manual_seed(seed))
+        update, state = transform.update(grad, state, None)  # type: ignore[arg-type]
+        ours = ours - update
+        theirs.grad = grad
+        sgd.step()
+        torch.testing.assert_close(ours, theirs.detach())
+    assert list(state) == ["nesterov", "lr"]
+
+
+def test_the_handshake_names_regions_field_and_values() -> None:
+    """A difference in settings, parameters or frozen weights is found and said."""
+    settings = {"sync_interval": 10}
+    base = handshake.hello(llama(), settings, 100, 1)
+    handshake.compare([base, handshake.hello(llama(seed=1), settings, 100, 1)])
+    with pytest.raises(
+        HandshakeError, match="region 0 and region 1 disagree on outer.sync_interval: region 0 has 10"
+    ):
+        handshake.compare([base, handshake.hello(llama(), {"sync_interval": 20}, 100, 1)])
+    with pytest.raises(HandshakeError, match="region 2 disagree on max_steps"):
+        handshake.compare([base, base, handshake.hello(llama(), settings, 99, 1)])
+    wider = handshake.hello(llama(layers=3), settings, 100, 1)
+    with pytest.raises(HandshakeError, match="disagree on trainable parameters"):
+        handshake.compare([base, wider])
+    frozen = [handshake.hello(freeze(seed), settings, 100, 1) for seed in (0, 1)]
+    with pytest.raises(HandshakeError, match="frozen parameters and buffers"):
+        handshake.compare(frozen)
+
+
+def freeze(seed: int) -> torch.nn.Module:
+    model = llama(seed)
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def test_lockstep_reports_who_fails() -> None:
+    """An exception in one region ends all and is the one that is raised; waiting for nobody is an error."""
+
+    def one_fails(region: int, link: LockstepLink) -> None:
+        if region == 1:
+            raise KeyError("mine")
+        link.broadcast(torch.zeros(1), "x")
+        link.gather(None, "y")  # type: ignore[arg-type]
+
+    with pytest.raises(KeyError, match="mine"):
+        run_in_lockstep(2, one_fails)
+
+    def one_leaves(region: int, link: LockstepLink) -> None:
+        if region == 0:
+            link.gather(None, "y")  # type: ignore[arg-type]
+
+    with pytest.raises(LinkError, match="every region waits for another"):
+        run_in_lockstep(2, one_leaves)
+
+
+def test_random_numbers_belong_to_a_region() -> None:
+    """Regions that take turns draw the numbers that they would draw alone."""
+
+    def draw(region: int, link: LockstepLink) -> list[float]:
+        torch.manual_seed(region)
+        drawn = []
+        for _ in range(3):
+            drawn.append(float(torch.rand(1)))
+            link.gather(None, "turn")  # type: ignore[arg-type]
+        return drawn
+
+    alone = []
+    for region in (0, 1):
+        torch.manual_seed(region)
+        alone.append([float(torch.rand(1)) for _ in range(3)])
+    assert run_in_lockstep(2, draw) == alone
+
+
+def a_run(path: Path, region: int) -> Path:
+    journal = Journal(path / f"{region}.jsonl")
+    outer_settings = {"method": "diloco", "sync_interval": 2, "digest_interval": 10}
+    journal.write(
+        "start",
+        step=0,
+        region=region,
+        num_regions=2,
+        num_params=10,
+        num_fragments=1,
+        max_steps=4,
+        outer=outer_settings,
+    )
+    journal.write("evaluate", step=0, eval_loss=5.0, eval_perplexity=148.4)
+    for step in (2, 4):
+        journal.write("log", step=step, loss=float("nan") if step == 2 else 1.5)
+        journal.write("send", step=step, fragment=0)
+        journal.write("land", step=step, fragment=0, sent_at=step, blocked_s=0.5, bytes_sent=40)
+    journal.write("finish", step=4, blocked_s=1.0, bytes_sent=80)
+    journal.write("evaluate", step=4, eval_loss=1.0, eval_perplexity=2.718)
+    assert journal.path is not None
+    return journal.path
+
+
+def test_the_summary_reads_the_journals(tmp_path: Path) -> None:
+    """Perplexities, steps, bytes and the data-parallel comparison come from the journals alone."""
+    summary = summarise([a_run(tmp_path, 0), a_run(tmp_path, 1)])
+    assert (summary.perplexity_before, summary.perplexity_after) == (148.4, 2.718)
+    assert (summary.inner_steps, summary.outer_steps, summary.bytes_sent) == (4, 2, 80)
+    assert summary.data_parallel_bytes == data_parallel_bytes(10, 4, 2) == 4 * 10 * 4
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    """A run gives one PNG, also with NaN losses in it."""
+    plots.plot_run([a_run(tmp_path, 0), a_run(tmp_path, 1)], tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_journal_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    """A crash in the middle of a line loses that line only; an error is kept with its exit code."""
+    path = a_run(tmp_path, 0)
+    whole = read(path)
+    append_error(path, "gone", 1)
+    assert read(path)[-1] == {"kind": "error", "message": "gone", "exit_code": 1}
+    path.write_text(path.read_text()[:-9])
+    assert read(path) == whole

@@ -1,0 +1,145 @@
+"""The callback in a Trainer: found by itself, evaluation on global weights, logs, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
+from hf_cocodc.errors import InputError
+from hf_cocodc.journal import read
+from hf_cocodc.links.base import Link
+from tests.processes.worker import Tokens
+from tests.toys import llama, params_of
+
+CONFIG = OuterConfig(method="diloco", sync_interval=4, outer_lr=0.7)
+
+
+class SubTrainer(Trainer):
+    """Any subclass will do."""
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    common = {"max_steps": 6, "per_device_train_batch_size": 2, "logging_steps": 2, "learning_rate": 1e-3}
+    common |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(output_dir=str(folder), dataloader_pin_memory=False, **(common | more))
+
+
+def make(folder: Path, callbacks: list, kind: type[Trainer] = Trainer, **more: Any) -> Trainer:
+    data = Tokens(16)
+    return kind(
+        model=llama(),
+        args=arguments(folder, **more),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("how", ["constructor", "subclass", "added later", "attached by hand"])
+def test_the_callback_finds_its_trainer(how: str, tmp_path: Path) -> None:
+    """Passed to the constructor, added later or attached by hand: the run and its output folder are the same."""
+    callback = CoCoDCCallback(CONFIG)
+    given = [callback] if how in ("constructor", "subclass") else []
+    trainer = make(tmp_path, given, SubTrainer if how == "subclass" else Trainer)
+    if how == "added later":
+        trainer.add_callback(callback)
+    if how == "attached by hand":
+        callback.attach(trainer)
+    trainer.train()
+    assert callback.outer is not None
+    assert callback.outer.synchronizer.totals.landings == 2
+    assert Path(trainer.args.output_dir) == tmp_path / "region-0"
+    assert trainer.callback_handler.callbacks.count(callback) == 1
+    kinds = [event["kind"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds.count("land") == 2
+
+
+def test_evaluation_sees_the_global_weights(tmp_path: Path) -> None:
+    """Both regions report the same held-out loss at every evaluation, between landings too, and train on undisturbed."""
+
+    def train(evaluate: bool, on: str = "global") -> Any:
+        def body(region: int, link: Link) -> tuple[list[float], torch.Tensor]:
+            callback = CoCoDCCallback(CONFIG, link=link, evaluate_on=on)
+            how = {"eval_strategy": "steps", "eval_steps": 3} if evaluate else {}
+            trainer = make(tmp_path, [callback], seed=region, **how)
+            trainer.train()
+            losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+            return losses, params_of(trainer.model)
+
+        return simulate(body, regions=2)
+
+    (first, model), (second, _) = train(evaluate=True)
+    assert len(first) == 2
+    assert first == second
+    assert torch.equal(train(evaluate=False)[0][1], model), "evaluating changes nothing"
+    local = train(evaluate=True, on="local")
+    assert local[0][0][0] != local[1][0][0], "between landings local weights differ"
+    assert local[0][0][1] == local[1][0][1], "at the end they are the global ones"
+
+
+def test_outer_figures_stand_beside_trainers_own(tmp_path: Path) -> None:
+    """Logs carry outer/...; the loss among them is the mean over regions that rode on the last transfer."""
+
+    def body(region: int, link: Link) -> list[dict]:
+        trainer = make(tmp_path, [CoCoDCCallback(CONFIG, link=link)])
+        trainer.train()
+        return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+    logs = simulate(body, regions=2)
+    last = logs[0][-1]
+    assert {"outer/rounds", "outer/blocked_s", "outer/bytes_sent", "outer/compute_utilization"} <= set(last)
+    assert last["outer/loss"] == pytest.approx(sum(log[-2]["loss"] for log in logs) / 2)
+
+
+def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    """auto_find_batch_size, load_best_model_at_end, resuming, one callback for two Trainers."""
+    best = {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "save_steps": 2,
+    }
+    for more, message in (
+        ({"auto_find_batch_size": True}, "Set it to False"),
+        ({**best, "eval_steps": 2}, "local weights"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make(tmp_path, [CoCoDCCallback(CONFIG)], **more)
+    callback = CoCoDCCallback(CONFIG)
+    trainer = make(tmp_path, [callback])
+    with pytest.raises(InputError, match="cannot be resumed"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(InputError, match="already serves another Trainer"):
+        make(tmp_path, [callback])
+    with pytest.raises(InputError, match="outer.method='x' is not known"):
+        CoCoDCCallback(OuterConfig(method="x"))
+
+
+def test_an_exception_leaves_the_link(tmp_path: Path) -> None:
+    """A failing callback ends training with its own exception; the hook on the optimizer is gone."""
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise RuntimeError("on purpose")
+
+    callback = CoCoDCCallback(CONFIG)
+    trainer = make(tmp_path, [callback, Fails()])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.train()
+    assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
+
+
+def test_the_recipes_callback(tmp_path: Path) -> None:
+    """from_recipe takes the outer, regions and evaluation sections."""
+    recipe = Path(__file__).parents[1] / "recipes" / "quickstart" / "diloco.yaml"
+    callback = CoCoDCCallback.from_recipe(
+        recipe, ("regions.count=1", "evaluation.on=local", "outer.sync_interval=7")
+    )
+    assert (callback.config.sync_interval, callback.evaluate_on, callback.num_regions) == (7, "local", 1)
