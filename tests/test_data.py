@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
+from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from transformers import AutoTokenizer, default_data_collator
 
@@ -245,6 +246,7 @@ def test_byte_tokenizer_round_trip(reloaded: bool, tmp_path: Path) -> None:
     assert len(tokenizer) == 257
     assert {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} == {256}
     assert tokenizer.model_max_length > 10**20
+    assert tokenizer.clean_up_tokenization_spaces is False
     for text in TRICKY:
         assert tokenizer(text).input_ids == list(text.encode())
         assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -275,6 +277,17 @@ def test_pack_is_concatenation(streaming: bool) -> None:
     batch = default_data_collator(blocks[:3])
     assert batch["labels"].shape == batch["input_ids"].shape == (3, 16)
     assert batch["labels"].dtype == torch.int64
+
+
+def test_pack_adds_eos_only() -> None:
+    """A tokenizer that starts every text with a bos token does not get to do so between packed documents."""
+    tokenizer = data.byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    assert tokenizer("ab").input_ids == [256, 97, 98]
+    blocks = data.pack(documents(["ab", "c"]), tokenizer, 5)
+    assert [block["input_ids"] for block in blocks] == [[97, 98, 256, 99, 256]]
 
 
 def test_pack_drops_tails_per_thousand(monkeypatch: pytest.MonkeyPatch) -> None:

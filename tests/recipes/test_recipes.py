@@ -1,0 +1,84 @@
+"""Recipes load and run, and the README's commands do what the README says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_cocodc import simulate
+from hf_cocodc.cli.main import main
+from hf_cocodc.config import Recipe
+from hf_cocodc.journal import read
+from hf_cocodc.methods import METHODS
+from hf_cocodc.train import check
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORT = ["training.max_steps=4", "outer.sync_interval=2", "training.eval_steps=4", "data.eval_blocks=4"]
+SHORT += ["training.logging_steps=1", "training.warmup_steps=1"]
+
+
+def command(mark: str) -> str:
+    """The one line of the README's block behind `<!-- mark -->`."""
+    found = re.search(rf"<!-- {mark} -->\n```bash\n([^\n]+)\n```", README)
+    assert found, f"README has no one-line command marked {mark}"
+    return found.group(1)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_recipe_is_complete(path: Path) -> None:
+    """It loads, its method composes, its training and peft keys exist."""
+    check(Recipe.load(path))
+
+
+def test_the_readmes_quickstart_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of the README, shortened, trains two regions, sums up, draws, and leaves a model that completes code.
+
+    The same recipe in one process ends with the same bits.
+    """
+    install, train = command("quickstart").split(" && ")
+    assert install == "pip install '.[plots]'"
+    program, verb, recipe, *rest = shlex.split(train)
+    assert (program, verb, rest) == ("hf-cocodc", "train", [])
+    monkeypatch.chdir(tmp_path)
+    overrides = [part for override in SHORT for part in ("--set", override)]
+    assert main([verb, str(ROOT / recipe), *overrides]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "held-out perplexity",
+        "inner steps           4 in each of 2",
+        "outer steps           2",
+        "blocked on",
+        "sent by",
+    ):
+        assert line in said
+    folder = tmp_path / "runs" / "quickstart-diloco"
+    assert (folder / "run.png").is_file()
+    kinds = [event["kind"] for event in read(folder / "region-1" / "cocodc" / "journal.jsonl")]
+    assert kinds.count("land") == 2
+    model = AutoModelForCausalLM.from_pretrained(folder / "region-0")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "region-1")
+    assert tokenizer.decode(tokenizer("    def __init__(self")["input_ids"]) == "    def __init__(self"
+
+    trainers = simulate(ROOT / recipe, overrides=[*SHORT, f"training.output_dir={tmp_path / 'simulated'}"])
+    for name, parameter in trainers[1].model.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_the_readmes_test_command_is_what_ci_runs() -> None:
+    """.ci/run reads the command out of the README."""
+    assert command("test") == "pip install -e '.[test]' && python -m pytest"
+    assert "<!-- test -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_readmes_table_lists_every_method() -> None:
+    """One row a method, and no other."""
+    assert re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\)", README, flags=re.MULTILINE) == list(METHODS)
