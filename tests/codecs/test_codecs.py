@@ -234,6 +234,13 @@ def test_bytes_of_a_block() -> None:
     assert payload[8:].view(torch.int8).tolist() == [127, -127, 1, 0, 127]
     payload = Float4(4).encode(torch.tensor([1.0, -0.5, 2.0**-6, 0]))
     assert payload[4:].tolist() == [7 | 1 << 4, 6 + 8]
+    for coder in (
+        Integers(8, 4),
+        Integers(4, 4),
+        Float4(4),
+    ):  # no division by zero, nor by a number too small
+        for values in (torch.zeros(4), torch.full((4,), 2.0**-149)):
+            assert coder.encode(values)[:4].view(torch.float32).item() == FLOAT.tiny
 
 
 @pytest.mark.parametrize(
@@ -424,9 +431,11 @@ def test_low_rank_is_exact_where_it_can_be(num_regions: int) -> None:
         for r in range(num_regions)
     ]
     for codec, outer_grads in ((lowrank(30, FP32), full), (lowrank(num_regions, FP32), thin)):
-        for arrival in transfer(codec, outer_grads, [codec.init(fragment)] * num_regions, fragment):
+        arrivals = transfer(codec, outer_grads, [codec.init(fragment)] * num_regions, fragment)
+        for outer_grad, arrival in zip(outer_grads, arrivals, strict=True):
             exact = torch.stack(outer_grads).mean(0)
             torch.testing.assert_close(arrival.result.mean, exact, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(arrival.result.own()[240:247], outer_grad[240:247])
     assert lowrank(30, FP32).wire_bytes(fragment, 0, 2) == 4 * fragment.numel
     assert lowrank(2, FP32).wire_bytes(fragment, 0, 2) == 4 * (2 * (12 + 20 + 30 + 25) + 7)
 
@@ -513,6 +522,28 @@ def test_a_lower_rank_is_as_if_it_had_always_been_so() -> None:
     expected, _, _ = lowrank_mean([delta.view(30, 40).double().numpy()], state["q"].view(6, 40)[:2].T.numpy())
     np.testing.assert_allclose(fallen.result.mean.view(30, 40), expected, atol=1e-5)
     assert torch.equal(fallen.result.state["q"].view(6, 40)[2:], state["q"].view(6, 40)[2:])
+
+
+def test_the_rank_is_a_mean_rounded_up() -> None:
+    """Effective ranks 4, 3 and, now, 3 make a rank of 4; without the third the window is not full."""
+    fragment = fragment_of((40, 60))
+    codec = lowrank(12, FP32, rank_min=1, energy=0.9999, window=3)
+    delta = matrix_of_rank(40, 60, 3, 0).ravel()
+    for before, after in (([4, 3], 4), ([9, 4, 3], 4), ([4], 12)):
+        [arrival] = transfer(codec, [delta], [{**codec.init(fragment), "effective_ranks": before}], fragment)
+        assert arrival.result.state["effective_ranks"] == [*before, 3][-3:]
+        assert arrival.result.state["rank"] == after
+
+
+def test_an_overflowing_factor_does_not_become_the_warm_start() -> None:
+    """A Q that is infinite although P is not leaves the Q before it."""
+    codec, fragment = lowrank(1, FP32), fragment_of((12, 20))
+    delta = torch.zeros(12, 20)
+    delta[:, 0] = 3e38
+    state = codec.init(fragment)
+    [arrival] = transfer(codec, [delta.ravel()], [state], fragment)
+    assert not arrival.result.mean.isfinite().all()
+    assert torch.equal(arrival.result.state["q"], state["q"])
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
