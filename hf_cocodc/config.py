@@ -39,25 +39,52 @@ def nearest(name: str, known: Sequence[str]) -> str:
 class OuterConfig:
     """How regions synchronise. A field left at None takes its method's default, which is its paper's."""
 
-    method: str = _help("Method: diloco or streaming.", "diloco")
+    method: str = _help("Method: diloco, streaming, eager, co2, dilocox or cocodc.", "diloco")
     sync_interval: int | None = _help("H: inner steps in which each fragment is sent once.")
     num_fragments: int | None = _help("P: parts of the model that are sent on their own.")
     fragment_pattern: str | None = _help("Which blocks form a fragment: whole, strided or sequential.")
-    overlap_steps: int | None = _help("tau: inner steps made while a transfer travels.")
+    overlap_steps: int | str | None = _help(
+        "tau: inner steps made while a transfer travels; auto follows the link."
+    )
+    merge: str | None = _help(
+        "What becomes of local params at a landing: replace, mix, additive or compensate."
+    )
     mixing_alpha: float | None = _help(
         "Weight of the local params where global params land: 0 global only, 1 local only."
     )
     outer_lr: float | None = _help("Learning rate of the outer optimizer.")
     outer_momentum: float | None = _help("Nesterov momentum of the outer optimizer.")
-    codec: str | None = _help("What outer gradients travel as: fp32, bf16 or fp16.")
+    codec: str | None = _help(
+        "What outer gradients travel as: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank."
+    )
+    error_feedback: bool | None = _help("Add what a codec lost in one transfer to the next one.")
+    rank: int | None = _help("Rank r_1 of the low-rank codec.")
+    staleness_penalty: str | None = _help("CO2's penalty Lambda: gap, none, or a constant of at least 1.")
+    clip_momentum: float | None = _help("CO2's bound phi on each element of the outer momentum.")
+    compensation: str | None = _help("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
+    compensation_strength: float | None = _help("CoCoDC's lambda (lambda_0 where compensation=adaptive).")
+    utilization: float | None = _help("CoCoDC's gamma: share of the link's time to use.")
+    sends_per_interval: int | None = _help(
+        "CoCoDC's N: transfers in sync_interval steps; by default as the link allows."
+    )
     digest_interval: int = _help(
         "Rounds between two checks that all regions hold the same global params.", 10
     )
 
     def __post_init__(self) -> None:
-        for name in ("sync_interval", "num_fragments", "digest_interval"):
+        for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
             _require(self, name, lambda v: v >= 1, "must be at least 1")
-        _require(self, "overlap_steps", lambda v: v >= 0, "must not be negative")
+        if isinstance(self.overlap_steps, str) and self.overlap_steps.isdigit():  # from a flag
+            object.__setattr__(self, "overlap_steps", int(self.overlap_steps))
+        _require(
+            self,
+            "overlap_steps",
+            lambda v: v == "auto" or (isinstance(v, int) and v >= 0),
+            "must be from 0, or auto",
+        )
+        _require(self, "clip_momentum", lambda v: v > 0, "must be positive")
+        _require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
+        _require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
         _require(self, "outer_lr", lambda v: v > 0, "must be positive")
         _require(self, "outer_momentum", lambda v: 0 <= v < 1, "must lie in [0, 1)")
         _require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")

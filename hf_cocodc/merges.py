@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .config import nearest
 from .errors import InputError
 from .sync_info import SyncInfo
 
@@ -48,3 +50,61 @@ def mix(alpha: float) -> Merge:
         lambda local, new_global, snapshot, info: local * alpha + new_global * (1 - alpha),
         keeps_local_steps=True,
     )
+
+
+COMPENSATIONS = ("adaptive", "additive", "fixed", "lr_normalized")
+
+
+def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
+    """Redo the steps made in flight as if they had started from the new global params (CoCoDC, 2504.17672).
+
+    ::
+
+        u = (theta(send) - theta(now)) / tau ;  D = Theta - theta(send)
+        theta <- Theta - tau (u + lambda u u D)          element-wise, tau = inner steps in flight; Theta where tau = 0
+
+    The diagonal u u stands for the Hessian (DC-ASGD). Modes, which differ in lambda:
+
+    - fixed: lambda = strength, the paper's printed form. u is in units of weights, so at usual learning rates the term is
+      about 1e-7 of u and the merge is the additive one.
+    - lr_normalized: with gradients g = u / eta in place of u: Theta - tau eta (g + strength g g D).
+    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor, so that the term is `strength` times as long as u.
+    - additive: lambda = 0; LOSCAR-SGD (2605.20866) proves that this converges.
+
+    Differs from the paper: adaptive by default (after DC-S3GD), without its 1e-8 in the denominator, which at the scale of
+    weights would switch the term off.
+
+    Raises:
+        InputError: unknown mode, negative strength.
+    """
+    if mode not in COMPENSATIONS:
+        raise InputError(f"outer.compensation={mode!r} is not known.{nearest(mode, COMPENSATIONS)}")
+    if strength < 0:
+        raise InputError(
+            f"outer.compensation_strength={strength} must not be negative; 0 is the additive merge."
+        )
+
+    def additive(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
+        return new_global + (local - snapshot) if info.staleness else new_global
+
+    def compensated(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
+        if not info.staleness or (mode == "lr_normalized" and not info.flight_lr):
+            return additive(local, new_global, snapshot, info)
+        update = (snapshot - local) / info.staleness
+        curvature = update * update * (new_global - snapshot)
+        if mode == "fixed":
+            curvature *= strength
+        elif mode == "lr_normalized":
+            curvature *= strength / info.flight_lr
+        else:
+            for term, step in zip(info.views(curvature), info.views(update), strict=True):
+                norm = torch.linalg.vector_norm(term, dtype=torch.float64)
+                term *= strength * torch.linalg.vector_norm(step, dtype=torch.float64) / norm if norm else 0.0
+        return new_global - (update + curvature) * info.staleness
+
+    return Merge(additive if mode == "additive" or strength == 0 else compensated, keeps_local_steps=True)
+
+
+def additive() -> Merge:
+    """theta <- Theta + (theta - snapshot): the steps made in flight are added to the new global params."""
+    return compensate_delay("additive")

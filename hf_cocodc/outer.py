@@ -46,9 +46,13 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
     return OuterTransform(init, update, all(transform.regions_agree for transform in transforms.values()))
 
 
-def scale(factor: float) -> OuterTransform:
-    """g <- factor g. With the outer learning rate eta_o as the factor this is plain SGD."""
-    return OuterTransform(lambda flat: {}, lambda grad, state, info: (grad * factor, state))
+def scale(factor: float | Callable[[SyncInfo], float]) -> OuterTransform:
+    """g <- factor g, the factor a number or computed at each landing. With the outer learning rate this is plain SGD."""
+
+    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
+        return grad * (factor(info) if callable(factor) else factor), state
+
+    return OuterTransform(lambda flat: {}, update)
 
 
 def nesterov(momentum: float) -> OuterTransform:
@@ -62,3 +66,59 @@ def nesterov(momentum: float) -> OuterTransform:
         return grad + buffer * momentum, {"buffer": buffer}
 
     return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
+
+
+def momentum(beta: float, clip: float | None = None) -> OuterTransform:
+    """m <- beta m + g, each element clipped to [-clip, clip] before it is used and kept (CO2, 2401.16265).
+
+    Args:
+        beta: what remains of the momentum at each landing.
+        clip: phi; None clips nothing.
+    """
+
+    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
+        buffer = state["buffer"] * beta + grad
+        if clip is not None:
+            buffer = buffer.clamp_(-clip, clip)
+        return buffer, {"buffer": buffer}
+
+    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
+
+
+def staleness_penalty(constant: float | None = None) -> OuterTransform:
+    """g <- g / Lambda, a smaller step where the global params moved much while g travelled (CO2, 2401.16265).
+
+    ::
+
+        Lambda = 1 + ||Theta(now) - Theta(at the send)|| / C ,  C the mean of that norm so far, Lambda in [1, 10]
+
+    Differs from the paper: its printed form of Lambda was not seen; this is the gap-aware form.
+
+    Args:
+        constant: a fixed Lambda instead, as in the authors' code.
+    """
+
+    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
+        gap = float((info.global_params - info.global_at_send).norm())
+        count = state["count"] + 1
+        mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
+        penalty = min(max(1 + gap / mean_gap, 1.0), 10.0) if gap else 1.0
+        return grad / penalty, {"count": count, "mean_gap": mean_gap}
+
+    if constant is not None:
+        return scale(1 / constant)
+    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, update)
+
+
+def eager() -> OuterTransform:
+    """g <- g + (Delta_m(now) - Delta_m(at the send)) / M: the region's own stale part gives way to the fresh one.
+
+    Eager updates, 2502.12996. Regions differ from here on.
+    """
+
+    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
+        share = 1 / info.num_regions
+        # in this order one region alone gets its fresh outer gradient bit for bit
+        return (grad - info.own_outer_grad * share) + info.fresh_outer_grad() * share, state
+
+    return OuterTransform(lambda flat: {}, update, regions_agree=False)

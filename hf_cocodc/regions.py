@@ -278,9 +278,8 @@ class SharedLink:
         self._link = leader_link
         self._device = device
 
-    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
-        numel = next_numel(conversation) if self._link is None else 0
-        handle = None if self._link is None else self._link.mean(conversation, trailer, what)
+    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+        handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
         return _SharedHandle(self, handle, numel)
 
     def broadcast(self, flat: Tensor, what: str) -> None:
@@ -307,13 +306,6 @@ class SharedLink:
         if trailers:
             flat.copy_(torch.tensor([list(trailer) for trailer in trailers], dtype=torch.float64))
         return tuple(Trailer(*row) for row in self.share(flat).tolist())
-
-
-def next_numel(conversation: Conversation) -> int:
-    """Length of what the conversation asks the mean of; the conversation is not held."""
-    numel = next(conversation).values.numel()
-    conversation.close()
-    return numel
 
 
 class _SharedHandle:

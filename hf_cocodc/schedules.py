@@ -5,6 +5,7 @@ a region that sent while another did not would wait for ever. Sends come before 
 of one round both fall on one step, and landing first would reset the local params, making every outer gradient zero.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,10 @@ class Send(NamedTuple):
 
 
 class Land(NamedTuple):
-    """Wait for the transfer of `fragment` that left after inner step `sent_at`, and apply it."""
+    """Wait for the transfer of `fragment` that left after inner step `sent_at`, and apply it.
+
+    Nothing is ever sent at step 0, where regions are equal: landing what was "sent" there applies a mean of zero.
+    """
 
     fragment: int
     sent_at: int
@@ -31,10 +35,20 @@ class AgreedStats(NamedTuple):
     Attributes:
         step_time_s: seconds of an inner step, the slowest region's; 0 until known.
         sync_time_s: seconds to synchronise one fragment, the slowest region's; 0 until known.
+        change: for each fragment ||mean outer gradient||_2 / its length, of its last landing; 0 until known.
+        compression: share of its full rank that the codec uses at present, 1 where it has none.
     """
 
     step_time_s: float = 0.0
     sync_time_s: float = 0.0
+    change: tuple[float, ...] = ()
+    compression: float = 1.0
+
+    @property
+    def sync_steps(self) -> int:
+        """Inner steps that synchronising a fragment takes, rounded up; 0 while unknown."""
+        known = self.step_time_s > 0 and self.sync_time_s > 0
+        return math.ceil(self.sync_time_s / self.step_time_s - 1e-9) if known else 0
 
 
 class Schedule(Protocol):
@@ -54,12 +68,13 @@ class Schedule(Protocol):
 class _Periodic:
     """Fragments sent at fixed steps and landed `overlap_steps` later."""
 
-    def __init__(self, due: Callable[[int, int], Iterable[int]], overlap_steps: int) -> None:
+    def __init__(self, due: Callable[[int, int], Iterable[int]], overlap_steps: int, primed: bool) -> None:
         self._due = due
         self._overlap_steps = overlap_steps
+        self._primed = primed
 
     def init(self, num_fragments: int) -> State:
-        return {"num_fragments": num_fragments, "in_flight": []}
+        return {"num_fragments": num_fragments, "in_flight": [], "sent": [0] * num_fragments}
 
     def events(
         self, inner_step: int, stats: AgreedStats, state: State
@@ -67,25 +82,30 @@ class _Periodic:
         due = [Send(fragment) for fragment in self._due(inner_step, state["num_fragments"])]
         if not due and not state["in_flight"]:
             return (), state
+        first = [Land(send.fragment, 0) for send in due if self._primed and not state["sent"][send.fragment]]
         in_flight = state["in_flight"] + [[send.fragment, inner_step] for send in due]
         landing = [Land(*entry) for entry in in_flight if entry[1] + self._overlap_steps == inner_step]
         flying = [entry for entry in in_flight if entry[1] + self._overlap_steps > inner_step]
-        return (*due, *landing), {**state, "in_flight": flying}
+        sent = list(state["sent"])
+        for send in due:
+            sent[send.fragment] = inner_step
+        return (*due, *first, *landing), {**state, "in_flight": flying, "sent": sent}
 
 
-def every(sync_interval: int, overlap_steps: int = 0) -> Schedule:
+def every(sync_interval: int, overlap_steps: int = 0, primed: bool = False) -> Schedule:
     """Every fragment is sent each `sync_interval` (H) inner steps and lands `overlap_steps` (tau) later.
 
-    DiLoCo (2311.08105) has tau = 0; a delay of one round (CO2, DiLoCoX, Eager updates) has tau = H.
+    DiLoCo (2311.08105) has tau = 0; a delay of one round (CO2, Eager updates) has tau = H. `primed` lands a mean of zero at
+    a fragment's first send, where a delayed method would have nothing to land yet.
     """
 
     def due(step: int, num_fragments: int) -> Iterable[int]:
         return range(num_fragments) if step % sync_interval == 0 else ()
 
-    return _Periodic(due, overlap_steps)
+    return _Periodic(due, overlap_steps, primed)
 
 
-def staggered(sync_interval: int, overlap_steps: int) -> Schedule:
+def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> Schedule:
     """Fragment p of P is sent when (t - p H // P) mod H = 0, first at t = H + p H // P (Streaming DiLoCo, 2501.18512).
 
     Example of the paper, H = 100, P = 2: fragment 0 at 100, 200, ... and fragment 1 at 150, 250, ...
@@ -99,4 +119,123 @@ def staggered(sync_interval: int, overlap_steps: int) -> Schedule:
             if step >= sync_interval + offset and (step - offset) % sync_interval == 0
         ]
 
-    return _Periodic(due, overlap_steps)
+    return _Periodic(due, overlap_steps, primed)
+
+
+class _Rounds:
+    def __init__(self, sync_interval: int) -> None:
+        self._sync_interval = sync_interval
+
+    def init(self, num_fragments: int) -> State:
+        return {"num_fragments": num_fragments, "sent_at": 0, "next": self._sync_interval}
+
+    def events(
+        self, inner_step: int, stats: AgreedStats, state: State
+    ) -> tuple[tuple[Send | Land, ...], State]:
+        if inner_step < state["next"]:
+            return (), state
+        fragments = range(state["num_fragments"])
+        landing = [Land(p, state["sent_at"]) for p in fragments] if state["sent_at"] else []
+        interval = max(round(self._sync_interval * stats.compression), stats.sync_steps, 1)
+        following = inner_step + min(interval, self._sync_interval)
+        return (*map(Send, fragments), *landing), {**state, "sent_at": inner_step, "next": following}
+
+
+def rounds(sync_interval: int) -> Schedule:
+    """A delay of one round whose length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
+
+    At the end of a round all fragments are sent and what was sent at the end of the last one lands. A round is never so
+    short that the transfer would no longer hide in it, nor longer than `sync_interval` (H_1).
+    """
+    return _Rounds(sync_interval)
+
+
+class _Adaptive:
+    def __init__(
+        self,
+        sync_interval: int,
+        overlap_steps: int | None,
+        utilization: float,
+        sends_per_interval: int | None,
+    ) -> None:
+        self._sync_interval = sync_interval
+        self._overlap_steps = overlap_steps
+        self._utilization = utilization
+        self._sends_per_interval = sends_per_interval
+
+    def init(self, num_fragments: int) -> State:
+        sent = [[0, 0] for _ in range(num_fragments)]  # the steps of a fragment's last two sends
+        return {"in_flight": [], "sent": sent, "next": self._spacing(num_fragments, AgreedStats())}
+
+    def events(
+        self, inner_step: int, stats: AgreedStats, state: State
+    ) -> tuple[tuple[Send | Land, ...], State]:
+        in_flight, sent = state["in_flight"], state["sent"]
+        sends: list[Send] = []
+        following = state["next"]
+        if inner_step >= following:
+            following = inner_step + self._spacing(len(sent), stats)
+            fragment = self._choose(inner_step, stats, sent, {entry[0] for entry in in_flight})
+            if fragment is not None:
+                sends = [Send(fragment)]
+                in_flight = [*in_flight, [fragment, inner_step, inner_step + self._overlap(len(sent), stats)]]
+                sent = [[last[1], inner_step] if p == fragment else last for p, last in enumerate(sent)]
+        elif not in_flight:
+            return (), state
+        landing = [
+            Land(fragment, sent_at) for fragment, sent_at, land_at in in_flight if land_at <= inner_step
+        ]
+        flying = [entry for entry in in_flight if entry[2] > inner_step]
+        return (*sends, *landing), {"in_flight": flying, "sent": sent, "next": following}
+
+    def _spacing(self, num_fragments: int, stats: AgreedStats) -> int:
+        """h = floor(H / N), N = max(K, floor(gamma H T_c / T_s)): inner steps between two sends."""
+        sends = self._sends_per_interval or num_fragments
+        if self._sends_per_interval is None and stats.sync_steps:
+            affordable = self._utilization * self._sync_interval * stats.step_time_s / stats.sync_time_s
+            sends = max(num_fragments, math.floor(affordable + 1e-9))
+        return max(1, self._sync_interval // sends)
+
+    def _overlap(self, num_fragments: int, stats: AgreedStats) -> int:
+        """tau; while nothing is measured as long as the next K sends take, so that the first transfers stall nobody."""
+        if self._overlap_steps is not None:
+            return self._overlap_steps
+        return min(max(1, stats.sync_steps or self._sync_interval // num_fragments), self._sync_interval - 1)
+
+    def _choose(self, step: int, stats: AgreedStats, sent: list[list[int]], flying: set[int]) -> int | None:
+        """The oldest fragment not sent for H steps; else one never sent; else the one that changes fastest."""
+        free = [p for p in range(len(sent)) if p not in flying]
+        if not free:
+            return None
+        oldest = min(free, key=lambda p: sent[p][1])
+        if step - sent[oldest][1] >= self._sync_interval or not sent[oldest][1]:
+            return oldest
+
+        def change_rate(p: int) -> float:
+            change = stats.change[p] if stats.change else 0.0
+            return change / max(sent[p][1] - sent[p][0], 1)
+
+        return max(free, key=lambda p: (change_rate(p), -p))
+
+
+def adaptive(
+    sync_interval: int,
+    overlap_steps: int | None = None,
+    utilization: float = 0.4,
+    sends_per_interval: int | None = None,
+) -> Schedule:
+    """Send fragments as often as the link allows, the fastest changing first (CoCoDC, 2504.17672, adaptive transmission).
+
+    ::
+
+        N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N) ;  tau = ceil(T_s / T_c)
+        every h steps one fragment that is not in flight: one not sent for H steps (the oldest), else one never sent, else
+        the largest R_p = ||Dbar_p|| / (n_p I_p), I_p the steps between its last two sends
+
+    Args:
+        sync_interval: H: no fragment waits longer for its turn.
+        overlap_steps: tau; None follows the measured times.
+        utilization: gamma, share of the link to use.
+        sends_per_interval: N; None follows the measured times.
+    """
+    return _Adaptive(sync_interval, overlap_steps, utilization, sends_per_interval)

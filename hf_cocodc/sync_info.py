@@ -20,6 +20,8 @@ class SyncInfo:
         num_regions: number of regions M.
         inner_lr: learning rate of the last inner step.
         round_lr: mean inner learning rate of the steps between the fragment's last two sends.
+        flight_lr: mean inner learning rate of the steps between this transfer's send and its landing.
+        global_at_send: the fragment's global params when the transfer left.
         global_params: the fragment's global params before this landing changes them.
         snapshot: this region's local params when the transfer left.
         own_outer_grad: what this region had to send: global params at the send minus `snapshot`.
@@ -33,6 +35,8 @@ class SyncInfo:
     num_regions: int
     inner_lr: float
     round_lr: float
+    flight_lr: float
+    global_at_send: Tensor
     global_params: Tensor
     snapshot: Tensor
     own_outer_grad: Tensor

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .codecs import fp32
-from .codecs.base import State
+from .codecs import compression, fp32
+from .codecs.base import Result, State
 from .errors import LinkError
 from .fragments import Fragment
 from .journal import Journal
@@ -37,18 +37,24 @@ class Transfer:
     sent_at: int
     snapshot: Tensor
     outer_grad: Tensor
+    global_params: Tensor
+    lr_sum: float
     handle: Handle
 
 
 @dataclass
 class FragmentState:
-    """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place."""
+    """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
+
+    `global_params` is never written to, only replaced, so that transfers may hold on to it.
+    """
 
     fragment: Fragment
     params: list[Tensor]
     global_params: Tensor
     outer: State
     codec: State
+    codec_remembers: bool
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -108,6 +114,7 @@ class Synchronizer:
         named = dict(model.named_parameters())
         fragments = method.fragments(model)
         self.fragments = [self._adopt(fragment, named) for fragment in fragments]
+        self._change = [0.0] * len(fragments)
         self._schedule_state = method.schedule.init(len(fragments))
 
     @property
@@ -144,14 +151,19 @@ class Synchronizer:
         Inner steps that no transfer has carried yet (max_steps is no multiple of the interval, or the merge keeps local
         steps) travel in one last round. Ends with a check that every region holds the same global params.
         """
-        for state in self.fragments:
-            for transfer in list(state.in_flight):
-                self._land(state, transfer.sent_at, self.method.merge)
+        agree = self.method.outer.regions_agree
+        if agree:
+            self._land_before(self.inner_step + 1)
         rest = [state for state in self.fragments if state.settled_at < self.inner_step]
         for state in rest:
             self._send(state)
-        for state in rest:
-            self._land(state, self.inner_step, replace())
+        if agree:
+            for state in rest:
+                self._land(state, self.inner_step, replace())
+        else:  # own parts are in already, and the mean over the regions brings in the others'
+            self._land_before(self.inner_step)
+            for state in self.fragments:
+                state.in_flight.clear()
         for state in self.fragments:
             copy_all_(state.params, state.fragment.views(self._agreed_global(state)))
         self._check_the_end()
@@ -184,13 +196,22 @@ class Synchronizer:
         flat = self._gather(fragment, params)
         self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
         copy_all_(params, fragment.views(flat))
+        memory = self.method.codec.init(fragment)
         return FragmentState(
             fragment=fragment,
             params=params,
             global_params=flat,
             outer=self.method.outer.init(flat),
-            codec=self.method.codec.init(fragment),
+            codec=memory,
+            codec_remembers=bool(memory),
         )
+
+    def _land_before(self, step: int) -> None:
+        """Land every transfer that left before `step`, in the order of the fragments."""
+        for state in self.fragments:
+            for transfer in list(state.in_flight):
+                if transfer.sent_at < step:
+                    self._land(state, transfer.sent_at, self.method.merge)
 
     @staticmethod
     def _gather(fragment: Fragment, params: list[Tensor]) -> Tensor:
@@ -214,9 +235,8 @@ class Synchronizer:
             fragment, step = state.fragment, self.inner_step
             snapshot = self._gather(fragment, state.params)
             outer_grad = self._outer_grad(state, snapshot)
-            if (
-                state.codec and state.in_flight
-            ):  # a codec with memory goes on from where its last transfer ended
+            # a codec with memory goes on from where its last transfer ended
+            if state.codec_remembers and state.in_flight:
                 state.codec = state.in_flight[-1].handle.wait().result.state
             finite = bool(torch.isfinite(outer_grad.sum()))
             if not finite:
@@ -236,10 +256,13 @@ class Synchronizer:
                 sync_time_s=self._sync_time_s,
                 loss=self.loss,
                 digest=digest(state.global_params) if checked else -1,
+                compression=compression(state.codec),
             )
             conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
-            handle = self.link.mean(conversation, trailer, f"fragment {fragment.index} sent at step {step}")
-            state.in_flight.append(Transfer(step, snapshot, outer_grad, handle))
+            what = f"fragment {fragment.index} sent at step {step}"
+            handle = self.link.mean(conversation, fragment.numel, trailer, what)
+            transfer = Transfer(step, snapshot, outer_grad, state.global_params, self._lr_sum, handle)
+            state.in_flight.append(transfer)
             state.num_sends += 1
             since, lr_sum = state.lr_mark
             state.round_lr = (self._lr_sum - lr_sum) / max(step - since, 1)
@@ -249,13 +272,16 @@ class Synchronizer:
 
     def _land(self, state: FragmentState, sent_at: int, merge: Merge) -> None:
         with torch.profiler.record_function("hf_cocodc::land"):
-            transfer = next(t for t in state.in_flight if t.sent_at == sent_at)
+            transfer = next((t for t in state.in_flight if t.sent_at == sent_at), None) or self._nothing_sent(
+                state
+            )
             start = self._clock()
             arrival = transfer.handle.wait()
             blocked_s = self._clock() - start
             self._hear(state, transfer, arrival)
-            state.in_flight.remove(transfer)
+            state.in_flight = [other for other in state.in_flight if other is not transfer]
             state.codec = arrival.result.state
+            staleness = self.inner_step - sent_at
             info = SyncInfo(
                 fragment=state.fragment.index,
                 views=state.fragment.views,
@@ -264,6 +290,8 @@ class Synchronizer:
                 num_regions=self.link.num_regions,
                 inner_lr=self._lr,
                 round_lr=state.round_lr,
+                flight_lr=(self._lr_sum - transfer.lr_sum) / staleness if staleness else self._lr,
+                global_at_send=transfer.global_params,
                 global_params=state.global_params,
                 snapshot=transfer.snapshot,
                 own_outer_grad=transfer.outer_grad,
@@ -277,6 +305,14 @@ class Synchronizer:
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
             self._account(state, transfer, arrival, blocked_s)
+
+    def _nothing_sent(self, state: FragmentState) -> Transfer:
+        """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
+        zero = flat_zeros(state.fragment.numel)
+        result = Result(zero, lambda: zero, state.codec)
+        return Transfer(
+            0, state.global_params, zero, state.global_params, 0.0, _Here(Arrival(result, (), 0, 0.0))
+        )
 
     def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
         """Take in what rode on a transfer; equal in all regions."""
@@ -293,10 +329,15 @@ class Synchronizer:
                     "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
                     *(region, *map(int, expected)),
                 )
+        if not arrival.trailers:
+            return
         self._sync_time_s = arrival.seconds
+        self._change[state.fragment.index] = float(arrival.result.mean.norm()) / state.fragment.numel
         self.stats = AgreedStats(
             step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
             sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
+            change=tuple(self._change),
+            compression=arrival.trailers[0].compression,
         )
 
     def _reunite_if_needed(self, state: FragmentState, arrival: Arrival) -> None:
@@ -348,7 +389,7 @@ class Synchronizer:
         conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
         trailer = Trailer(fragment=index, inner_step=self.inner_step)
         arrival = self.link.mean(
-            conversation, trailer, f"the mean of the global params of fragment {index}"
+            conversation, state.fragment.numel, trailer, f"the mean of the global params of fragment {index}"
         ).wait()
         self.totals.bytes_sent += arrival.bytes_sent
         return arrival.result.mean
@@ -372,6 +413,19 @@ class Synchronizer:
             sends=self.totals.sends,
             digest=own,
         )
+
+
+class _Here:
+    """The handle of an arrival that needs no waiting."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival = arrival
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Arrival:
+        return self._arrival
 
 
 def _tensors(state: State) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32
 from .feedback import feedback
-from .lowrank import lowrank
+from .lowrank import compression, lowrank
 from .topk import topk
 
-__all__ = ["bf16", "feedback", "fp16", "fp32", "fp4", "int4", "int8", "lowrank", "topk"]
+__all__ = ["bf16", "compression", "feedback", "fp16", "fp32", "fp4", "int4", "int8", "lowrank", "topk"]

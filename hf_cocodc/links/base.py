@@ -19,6 +19,7 @@ class Trailer(NamedTuple):
         sync_time_s: seconds that the last transfer took here; 0 if unknown.
         loss: the region's last training loss; NaN if unknown.
         digest: checksum of the fragment's global params before the transfer; -1 where it was not taken.
+        compression: share of its full rank that the codec uses for the fragment.
     """
 
     weight: float = 1.0
@@ -28,6 +29,7 @@ class Trailer(NamedTuple):
     sync_time_s: float = 0.0
     loss: float = float("nan")
     digest: float = -1.0
+    compression: float = 1.0
 
 
 class Arrival(NamedTuple):
@@ -68,11 +70,12 @@ class Link(Protocol):
     region: int
     num_regions: int
 
-    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
+    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         """Start the mean over the regions that `conversation` asks for; returns at once.
 
         Args:
             conversation: of a codec, made from this region's outer gradient.
+            numel: length of the outer gradient.
             trailer: this region's numbers.
             what: names the transfer in messages ("fragment 0 sent at step 100").
         """

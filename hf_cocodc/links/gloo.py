@@ -82,7 +82,7 @@ class GlooLink:
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
-    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
+    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         def transfer() -> Arrival:
             start = time.perf_counter()
             bytes_sent = 0

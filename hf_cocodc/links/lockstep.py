@@ -146,7 +146,7 @@ class LockstepLink:
         self._hub = hub
         self._calls = 0
 
-    def mean(self, conversation: Conversation, trailer: Trailer, what: str) -> Handle:
+    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         return _Handle(
             self._hub, self.region, self._bring(what, (conversation, trailer), _when_all_came(_mean_all))
         )
