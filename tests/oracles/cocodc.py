@@ -14,6 +14,10 @@ from .problem import Problem, Trajectory, Vector
 Mode = Literal["fixed", "lr_normalized", "adaptive", "additive"]
 
 
+EPSILON = 1e-30
+"""METHODS writes 1e-8; at the scale of weights that would switch the term off, so only the division by zero is kept out."""
+
+
 def compensate(
     theta_now: Vector,
     snapshot: Vector,
@@ -29,7 +33,7 @@ def compensate(
     u = (snapshot - theta_now) / tau ; D = Theta_new - snapshot ; theta = Theta_new - tau (u + lambda u*u*D)
 
     fixed: lambda = strength. lr_normalized: g = u / eta ; theta = Theta_new - tau eta (g + strength g*g*D).
-    adaptive: lambda = strength ||u|| / (||u*u*D|| + 1e-8), then lowered, if need be, so that
+    adaptive: lambda = strength ||u|| / (||u*u*D|| + EPSILON), then lowered, if need be, so that
     ||lambda u*u*D|| <= cap ||u|| (cap None: no cap; it acts in this mode only).
     additive: theta = Theta_new + (theta_now - snapshot). tau = 0: theta = Theta_new, in every mode.
     Norms are of the whole tensor given. `eta` only serves lr_normalized, and must not be 0 there.
@@ -50,7 +54,7 @@ def compensate(
         raise ValueError(f"unknown mode {mode!r}")
     norm_u = float(np.linalg.norm(u))
     norm_uuD = float(np.linalg.norm(u * u * D))
-    lambda_ = strength * norm_u / (norm_uuD + 1e-8)
+    lambda_ = strength * norm_u / (norm_uuD + EPSILON)
     if cap is not None and lambda_ * norm_uuD > cap * norm_u:
         lambda_ = cap * norm_u / norm_uuD
     return Theta_new - tau * (u + lambda_ * u * u * D)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_cocodc import merges, schedules
 from hf_cocodc.config import OuterConfig
+from hf_cocodc.methods import Method, from_config
+from hf_cocodc.schedules import AgreedStats, Schedule
+from tests.oracles.co2 import co2, slowmo
+from tests.oracles.cocodc import cocodc, cocodc_static
 from tests.oracles.diloco import diloco
-from tests.oracles.problem import Problem, Trajectory, make_problem
+from tests.oracles.dilocox import naive_delay
+from tests.oracles.eager import eager
+from tests.oracles.problem import Problem, RegionTrajectory, Trajectory, make_problem
 from tests.oracles.streaming import streaming
 from tests.toys import Blocks, Region, run
 
 SIZES = (5, 3, 4)
 
 
-def trajectory(problem: Problem, config: OuterConfig) -> Trajectory:
-    """The package's own run of the problem: (theta of every region, Theta of region 0) after every inner step."""
+def by_region(problem: Problem, config: OuterConfig | Method) -> RegionTrajectory:
+    """The package's own run of the problem: (theta, Theta) of every region after every inner step."""
 
     def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Blocks(torch.tensor(vector, dtype=torch.float32) for vector in problem.start())
@@ -36,13 +45,20 @@ def trajectory(problem: Problem, config: OuterConfig) -> Trajectory:
             states.append(([numpy_of(v) for v in vectors], problem.split(numpy_of(whole))))
         return states
 
-    regions = run(problem.M, config, build, live)
-    for others in zip(*regions, strict=True):
-        for _, theta in others[1:]:
-            assert all((a == b).all() for a, b in zip(theta, others[0][1], strict=True)), (
-                "Theta differs between regions"
-            )
-    return [([local for local, _ in states], states[0][1]) for states in zip(*regions, strict=True)]
+    return [
+        ([local for local, _ in states], [theta for _, theta in states])
+        for states in zip(*run(problem.M, config, build, live), strict=True)
+    ]
+
+
+def trajectory(problem: Problem, config: OuterConfig | Method) -> Trajectory:
+    """The same for methods whose Theta is common: it has to be equal in all regions, bit for bit."""
+    found = []
+    for locals_, thetas in by_region(problem, config):
+        for theta in thetas[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(theta, thetas[0], strict=True)), "Theta differs"
+        found.append((locals_, thetas[0]))
+    return found
 
 
 def numpy_of(tensor: Tensor) -> np.ndarray:
@@ -88,3 +104,118 @@ def test_streaming_follows_its_oracle(num_regions: int, overlap: int, alpha: flo
         outer_momentum=0.8,
     )
     assert_equal(trajectory(problem, config), streaming(problem, 8, 3, overlap, alpha, 0.6, 0.8))
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize("staggered", [False, True])
+def test_eager_follows_its_oracle(num_regions: int, staggered: bool) -> None:
+    """Eager updates equal their oracle in every region, whole and fragment by fragment, from the first boundary on."""
+    problem = make_problem(num_regions, SIZES, T=35, lr=0.05, seed=num_regions)
+    cut = {"num_fragments": 3, "fragment_pattern": "strided"} if staggered else {}
+    config = OuterConfig(method="eager", sync_interval=8, outer_lr=0.4, outer_momentum=0.8, **cut)  # type: ignore[arg-type]
+    oracle = eager(problem, 8, 0.4, 0.8, staggered)
+    for step, (ours, theirs) in enumerate(zip(by_region(problem, config), oracle, strict=True), start=1):
+        for mine, other in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
+            np.testing.assert_allclose(
+                np.concatenate(mine), np.concatenate(other), atol=2e-5, err_msg=f"{step}"
+            )
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize(("penalty", "given"), [("gap", "gap"), (None, "none"), (2.0, "2.0")])
+@pytest.mark.parametrize("phi", [0.3, 1e6])
+def test_co2_follows_its_oracle(
+    num_regions: int, penalty: str | float | None, given: str, phi: float
+) -> None:
+    """CO2 with each penalty, with clipping that clips, under a changing inner learning rate."""
+    rates = [0.05 * (1 - step / 60) for step in range(40)]
+    problem = make_problem(num_regions, SIZES, T=40, lr=rates, seed=num_regions)
+    config = OuterConfig(
+        method="co2",
+        sync_interval=8,
+        outer_lr=0.9,
+        outer_momentum=0.3,
+        staleness_penalty=given,
+        clip_momentum=phi,
+    )
+    assert_equal(trajectory(problem, config), co2(problem, 8, 0.9, 0.3, phi, penalty))
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+def test_co2_without_delay_is_slowmo(num_regions: int) -> None:
+    """No penalty, no clipping, no delay: SlowMo."""
+    rates = [0.05 * (1 - step / 60) for step in range(40)]
+    problem = make_problem(num_regions, SIZES, T=40, lr=rates, seed=num_regions)
+    config = OuterConfig(
+        method="co2", outer_lr=0.9, outer_momentum=0.3, staleness_penalty="none", clip_momentum=1e9
+    )
+    method = dataclasses.replace(from_config(config), schedule=schedules.every(8))
+    assert_equal(trajectory(problem, method), slowmo(problem, 8, 0.9, 0.3))
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+def test_dilocox_without_compression_is_the_naive_delay(num_regions: int) -> None:
+    """DiLoCoX with an exact codec equals the oracle of the one-round delay."""
+    problem = make_problem(num_regions, SIZES, T=40, lr=0.05, seed=num_regions)
+    config = OuterConfig(
+        method="dilocox",
+        sync_interval=8,
+        outer_lr=0.3,
+        outer_momentum=0.5,
+        codec="fp32",
+        error_feedback=False,
+    )
+    assert_equal(trajectory(problem, config), naive_delay(problem, 8, 0.3, 0.5))
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["fixed", "lr_normalized", "adaptive", "additive"])
+@pytest.mark.parametrize("overlap", [0, 1, 4, 7])
+def test_delay_compensation_follows_its_oracle(num_regions: int, mode: str, overlap: int) -> None:
+    """Every mode of the compensation, on the static schedule, with several fragments in flight at once (tau 4, 7)."""
+    problem = make_problem(num_regions, SIZES, T=40, lr=0.05, seed=num_regions)
+    streaming_fp32 = OuterConfig(
+        method="streaming",
+        sync_interval=8,
+        num_fragments=3,
+        overlap_steps=overlap,
+        codec="fp32",
+        outer_lr=0.6,
+        outer_momentum=0.8,
+    )
+    method = dataclasses.replace(from_config(streaming_fp32), merge=merges.compensate_delay(mode, 0.4))
+    assert_equal(trajectory(problem, method), cocodc_static(problem, 8, overlap, mode, 0.4, 0.6, 0.8))
+
+
+class KnownTimes:
+    """A schedule that is told the same measured times at every step, from the start."""
+
+    def __init__(self, schedule: Schedule, step_time_s: float, sync_time_s: float) -> None:
+        self.schedule, self.times = schedule, {"step_time_s": step_time_s, "sync_time_s": sync_time_s}
+
+    def init(self, num_fragments: int) -> dict:
+        spacing = self.schedule._spacing(num_fragments, AgreedStats(**self.times))  # type: ignore[attr-defined]
+        return {**self.schedule.init(num_fragments), "next": spacing}
+
+    def events(self, inner_step: int, stats: AgreedStats, state: dict) -> tuple:
+        return self.schedule.events(inner_step, stats._replace(**self.times), state)
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize("times", [(1.0, 0.5), (1.0, 1.5), (1.0, 3.0)])
+def test_cocodc_follows_its_oracle(num_regions: int, times: tuple[float, float]) -> None:
+    """CoCoDC whole: measured times, priorities by change rate, compensation; the times are known from the start here."""
+    problem = make_problem(num_regions, SIZES, T=60, lr=0.05, seed=num_regions)
+    config = OuterConfig(
+        method="cocodc",
+        sync_interval=12,
+        num_fragments=3,
+        utilization=0.8,
+        compensation_strength=0.3,
+        outer_lr=0.6,
+        outer_momentum=0.8,
+    )
+    method = from_config(config)
+    known = dataclasses.replace(method, schedule=KnownTimes(method.schedule, *times))
+    oracle = cocodc(problem, 12, 3, *times, 0.8, "adaptive", 0.3, 0.6, 0.8)
+    assert_equal(trajectory(problem, known), oracle)
