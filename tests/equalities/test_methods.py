@@ -1,0 +1,216 @@
+"""Equalities between the six methods (METHODS 8), and what every method has to hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_cocodc import codecs, merges, schedules
+from hf_cocodc.codecs.base import Plain
+from hf_cocodc.codecs.cast import Cast
+from hf_cocodc.config import OuterConfig
+from hf_cocodc.methods import METHODS, Method, from_config
+from hf_cocodc.schedules import AgreedStats, Land, Send
+from hf_cocodc.sync_info import SyncInfo
+from tests.equalities.test_equalities import live, locals_of
+from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
+
+H = 4
+SMALL: dict[str, dict[str, Any]] = {
+    "diloco": {"outer_lr": 0.7},
+    "streaming": {"num_fragments": 2, "overlap_steps": 1},
+    "eager": {},
+    "co2": {"outer_momentum": 0.3},
+    "dilocox": {"rank": 2, "outer_lr": 0.4},
+    "cocodc": {"num_fragments": 2, "overlap_steps": 2, "sends_per_interval": 2},
+}
+
+
+def small(method: str, **more: Any) -> Method:
+    return from_config(OuterConfig(method=method, sync_interval=H, **{**SMALL[method], **more}))
+
+
+def test_eager_of_one_region_is_diloco() -> None:
+    """Eager updates with M = 1 = DiLoCo with M = 1, bitwise, from the first round to finish()."""
+    ours = run(1, small("eager", outer_lr=0.7, outer_momentum=0.9), llama_adamw(), live)
+    theirs = run(1, small("diloco", outer_lr=0.7, outer_momentum=0.9), llama_adamw(), live)
+    assert torch.equal(locals_of(ours)[:, :-1], locals_of(theirs)[:, :-1])
+
+
+def test_cocodc_without_overlap_is_streaming_without_mixing() -> None:
+    """cocodc(tau=0) = streaming(tau=0, alpha=0) on the same schedule, bitwise."""
+    streaming = small("streaming", overlap_steps=0, mixing_alpha=0.0, codec="fp32")
+    cocodc = dataclasses.replace(streaming, merge=merges.compensate_delay("adaptive", 0.5))
+    for num_regions in (1, 2):
+        ours = run(num_regions, cocodc, llama_adamw(), live)
+        theirs = run(num_regions, streaming, llama_adamw(), live)
+        assert torch.equal(locals_of(ours)[:, :-1], locals_of(theirs)[:, :-1])
+
+
+@pytest.mark.parametrize("mode", ["fixed", "lr_normalized", "adaptive"])
+def test_no_compensation_is_the_additive_merge(mode: str) -> None:
+    """cocodc(lambda=0) = additive merge, bitwise, in every mode."""
+    ours = run(2, small("cocodc", compensation=mode, compensation_strength=0.0), llama_adamw(), live)
+    theirs = run(2, small("cocodc", merge="additive"), llama_adamw(), live)
+    assert torch.equal(locals_of(ours), locals_of(theirs))
+
+
+def test_full_rank_is_the_naive_delay() -> None:
+    """dilocox(full rank, no quantiser) = naive one-round delay, to rounding."""
+    naive = small("dilocox", codec="fp32", error_feedback=False)
+    exact = dataclasses.replace(naive, codec=codecs.lowrank(64, Plain_fp32()))
+    ours, theirs = run(2, exact, llama_adamw(), live), run(2, naive, llama_adamw(), live)
+    torch.testing.assert_close(locals_of(ours)[:, : 2 * H], locals_of(theirs)[:, : 2 * H], atol=1e-6, rtol=0)
+
+
+def Plain_fp32() -> Cast:  # noqa: N802
+    """The coder that loses nothing."""
+    return Cast(torch.float32)
+
+
+def test_a_codec_that_loses_nothing_is_no_codec() -> None:
+    """Any codec = identity is no codec: fp32 inside feedback changes no bit."""
+    plain = small("streaming", codec="fp32")
+    wrapped = dataclasses.replace(plain, codec=codecs.feedback(Plain(Cast(torch.float32))))
+    assert torch.equal(
+        locals_of(run(2, wrapped, llama_adamw(), live)), locals_of(run(2, plain, llama_adamw(), live))
+    )
+
+
+def test_adaptive_compensation_has_the_strength_it_says() -> None:
+    """||lambda u u D|| = lambda_0 ||u|| for each tensor, at the scale of weights."""
+    generator = torch.Generator().manual_seed(0)
+    snapshot = torch.randn(100, generator=generator)
+    local = snapshot + 1e-4 * torch.randn(100, generator=generator)
+    new_global = snapshot + 1e-3 * torch.randn(100, generator=generator)
+
+    def views(flat: Tensor) -> list[Tensor]:
+        return [flat[:40].view(4, 10), flat[40:]]
+
+    info = SyncInfo(
+        **dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)),  # type: ignore[arg-type]
+    )
+    info = dataclasses.replace(info, views=views, sent_at=3, landed_at=8)
+    plain = merges.additive().apply(local, new_global, snapshot, info).double()
+    ours = merges.compensate_delay("adaptive", 0.3).apply(local, new_global, snapshot, info).double()
+    for term, step in zip(views(plain - ours), views(local.double() - snapshot.double()), strict=True):
+        assert float(term.norm() / step.norm()) == pytest.approx(
+            0.3, abs=2e-3
+        )  # fp32 rounding of weights near 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("num_regions", [1, 3])
+def test_every_method_ends_with_one_model(name: str, num_regions: int) -> None:
+    """Global params are equal in all regions after every landing (but eager), and the models after finish(); all differ
+    from where they started, nothing stays in flight, and what was counted is what the codec promises."""
+
+    def train(region: Region) -> tuple[Tensor, list[Tensor], Tensor]:
+        start, thetas = params_of(region.model), []
+        for step in range(3 * H + 1):
+            train_llama(region, step)
+            thetas.append(global_of(region))
+        region.synchronizer.finish()
+        assert not any(state.in_flight for state in region.synchronizer.fragments)
+        return start, thetas, params_of(region.model)
+
+    outcomes = run(num_regions, small(name), llama_adamw(), train)
+    for _, thetas, final in outcomes:
+        assert torch.equal(final, outcomes[0][2])
+        assert torch.isfinite(final).all()
+        if name != "eager":
+            assert all(torch.equal(a, b) for a, b in zip(thetas, outcomes[0][1], strict=True))
+    assert not torch.equal(outcomes[0][0], outcomes[0][2])
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        ("streaming", {"codec": "int8"}),
+        ("streaming", {"codec": "lowrank", "rank": 2, "error_feedback": True, "merge": "compensate"}),
+        ("cocodc", {"codec": "topk", "error_feedback": True}),
+        ("cocodc", {"merge": "mix", "mixing_alpha": 0.3, "fragment_pattern": "sequential"}),
+        ("diloco", {"merge": "additive", "overlap_steps": 2}),
+        ("eager", {"num_fragments": 2, "fragment_pattern": "strided", "codec": "bf16"}),
+        ("co2", {"codec": "int4", "error_feedback": True}),
+    ],
+)
+def test_every_part_can_be_replaced_on_its_own(method: str, parts: dict[str, Any]) -> None:
+    """Methods with another codec, merge or pattern than their paper's train, and regions end equal."""
+    first, second = run(2, small(method, **parts), llama_adamw(), live)
+    assert torch.equal(first[-1][0], second[-1][0])
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_adaptive_transmission_serves_every_fragment(data: st.DataObject) -> None:
+    """Over random measured times and change rates every fragment is sent at least once in H steps (but for the wait for its
+    turn), none is in flight twice, everything lands after it was sent, and equal inputs give equal choices."""
+    num_fragments = data.draw(st.integers(1, 6))
+    interval = data.draw(st.integers(2 * num_fragments, 60))
+    overlap = data.draw(st.one_of(st.none(), st.integers(1, max(1, interval // (2 * num_fragments)))))
+    schedule = schedules.adaptive(interval, overlap, data.draw(st.floats(0.05, 1.0)))
+    state, in_flight = schedule.init(num_fragments), {}
+    last = dict.fromkeys(range(num_fragments), 0)
+    longest = 0
+    rates = data.draw(st.lists(st.floats(0, 1), min_size=num_fragments, max_size=num_fragments))
+    for step in range(1, 6 * interval):
+        stats = AgreedStats()
+        if step > interval:
+            sync_time_s = data.draw(st.floats(0.1, 2.0)) if step % interval == 1 else stats.sync_time_s or 1.0
+            stats = AgreedStats(1.0, sync_time_s, tuple(rates))
+        events, next_state = schedule.events(step, stats, state)
+        assert (events, next_state) == schedule.events(step, stats, state)
+        state = next_state
+        for event in events:
+            if isinstance(event, Send):
+                assert event.fragment not in in_flight
+                in_flight[event.fragment] = step
+                longest = max(longest, step - last[event.fragment])
+                last[event.fragment] = step
+        for event in events:
+            if isinstance(event, Land):
+                assert in_flight.pop(event.fragment) == event.sent_at <= step
+    spacing = interval // num_fragments
+    slack = num_fragments * spacing + (
+        overlap or interval
+    )  # due fragments queue for their turn, one every h steps
+    assert max(longest, *(6 * interval - s for s in last.values())) <= interval + slack
+
+
+def test_rounds_follow_the_rank() -> None:
+    """DiLoCoX: a round has H r_t / r_1 steps, never fewer than the transfer takes; it lands one round late."""
+    schedule = schedules.rounds(20)
+    state = schedule.init(1)
+    found = []
+    for step in range(1, 60):
+        compression, sync_time_s = (1.0, 0.0) if step < 20 else (0.5, 0.0) if step < 35 else (0.1, 6.0)
+        events, state = schedule.events(step, AgreedStats(1.0, sync_time_s, (), compression), state)
+        if events:
+            found.append((step, events))
+    assert [step for step, _ in found] == [20, 30, 40, 46, 52, 58]
+    assert found[1][1] == (Send(0), Land(0, 20))
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        ({"method": "diloco", "overlap_steps": 2}, "would throw away the steps"),
+        ({"method": "streaming", "codec": "topk"}, "Set error_feedback=true"),
+        ({"method": "diloco", "error_feedback": True}, "no error to feed back"),
+        ({"method": "cocodc", "sends_per_interval": 2}, "must lie between outer.num_fragments=4"),
+        ({"method": "co2", "staleness_penalty": "0.5"}, "must be gap, none, or a number"),
+        ({"method": "cocodc", "compensation": "adaptiv"}, "Did you mean 'adaptive'"),
+        ({"method": "cocodc", "merge": "mixx"}, "Did you mean 'mix'"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(given_: dict[str, Any], message: str) -> None:
+    """The reason and the way out are said."""
+    with pytest.raises(ValueError, match=message):
+        from_config(OuterConfig(**given_))
