@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.config import Recipe
+from hf_cocodc.config import OuterConfig, Recipe
 from hf_cocodc.journal import read
-from hf_cocodc.methods import METHODS
+from hf_cocodc.methods import METHODS, from_config, settings
 from hf_cocodc.train import check
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,32 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     assert "<!-- test -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_the_readmes_table_lists_every_method() -> None:
-    """One row a method, and no other."""
-    assert re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\)", README, flags=re.MULTILINE) == list(METHODS)
+def test_the_readmes_table_is_the_code() -> None:
+    """One row a method and no other; patterns, codecs and the outer chain are those that the code composes."""
+    rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", README, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(METHODS)
+    for name, cells in rows:
+        pattern, _, codec, chain, merge = cells.split(" | ")
+        chosen = settings(OuterConfig(method=name))
+        assert pattern == chosen["fragment_pattern"]
+        assert codec == f"{chosen['codec']}{', feedback' if chosen['error_feedback'] else ''}"
+        assert chain == ", ".join(from_config(OuterConfig(method=name)).outer.init(torch.zeros(1)))
+        assert merge == chosen.get("merge", "replace")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_quickstart_trains(name: str, tmp_path: Path) -> None:
+    """A few steps of each method's recipe: all regions end with the same model, and the journal tells of every landing."""
+    overrides = [*SHORT, "outer.sync_interval=4", "training.max_steps=9", "data.block_size=32"]
+    overrides += [
+        "training.eval_strategy=no",
+        "training.eval_on_start=false",
+        f"training.output_dir={tmp_path}",
+    ]
+    overrides += ["outer.sends_per_interval=4"] if name == "cocodc" else []
+    first, second = simulate(ROOT / "recipes" / "quickstart" / f"{name}.yaml", overrides=overrides)
+    for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    kinds = [event["kind"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")]
+    assert kinds[0] == "start"
+    assert kinds.count("land") >= 2
