@@ -5,7 +5,6 @@ field left at None takes the method's default (`methods.py`) or, for regions, th
 """
 
 import dataclasses
-import difflib
 import os
 import re
 import types
@@ -16,7 +15,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from .errors import InputError
+from .errors import InputError, nearest
 
 T = TypeVar("T")
 
@@ -27,12 +26,6 @@ ENV_STORE = "HF_COCODC_STORE"
 
 def _help(text: str, default: Any = None) -> Any:
     return field(default=default, metadata={"help": text})
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """ " Did you mean ...? Known: ..." for an unknown name."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(sorted(known))}."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import ENV_REGION, ENV_REGIONS, nearest
-from .errors import InputError
+from .config import ENV_REGION, ENV_REGIONS
+from .errors import InputError, nearest
 
 if TYPE_CHECKING:
     import datasets

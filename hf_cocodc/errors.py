@@ -11,6 +11,9 @@
 Every message names the value, the rule and the way out; the command line prints it as one paragraph, without a traceback.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class CocodcError(Exception):
     """Base of everything raised on purpose here; `exit_code` is what the command line ends with."""
@@ -38,3 +41,9 @@ class RegionLostError(LinkError):
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)
         self.region = region
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """ " Did you mean ...? Known: ..." for an unknown name."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(sorted(known))}."

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .config import nearest
-from .errors import InputError
+from .errors import InputError, nearest
 from .sync_info import SyncInfo
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from . import codecs, fragments, merges, outer, schedules
 from .codecs.base import Codec
-from .config import OuterConfig, nearest
-from .errors import InputError
+from .config import OuterConfig
+from .errors import InputError, nearest
 from .fragments import Pattern
 from .merges import Merge
 from .outer import OuterTransform

@@ -8,8 +8,7 @@ import datasets
 import evaluate
 import numpy as np
 
-from .config import nearest
-from .errors import InputError
+from .errors import InputError, nearest
 
 IGNORED = -100  # the label that Hugging Face losses leave out
 

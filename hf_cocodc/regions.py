@@ -282,6 +282,12 @@ class SharedLink:
         handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
         return _SharedHandle(self, handle, numel)
 
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def tick(self) -> None:
+        pass
+
     def broadcast(self, flat: Tensor, what: str) -> None:
         if self._link is not None:
             self._link.broadcast(flat, what)

@@ -7,8 +7,7 @@ else.
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -83,7 +82,6 @@ class Synchronizer:
         link: reaches the other regions, or `loopback()`.
         journal: where sends and landings are recorded.
         digest_interval: sends of a fragment between two checks that its global params are equal everywhere.
-        clock: seconds; replaced where time is simulated.
 
     All regions start from region 0's parameters: constructing is a collective call.
     """
@@ -96,7 +94,6 @@ class Synchronizer:
         *,
         journal: Journal | None = None,
         digest_interval: int = 10,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.method = method
         self.link = link
@@ -107,9 +104,9 @@ class Synchronizer:
         self.loss = math.nan
         self._journal = journal or Journal()
         self._digest_interval = digest_interval
-        self._clock = clock
+        self._clock = link.clock
         self._lr = self._lr_sum = 0.0
-        self._stepped_at = clock()
+        self._stepped_at = link.clock()
         self._step_time_s = self._sync_time_s = 0.0
         named = dict(model.named_parameters())
         fragments = method.fragments(model)
@@ -130,6 +127,7 @@ class Synchronizer:
             LinkError: a transfer failed; nothing of it was applied.
         """
         self.inner_step += 1
+        self.link.tick()
         self._lr, self._lr_sum = inner_lr, self._lr_sum + inner_lr
         now = self._clock()
         self._step_time_s = now - self._stepped_at

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .config import Recipe, nearest
-from .errors import CocodcError, InputError
+from .config import Recipe
+from .errors import CocodcError, InputError, nearest
 from .journal import append_error
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_cocodc import handshake, outer, plots, schedules
+from hf_cocodc.config import OuterConfig
 from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.journal import Journal, append_error, read
-from hf_cocodc.links.lockstep import LockstepLink, run_in_lockstep
+from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from hf_cocodc.schedules import AgreedStats, Land, Send
 from hf_cocodc.summary import data_parallel_bytes, summarise
-from tests.toys import llama
+from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama
 
 
 def events(schedule: schedules.Schedule, num_fragments: int, steps: int) -> dict[int, tuple]:
@@ -166,3 +168,33 @@ def test_a_journal_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     assert read(path)[-1] == {"kind": "error", "message": "gone", "exit_code": 1}
     path.write_text(path.read_text()[:-9])
     assert read(path) == whole
+
+
+@pytest.mark.parametrize("num_regions", [2, 3])
+def test_simulated_time_decides_when_transfers_arrive(num_regions: int) -> None:
+    """DiLoCo is blocked for latency plus bytes over bandwidth each round; CoCoDC's overlap follows the same link and hides
+    it; no number changes with the link where the schedule does not follow it."""
+
+    def train(region: Region, steps: int = 24) -> tuple[float, list[int], torch.Tensor]:
+        staleness = []
+        for step in range(steps):
+            train_llama(region, step)
+            staleness.append(int(region.synchronizer.report.get("staleness", 0)))
+        totals = region.synchronizer.totals
+        return totals.blocked_s, staleness, params_of(region.model)
+
+    diloco = OuterConfig(method="diloco", sync_interval=8)
+    payload = 4 * sum(p.numel() for p in llama().parameters())
+    trips, sent = (1, payload) if num_regions == 2 else (2, payload * 2 * (num_regions - 1) / num_regions)
+    link = VirtualLink(step_time_s=1.0, latency_s=0.25, bandwidth=payload)
+    slow = run(num_regions, diloco, llama_adamw(), train, link)
+    assert slow[0][0] == pytest.approx(3 * (trips * 0.25 + sent / payload), rel=1e-3)
+    fast = run(num_regions, diloco, llama_adamw(), train)
+    assert torch.equal(slow[1][2], fast[1][2]), "a slow link changes no number, only times"
+    cocodc = OuterConfig(method="cocodc", sync_interval=16, num_fragments=2)
+    half = VirtualLink(step_time_s=1.0, latency_s=1.7, bandwidth=payload)
+    for blocked_s, staleness, _ in run(num_regions, cocodc, llama_adamw(), partial(train, steps=64), half):
+        assert staleness[-1] == (
+            3 if num_regions == 2 else 5
+        )  # ceil(trips * 1.7 s + half a payload, over 1 s)
+        assert blocked_s == 0

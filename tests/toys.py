@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.methods import Method, from_config
 from hf_cocodc.synchronizer import Synchronizer
 
@@ -77,7 +77,13 @@ class Region:
         self.synchronizer.step(lr)
 
 
-def run(num_regions: int, method: Method | OuterConfig, build: Build, live: Callable[[Region], T]) -> list[T]:
+def run(
+    num_regions: int,
+    method: Method | OuterConfig,
+    build: Build,
+    live: Callable[[Region], T],
+    virtual: VirtualLink | None = None,
+) -> list[T]:
     """Run live(region) for every region in lockstep, on the model and optimizer that build(index) makes."""
     chosen = from_config(method) if isinstance(method, OuterConfig) else method
 
@@ -85,7 +91,7 @@ def run(num_regions: int, method: Method | OuterConfig, build: Build, live: Call
         model, optimizer = build(index)
         return live(Region(index, model, optimizer, Synchronizer(model, chosen, link)))
 
-    return run_in_lockstep(num_regions, body)
+    return run_in_lockstep(num_regions, body, virtual)
 
 
 def llama_adamw(seed: int = 0) -> Build:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import CocodcError
-from . import store, train
+from . import simulate, store, train
 
-COMMANDS = (train, store)
+COMMANDS = (train, simulate, store)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -81,6 +81,14 @@ class Link(Protocol):
         """
         ...
 
+    def clock(self) -> float:
+        """Seconds, by the clock that transfers are timed with."""
+        ...
+
+    def tick(self) -> None:
+        """Told after every inner step, before its transfers: where time is simulated, an inner step passes."""
+        ...
+
     def broadcast(self, flat: Tensor, what: str) -> None:
         """Overwrite `flat` (fp32, host) with region 0's; blocks until it is here."""
         ...

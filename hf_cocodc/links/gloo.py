@@ -100,6 +100,12 @@ class GlooLink:
 
         return self._submit(transfer, what)
 
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def tick(self) -> None:
+        pass
+
     def broadcast(self, flat: Tensor, what: str) -> None:
         def spread() -> None:
             raw = flat.view(torch.uint8)

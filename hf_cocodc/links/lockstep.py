@@ -2,37 +2,70 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
-from ..errors import LinkError
+from ..errors import InputError, LinkError
 from .base import Arrival, Handle, Trailer
 
 T = TypeVar("T")
 
 
-def run_in_lockstep(num_regions: int, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
+@dataclass(frozen=True, kw_only=True)
+class VirtualLink:
+    """A link of simulated time: when transfers would arrive on it decides what adaptive schedules do, and what is blocked.
+
+    One serial link joins all regions; a transfer starts when the last region has sent it and earlier ones are through.
+
+    Attributes:
+        step_time_s: T_c, seconds of an inner step.
+        latency_s: seconds one way.
+        bandwidth: bytes a second that a region can send.
+
+    Raises:
+        InputError: a time or rate that is not positive.
+    """
+
+    step_time_s: float
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("step_time_s", self.step_time_s), ("bandwidth", self.bandwidth)):
+            if value <= 0:
+                raise InputError(f"{name}={value} of a VirtualLink must be positive.")
+        if self.latency_s < 0:
+            raise InputError(f"latency_s={self.latency_s} of a VirtualLink must not be negative.")
+
+
+def run_in_lockstep(
+    num_regions: int, body: Callable[[int, "LockstepLink"], T], link: VirtualLink | None = None
+) -> list[T]:
     """Run body(region, link) for every region in this process, and return what each returned.
 
     Regions take turns: one runs until it needs what another has not sent yet. Each has a thread of its own and a state
     of torch's and Python's random numbers of its own, but only one runs at a time, so results do not depend on timing.
-    The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer.
+    The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With `link` time is simulated.
 
     Raises:
         LinkError: every region waits for another.
         Exception: whatever a body raised, of the first region that did.
     """
-    return LockstepHub(num_regions).run(body)
+    return LockstepHub(num_regions, link).run(body)
 
 
 class LockstepHub:
     """Joins the links of `num_regions` regions; `links[r]` is region r's."""
 
-    def __init__(self, num_regions: int) -> None:
+    def __init__(self, num_regions: int, virtual: VirtualLink | None = None) -> None:
+        self.virtual = virtual
+        self._busy_until = 0.0
         self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
         self._meetings: dict[int, _Meeting] = {}
         self._turns = [threading.Semaphore(0) for _ in self.links]
@@ -99,6 +132,16 @@ class LockstepHub:
         assert meeting.answers is not None
         return meeting.answers[region]
 
+    def arrival_s(self, sent_s: float, bytes_sent: int) -> tuple[float, float]:
+        """When a transfer arrives that the last region sent at `sent_s`, and how long it takes; in simulated seconds."""
+        if self.virtual is None:
+            return 0.0, 0.0
+        start = max(self._busy_until, sent_s)
+        self._busy_until = start + bytes_sent / self.virtual.bandwidth
+        trips = 1 if len(self.links) <= 2 else 2
+        arrival = self._busy_until + trips * self.virtual.latency_s
+        return arrival, arrival - start
+
     def _pass_the_turn(self, region: int) -> None:
         """Let the next region run that can; where none can, all wait for each other, and that is an error."""
         order = sorted(self._waits, key=lambda other: (other - region - 1) % len(self.links))
@@ -145,11 +188,23 @@ class LockstepLink:
         self.num_regions = num_regions
         self._hub = hub
         self._calls = 0
+        self.now = 0.0
+        """Simulated seconds, where time is simulated."""
 
     def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
-        return _Handle(
-            self._hub, self.region, self._bring(what, (conversation, trailer), _when_all_came(_mean_all))
-        )
+        meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
+        return _Handle(self, self._bring(what, (conversation, trailer, self.now), meet))
+
+    def clock(self) -> float:
+        return time.perf_counter() if self._hub.virtual is None else self.now
+
+    def tick(self) -> None:
+        if self._hub.virtual is not None:
+            self.now += self._hub.virtual.step_time_s
+
+    def answer(self, meeting: "_Meeting") -> Any:
+        """What this region takes away from a meeting."""
+        return self._hub.answer(self.region, meeting)
 
     def broadcast(self, flat: Tensor, what: str) -> None:
         flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region_0)))
@@ -167,20 +222,25 @@ class LockstepLink:
 
 
 class _Handle:
-    def __init__(self, hub: LockstepHub, region: int, meeting: _Meeting) -> None:
-        self._hub, self._region, self._meeting = hub, region, meeting
+    def __init__(self, link: LockstepLink, meeting: _Meeting) -> None:
+        self._link, self._meeting = link, meeting
 
     def done(self) -> bool:
         return self._meeting.answers is not None
 
     def wait(self) -> Arrival:
-        return self._hub.answer(self._region, self._meeting)
+        arrival, arrives_at = self._link.answer(self._meeting)
+        self._link.now = max(self._link.now, arrives_at)
+        return arrival
 
 
-def _mean_all(brought: Sequence[tuple[Conversation, Trailer]]) -> list[Arrival]:
-    """Hold all regions' conversations side by side, message by message."""
-    conversations = [conversation for conversation, _ in brought]
-    trailers = tuple(trailer for _, trailer in brought)
+def _mean_all(
+    brought: Sequence[tuple[Conversation, Trailer, float]],
+    arrival_s: Callable[[float, int], tuple[float, float]],
+) -> list[tuple[Arrival, float]]:
+    """Hold all regions' conversations side by side, message by message; each region's arrival, and when it is there."""
+    conversations = [conversation for conversation, _, _ in brought]
+    trailers = tuple(trailer for _, trailer, _ in brought)
     shares = [trailer.weight for trailer in trailers]
     num_regions = len(brought)
     sent = [0] * num_regions
@@ -201,7 +261,11 @@ def _mean_all(brought: Sequence[tuple[Conversation, Trailer]]) -> list[Arrival]:
             for region, message in enumerate(messages):
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
             replies = mean_of(messages, shares)
-    return [Arrival(result, trailers, count, 0.0) for result, count in zip(results, sent, strict=True)]
+    arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s in brought), max(sent))
+    return [
+        (Arrival(result, trailers, count, seconds), arrives_at)
+        for result, count in zip(results, sent, strict=True)
+    ]
 
 
 def _random_state() -> tuple:

@@ -1,0 +1,49 @@
+"""`hf-cocodc simulate`: all regions of a recipe in one process, with exactly the numbers of a real run."""
+
+import argparse
+from typing import Any
+
+from ..errors import InputError
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="train all regions of a recipe in one process",
+        description="Train all regions of a recipe in one process, taking turns: exactly the numbers of a real run, without a "
+        "cluster. With --step-time, --latency and --bandwidth time is simulated too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="recipe YAML")
+    parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--step-time", type=float, metavar="S", help="simulated seconds of an inner step")
+    parser.add_argument("--latency", type=float, metavar="S", help="simulated seconds one way")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="MBIT", help="simulated Mbit/s that a region can send"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..config import Recipe
+    from ..simulation import VirtualLink, simulate
+    from ..summary import summarise
+    from ..train import output_dir
+
+    overrides = [*options.overrides]
+    if options.regions is not None:
+        overrides.append(f"regions.count={options.regions}")
+    times = (options.step_time, options.latency, options.bandwidth)
+    if any(given is not None for given in times) and None in times:
+        raise InputError("--step-time, --latency and --bandwidth go together: give all three or none.")
+    link = None
+    if options.step_time is not None:
+        bandwidth = options.bandwidth * 1e6 / 8
+        link = VirtualLink(step_time_s=options.step_time, latency_s=options.latency, bandwidth=bandwidth)
+    recipe = Recipe.load(options.recipe, overrides)
+    trainers = simulate(recipe, link=link)
+    folders = [output_dir(recipe) / f"region-{region}" for region in range(len(trainers))]
+    journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
+    print("\n".join(summarise(journals).lines(folders[0], journals)))
+    return 0
