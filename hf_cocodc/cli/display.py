@@ -13,11 +13,13 @@ class Display:
     """A bar on a terminal, a line now and then elsewhere.
 
     Args:
+        regions: the numbers of the regions shown.
         journals: one a region.
         max_steps: inner steps of the run; not positive where they are not known beforehand.
     """
 
-    def __init__(self, journals: Sequence[Path], max_steps: int) -> None:
+    def __init__(self, regions: Sequence[int], journals: Sequence[Path], max_steps: int) -> None:
+        self._regions = list(regions)
         self._journals = list(journals)
         self._read = [0] * len(journals)
         self._last: list[dict[str, Any]] = [{} for _ in journals]
@@ -61,8 +63,8 @@ class Display:
 
     def _losses(self) -> str:
         return "loss " + ", ".join(
-            f"region {i}: {last['loss']:.3f}" if last.get("loss") is not None else f"region {i}: -"
-            for i, last in enumerate(self._last)
+            f"region {region}: {last['loss']:.3f}" if last.get("loss") is not None else f"region {region}: -"
+            for region, last in zip(self._regions, self._last, strict=True)
         )
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:

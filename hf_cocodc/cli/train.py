@@ -66,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
     server = serve_store("127.0.0.1") if store is None and count > 1 else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     processes = launch.start(recipe, options.recipe, overrides, regions, address, options.launcher)
-    display = Display([each.journal for each in processes], int(recipe.training.get("max_steps", -1)))
+    journals = [each.journal for each in processes]
+    display = Display(
+        [each.region for each in processes], journals, int(recipe.training.get("max_steps", -1))
+    )
     try:
         failed = launch.watch(processes, display.update)
     except KeyboardInterrupt:

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc import merges, schedules
+from hf_cocodc import codecs, merges, schedules
+from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.config import OuterConfig
+from hf_cocodc.fragments import whole
 from hf_cocodc.methods import Method, from_config
 from hf_cocodc.schedules import AgreedStats, Schedule
 from tests.oracles.co2 import co2, slowmo
 from tests.oracles.cocodc import cocodc, cocodc_static
 from tests.oracles.diloco import diloco
-from tests.oracles.dilocox import naive_delay
+from tests.oracles.dilocox import lowrank_delay, naive_delay
 from tests.oracles.eager import eager
 from tests.oracles.problem import Problem, RegionTrajectory, Trajectory, make_problem
 from tests.oracles.streaming import streaming
@@ -25,11 +27,13 @@ from tests.toys import Blocks, Region, run
 SIZES = (5, 3, 4)
 
 
-def by_region(problem: Problem, config: OuterConfig | Method) -> RegionTrajectory:
+def by_region(
+    problem: Problem, config: OuterConfig | Method, shape: tuple[int, ...] = (-1,)
+) -> RegionTrajectory:
     """The package's own run of the problem: (theta, Theta) of every region after every inner step."""
 
     def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Blocks(torch.tensor(vector, dtype=torch.float32) for vector in problem.start())
+        model = Blocks(torch.tensor(vector, dtype=torch.float32).view(shape) for vector in problem.start())
         return model, torch.optim.SGD(model.parameters(), lr=problem.eta(1))
 
     def live(region: Region) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
@@ -37,12 +41,12 @@ def by_region(problem: Problem, config: OuterConfig | Method) -> RegionTrajector
         for step in range(1, problem.T + 1):
             region.optimizer.param_groups[0]["lr"] = problem.eta(step)
             vectors = list(region.model.parameters())
-            gradients = problem.gradient(region.index, step, [numpy_of(v) for v in vectors])
+            gradients = problem.gradient(region.index, step, [numpy_of(v).ravel() for v in vectors])
             for vector, gradient in zip(vectors, gradients, strict=True):
-                vector.grad = torch.tensor(gradient, dtype=torch.float32)
+                vector.grad = torch.tensor(gradient, dtype=torch.float32).view_as(vector)
             region.step()
             whole = torch.cat([state.global_params for state in region.synchronizer.fragments])
-            states.append(([numpy_of(v) for v in vectors], problem.split(numpy_of(whole))))
+            states.append(([numpy_of(v).ravel() for v in vectors], problem.split(numpy_of(whole))))
         return states
 
     return [
@@ -51,10 +55,10 @@ def by_region(problem: Problem, config: OuterConfig | Method) -> RegionTrajector
     ]
 
 
-def trajectory(problem: Problem, config: OuterConfig | Method) -> Trajectory:
+def trajectory(problem: Problem, config: OuterConfig | Method, shape: tuple[int, ...] = (-1,)) -> Trajectory:
     """The same for methods whose Theta is common: it has to be equal in all regions, bit for bit."""
     found = []
-    for locals_, thetas in by_region(problem, config):
+    for locals_, thetas in by_region(problem, config, shape):
         for theta in thetas[1:]:
             assert all(np.array_equal(a, b) for a, b in zip(theta, thetas[0], strict=True)), "Theta differs"
         found.append((locals_, thetas[0]))
@@ -219,3 +223,20 @@ def test_cocodc_follows_its_oracle(num_regions: int, times: tuple[float, float])
     known = dataclasses.replace(method, schedule=KnownTimes(method.schedule, *times))
     oracle = cocodc(problem, 12, 3, *times, 0.8, "adaptive", 0.3, 0.6, 0.8)
     assert_equal(trajectory(problem, known), oracle)
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_low_rank_with_error_feedback_follows_its_oracle(num_regions: int, rank: int) -> None:
+    """DiLoCoX's delay, low rank, warm start and error feedback together, on a model that is one matrix (no int4)."""
+    rows, cols = 6, 5
+    problem = make_problem(num_regions, (rows * cols,), T=48, lr=0.05, seed=num_regions)
+    lossless = codecs.lowrank(rank, Cast(torch.float32))
+    method = dataclasses.replace(
+        from_config(OuterConfig(method="dilocox", sync_interval=8, outer_lr=0.3, outer_momentum=0.5)),
+        codec=codecs.feedback(lossless),
+    )
+    [fragment] = whole()(Blocks([torch.zeros(rows, cols)]))
+    first_q = numpy_of(lossless.init(fragment)["q"]).reshape(rank, cols).T
+    oracle = lowrank_delay(problem, (rows, cols), 8, 0.3, 0.5, first_q)
+    assert_equal(trajectory(problem, method, (rows, cols)), oracle)
