@@ -102,7 +102,7 @@ class RegionConfig:
         "Network interface of the link, such as wg0; by default the one that reaches the store."
     )
     connections: int = _help("TCP connections to each other region; more of them fill a long link better.", 4)
-    timeout_s: float = _help("Seconds without a sign of life after which a region counts as lost.", 120.0)
+    timeout_s: float = _help("Seconds that a region may be late or silent before it counts as lost.", 120.0)
 
     def __post_init__(self) -> None:
         _require(self, "count", lambda v: v >= 1, "must be at least 1", "regions")
@@ -119,8 +119,8 @@ class RegionConfig:
             InputError: a value and the environment contradict each other, or something needed is missing.
         """
         env = os.environ if env is None else env
-        region = _from_env(self.region, env, ENV_REGION, "regions.region")
-        count = _from_env(self.count, env, ENV_REGIONS, "regions.count")
+        region = from_env(self.region, env, ENV_REGION, "regions.region")
+        count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         store = self.store or env.get(ENV_STORE)
         count = 1 if count is None else count
         if region is None:
@@ -143,7 +143,12 @@ class RegionConfig:
         return dataclasses.replace(self, region=region, count=count, store=store)
 
 
-def _from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
+def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
+    """`value`, or the environment's where it is None.
+
+    Raises:
+        InputError: the two contradict each other, or the environment's is no number.
+    """
     if key not in env:
         return value
     if not re.fullmatch(r"\d+", env[key]):

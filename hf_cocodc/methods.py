@@ -275,6 +275,16 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
+NEEDS = (
+    ("rank", "codec", "lowrank"),
+    ("mixing_alpha", "merge", "mix"),
+    ("compensation", "merge", "compensate"),
+    ("compensation_strength", "merge", "compensate"),
+    ("utilization", "sends_per_interval", None),
+)
+"""Settings that mean something only with a certain choice of another."""
+
+
 def from_config(config: OuterConfig) -> Method:
     """The method that `config` describes.
 
@@ -295,6 +305,12 @@ def from_config(config: OuterConfig) -> Method:
                 "Remove it, or choose a method that uses it."
             )
     settings = {**takes, **given}
+    for name, part, needed in NEEDS:
+        if name in given and settings.get(part) != needed:
+            raise InputError(
+                f"outer.{name}={given[name]} has a meaning only with outer.{part}={needed}, here it is {settings.get(part)}. "
+                f"Remove it, or set {part}."
+            )
     if settings["sync_interval"] < settings["num_fragments"]:
         raise InputError(
             f"outer.sync_interval={settings['sync_interval']} is smaller than outer.num_fragments="

@@ -59,7 +59,7 @@ def summarise(journals: Sequence[Path]) -> Summary:
     return Summary(
         num_regions=num_regions,
         inner_steps=inner_steps,
-        outer_steps=sum(event["kind"] == "land" for event in runs[0]),
+        outer_steps=sum(e["kind"] == "land" and e["sent_at"] > 0 for e in runs[0]) // start["num_fragments"],
         perplexity_before=perplexities[0] if len(perplexities) > 1 else None,
         perplexity_after=perplexities[-1] if perplexities else None,
         blocked_s=max(finish["blocked_s"] for finish in finishes),

@@ -20,11 +20,11 @@ from .errors import LinkError
 from .fragments import Fragment
 from .journal import Journal
 from .links.base import Arrival, Handle, Link, Trailer
-from .merges import Merge, replace
+from .merges import Merge, additive, replace
 from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
-from .tensors import copy_all_, digest, flat_zeros, local_shard
+from .tensors import copy_all_, digest, flat_zeros, local_shard, norm
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,10 @@ class FragmentState:
     num_sends: int = 0
     settled_at: int = 0
     """Inner step up to which local steps have entered the global params (or were thrown away by a merge)."""
-    lr_mark: tuple[int, float] = (0, 0.0)
-    """Inner step and sum of learning rates at the last send."""
+    sent_at: int = 0
+    """Inner step of the last send."""
+    lr_sum: float = 0.0
+    """Sum of learning rates at the last send."""
     round_lr: float = 0.0
 
 
@@ -106,7 +108,7 @@ class Synchronizer:
         self._digest_interval = digest_interval
         self._clock = link.clock
         self._lr = self._lr_sum = 0.0
-        self._stepped_at = link.clock()
+        self._resumed_at = (0, link.clock())
         self._step_time_s = self._sync_time_s = 0.0
         named = dict(model.named_parameters())
         fragments = method.fragments(model)
@@ -129,18 +131,20 @@ class Synchronizer:
         self.inner_step += 1
         self.link.tick()
         self._lr, self._lr_sum = inner_lr, self._lr_sum + inner_lr
-        now = self._clock()
-        self._step_time_s = now - self._stepped_at
         events, self._schedule_state = self.method.schedule.events(
             self.inner_step, self.stats, self._schedule_state
         )
+        if not events:
+            return
+        since_step, since_s = self._resumed_at
+        self._step_time_s = (self._clock() - since_s) / (self.inner_step - since_step)
         for event in events:
             state = self.fragments[event.fragment]
             if isinstance(event, Send):
                 self._send(state)
             else:
                 self._land(state, event.sent_at, self.method.merge)
-        self._stepped_at = self._clock()  # from here on it is the training's time again
+        self._resumed_at = (self.inner_step, self._clock())  # from here on it is the training's time again
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -149,17 +153,21 @@ class Synchronizer:
         Inner steps that no transfer has carried yet (max_steps is no multiple of the interval, or the merge keeps local
         steps) travel in one last round. Ends with a check that every region holds the same global params.
         """
-        agree = self.method.outer.regions_agree
-        if agree:
-            self._land_before(self.inner_step + 1)
-        rest = [state for state in self.fragments if state.settled_at < self.inner_step]
+        merge = self.method.merge
+        for state in self.fragments:
+            for transfer in list(state.in_flight):  # those that carry a part of what the local params hold
+                if merge.keeps_local_steps or transfer.sent_at > state.settled_at:
+                    self._land(state, transfer.sent_at, merge if merge.keeps_local_steps else additive())
+        rest = [state for state in self.fragments if max(state.settled_at, state.sent_at) < self.inner_step]
         for state in rest:
             self._send(state)
-        if agree:
+        if self.method.outer.regions_agree:
+            for state in self.fragments:
+                for transfer in list(state.in_flight):
+                    self._land(state, transfer.sent_at, replace())
+        else:  # own parts are in then, and the mean over the regions brings in the others'
             for state in rest:
-                self._land(state, self.inner_step, replace())
-        else:  # own parts are in already, and the mean over the regions brings in the others'
-            self._land_before(self.inner_step)
+                self._land(state, state.in_flight[0].sent_at if len(state.in_flight) > 1 else 0, merge)
             for state in self.fragments:
                 state.in_flight.clear()
         for state in self.fragments:
@@ -204,13 +212,6 @@ class Synchronizer:
             codec_remembers=bool(memory),
         )
 
-    def _land_before(self, step: int) -> None:
-        """Land every transfer that left before `step`, in the order of the fragments."""
-        for state in self.fragments:
-            for transfer in list(state.in_flight):
-                if transfer.sent_at < step:
-                    self._land(state, transfer.sent_at, self.method.merge)
-
     @staticmethod
     def _gather(fragment: Fragment, params: list[Tensor]) -> Tensor:
         """The parameters as one new flat buffer."""
@@ -228,6 +229,11 @@ class Synchronizer:
         copy_all_(state.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
         return shown.sub_(local)
 
+    def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
+        """Global minus local as they are now; zero where a region's local params are not finite."""
+        outer_grad = self._outer_grad(state, self._gather(state.fragment, state.params))
+        return outer_grad if _finite(outer_grad) else torch.zeros_like(outer_grad)
+
     def _send(self, state: FragmentState) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
             fragment, step = state.fragment, self.inner_step
@@ -235,8 +241,8 @@ class Synchronizer:
             outer_grad = self._outer_grad(state, snapshot)
             # a codec with memory goes on from where its last transfer ended
             if state.codec_remembers and state.in_flight:
-                state.codec = state.in_flight[-1].handle.wait().result.state
-            finite = bool(torch.isfinite(outer_grad.sum()))
+                state.codec = self._wait(state.in_flight[-1].handle).result.state
+            finite = _finite(outer_grad)
             if not finite:
                 logger.warning(
                     "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
@@ -262,9 +268,8 @@ class Synchronizer:
             transfer = Transfer(step, snapshot, outer_grad, state.global_params, self._lr_sum, handle)
             state.in_flight.append(transfer)
             state.num_sends += 1
-            since, lr_sum = state.lr_mark
-            state.round_lr = (self._lr_sum - lr_sum) / max(step - since, 1)
-            state.lr_mark = (step, self._lr_sum)
+            state.round_lr = (self._lr_sum - state.lr_sum) / max(step - state.sent_at, 1)
+            state.sent_at, state.lr_sum = step, self._lr_sum
             self.totals.sends += 1
             self._journal.write("send", step=step, fragment=fragment.index, numel=fragment.numel)
 
@@ -273,9 +278,9 @@ class Synchronizer:
             transfer = next((t for t in state.in_flight if t.sent_at == sent_at), None) or self._nothing_sent(
                 state
             )
-            start = self._clock()
-            arrival = transfer.handle.wait()
-            blocked_s = self._clock() - start
+            blocked_s = -self.totals.blocked_s
+            arrival = self._wait(transfer.handle)
+            blocked_s += self.totals.blocked_s
             self._hear(state, transfer, arrival)
             state.in_flight = [other for other in state.in_flight if other is not transfer]
             state.codec = arrival.result.state
@@ -293,16 +298,24 @@ class Synchronizer:
                 global_params=state.global_params,
                 snapshot=transfer.snapshot,
                 own_outer_grad=transfer.outer_grad,
-                fresh_outer_grad=lambda: self._outer_grad(state, self._gather(state.fragment, state.params)),
+                fresh_outer_grad=lambda: self._fresh_outer_grad(state),
             )
             update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
             state.global_params = state.global_params - update
             local = self._gather(state.fragment, state.params)
-            merged = merge.apply(local, state.global_params, transfer.snapshot, info)
+            heal = merge if _finite(local) else replace()
+            merged = heal.apply(local, state.global_params, transfer.snapshot, info)
             copy_all_(state.params, state.fragment.views(merged))
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
             self._account(state, transfer, arrival, blocked_s)
+
+    def _wait(self, handle: Handle) -> Arrival:
+        """Wait for a transfer; what that takes is what the link costs training."""
+        start = self._clock()
+        arrival = handle.wait()
+        self.totals.blocked_s += self._clock() - start
+        return arrival
 
     def _nothing_sent(self, state: FragmentState) -> Transfer:
         """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
@@ -330,7 +343,7 @@ class Synchronizer:
         if not arrival.trailers:
             return
         self._sync_time_s = arrival.seconds
-        self._change[state.fragment.index] = float(arrival.result.mean.norm()) / state.fragment.numel
+        self._change[state.fragment.index] = norm(arrival.result.mean) / state.fragment.numel
         self.stats = AgreedStats(
             step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
             sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
@@ -355,7 +368,6 @@ class Synchronizer:
         totals = self.totals
         totals.landings += 1
         totals.bytes_sent += arrival.bytes_sent
-        totals.blocked_s += blocked_s
         staleness = self.inner_step - transfer.sent_at
         self.report = {
             "rounds": totals.landings / len(self.fragments),
@@ -374,7 +386,7 @@ class Synchronizer:
             blocked_s=round(blocked_s, 6),
             transfer_s=round(arrival.seconds, 6),
             bytes_sent=arrival.bytes_sent,
-            outer_grad_norm=float(arrival.result.mean.norm()),
+            outer_grad_norm=norm(arrival.result.mean),
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
         )
 
@@ -385,7 +397,7 @@ class Synchronizer:
         index = state.fragment.index
         codec = fp32()
         conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
-        trailer = Trailer(fragment=index, inner_step=self.inner_step)
+        trailer = Trailer(float(_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         arrival = self.link.mean(
             conversation, state.fragment.numel, trailer, f"the mean of the global params of fragment {index}"
         ).wait()
@@ -411,6 +423,10 @@ class Synchronizer:
             sends=self.totals.sends,
             digest=own,
         )
+
+
+def _finite(flat: Tensor) -> bool:
+    return bool(torch.isfinite(flat.sum()))
 
 
 class _Here:

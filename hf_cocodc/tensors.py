@@ -31,6 +31,11 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def norm(flat: Tensor) -> float:
+    """Euclidean norm, summed in fp64: decisions hang on it, and the order of an fp32 sum differs between processors."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+
+
 def digest(flat: Tensor) -> int:
     """A checksum of the bytes of a flat host tensor: equal bits give equal values (CRC-32, fits a float64)."""
     return zlib.crc32(flat.contiguous().numpy())

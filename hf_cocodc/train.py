@@ -88,7 +88,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
         preprocess_logits_for_metrics=preprocess_logits,
         callbacks=[callback],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import ENV_STORE, Recipe
+from ..config import ENV_REGION, ENV_REGIONS, ENV_STORE, Recipe, from_env
 from ..errors import InputError
 from .display import Display
 
@@ -46,10 +46,19 @@ def run(options: argparse.Namespace) -> int:
 
     overrides = list(options.overrides)
     recipe = Recipe.load(options.recipe, overrides)
-    store = options.store or recipe.regions.store or os.environ.get(ENV_STORE)
-    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, store=store))
-    count = recipe.regions.count or 1
-    region = options.region if options.region is not None else recipe.regions.region
+    here = recipe.regions
+    store = options.store or here.store or os.environ.get(ENV_STORE)
+    count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count") or 1
+    wanted = options.region if options.region is not None else here.region
+    region = from_env(wanted, os.environ, ENV_REGION, "--region")
+    if store is not None:
+        overrides.append(f"regions.store={store}")
+    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(here, count=count, store=store))
+    if options.launcher and region is None and count > 1:
+        raise InputError(
+            "arguments behind -- are for one accelerate launch; several regions on one machine would share their ports and "
+            "GPUs. Give --region and --store too, and start each region by itself."
+        )
     regions = range(count) if region is None else [region]
     if region is not None and not 0 <= region < count:
         raise InputError(
@@ -91,7 +100,7 @@ def _saved(folder: Path) -> str:
     )
     if not checkpoints:
         return "no checkpoint was saved (training.save_strategy); the journals and logs lie in " + str(folder)
-    return f"the newest checkpoint is {checkpoints[-1]}; the journals and logs lie in {folder}"
+    return f"the newest checkpoint is {checkpoints[-1]} (that region's local weights); the journals and logs lie in {folder}"
 
 
 def _report_failure(failed: Any, processes: Sequence[Any]) -> int:

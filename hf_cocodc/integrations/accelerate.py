@@ -118,6 +118,10 @@ class OuterOptimizer:
         Args:
             loss: this region's training loss, if you want the mean over regions in `report`.
         """
+        if self._finished:
+            raise InputError(
+                "step() after finish(): the run has ended. Make a new OuterOptimizer to train on."
+            )
         if not self._accelerator.sync_gradients:
             return
         if loss is not None:
@@ -139,6 +143,8 @@ class OuterOptimizer:
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block, for evaluation or export."""
+        if self._finished:
+            return contextlib.nullcontext()
         return self.synchronizer.global_weights()
 
     def __enter__(self) -> "OuterOptimizer":

@@ -67,6 +67,8 @@ class CoCoDCCallback(TrainerCallback):
                 and self.regions.count is not None
             )
             self.region, self.num_regions = self.regions.region, self.regions.count
+        if evaluate_on not in ("global", "local"):
+            raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on
         self.outer: OuterOptimizer | None = None
         self._link = link

@@ -84,9 +84,11 @@ class GlooLink:
 
     def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         def transfer() -> Arrival:
-            start = time.perf_counter()
             bytes_sent = 0
             trailers = self._swap_trailers(trailer, what)
+            start = (
+                time.perf_counter()
+            )  # not before: until all have come it is a slow region that takes time, not the link
             shares = [each.weight for each in trailers]
 
             def exchange(message: Message) -> Reply:
@@ -129,26 +131,25 @@ class GlooLink:
         self._groups = []
 
     def _submit(self, call: Callable[[], Any], what: str) -> "_Job":
+        if not self._groups:
+            raise LinkError(f"the link is closed, so {what} cannot travel.")
         job = _Job(call, what)
         self._jobs.put(job)
         return job
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if (
-                self._failure is not None
-            ):  # the groups are not to be used again: a late operation could meet a new one
+            # after a failure the groups are not to be used again: a late operation could meet a new one
+            if self._failure is not None:
                 job.fail(self._failure)
                 continue
             try:
                 job.run()
-            except LinkError as error:
-                self._failure = error
-                self._say_why_leaving(str(error))
-                job.fail(error)
-            except (
-                BaseException
-            ) as error:  # a codec's mistake must reach the training thread, not end this one
+            except BaseException as error:  # whatever it is has to reach the training thread
+                self._failure = (
+                    error if isinstance(error, LinkError) else LinkError(f"{job.what} failed: {error}")
+                )
+                self._say_why_leaving(str(self._failure))
                 job.fail(error)
 
     def _exchange(self, message: Message, shares: Sequence[float], what: str) -> tuple[Reply, int]:
@@ -265,7 +266,7 @@ class _Job:
 
     def __init__(self, call: Callable[[], Any], what: str) -> None:
         self._call = call
-        self._what = what
+        self.what = what
         self._ended = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
@@ -297,7 +298,14 @@ def _group(store: dist.Store, region: int, num_regions: int, address: str, timeo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, region, num_regions, options)
+    try:
+        return gloo(store, region, num_regions, options)
+    except RuntimeError as error:
+        raise LinkError(
+            f"region {region} could not connect to the other regions from its address {address}: "
+            f"{str(error).splitlines()[0][:200]}. Every region must reach every other one at the address it has on the "
+            "link; name its network interface with regions.interface."
+        ) from error
 
 
 def _abandon(groups: Sequence[Any]) -> None:

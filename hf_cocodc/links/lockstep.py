@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -269,9 +270,13 @@ def _mean_all(
 
 
 def _random_state() -> tuple:
-    return torch.get_rng_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda
 
 
 def _set_random_state(state: tuple) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
+    numpy.random.set_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])

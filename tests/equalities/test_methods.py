@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ def test_no_compensation_is_the_additive_merge(mode: str) -> None:
 
 def test_full_rank_is_the_naive_delay() -> None:
     """dilocox(full rank, no quantiser) = naive one-round delay, to rounding."""
-    naive = small("dilocox", codec="fp32", error_feedback=False)
+    naive = from_config(
+        OuterConfig(method="dilocox", sync_interval=H, outer_lr=0.4, codec="fp32", error_feedback=False)
+    )
     exact = dataclasses.replace(naive, codec=codecs.lowrank(64, Plain_fp32()))
     ours, theirs = run(2, exact, llama_adamw(), live), run(2, naive, llama_adamw(), live)
     torch.testing.assert_close(locals_of(ours)[:, : 2 * H], locals_of(theirs)[:, : 2 * H], atol=1e-6, rtol=0)
@@ -127,6 +130,59 @@ def test_every_method_ends_with_one_model(name: str, num_regions: int) -> None:
         if name != "eager":
             assert all(torch.equal(a, b) for a, b in zip(thetas, outcomes[0][1], strict=True))
     assert not torch.equal(outcomes[0][0], outcomes[0][2])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("steps", [H - 1, H, H + 1, 2 * H + 3, 3 * H])
+def test_no_inner_step_is_lost_at_the_end(name: str, steps: int) -> None:
+    """However the last step falls between two sends, the last inner step still moves the model that finish() leaves."""
+
+    def train(region: Region, last: bool) -> Tensor:
+        for step in range(steps - 1):
+            train_llama(region, step)
+        if last:
+            train_llama(region, steps - 1)
+        else:
+            region.synchronizer.step(1e-3)  # the step is counted, but the params stay
+        region.synchronizer.finish()
+        return params_of(region.model)
+
+    trained = run(2, small(name), llama_adamw(), partial(train, last=True))
+    skipped = run(2, small(name), llama_adamw(), partial(train, last=False))
+    assert not torch.equal(trained[0], skipped[0])
+
+
+def test_eager_keeps_a_nan_at_home() -> None:
+    """A region whose params become NaN late ends with the others' finite global weights, as they do."""
+
+    def poisoned(region: Region) -> Tensor:
+        for step in range(3 * H):
+            if region.index == 1 and step == 2 * H + 1:
+                with torch.no_grad():
+                    next(region.model.parameters()).fill_(float("nan"))
+            train_llama(region, step)
+        region.synchronizer.finish()
+        return params_of(region.model)
+
+    first, second = run(2, small("eager"), llama_adamw(), poisoned)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, second)
+
+
+def test_a_nan_region_recovers_where_the_merge_keeps_local_steps() -> None:
+    """NaN local params take the global ones at the next landing instead of being mixed in."""
+
+    def poisoned(region: Region) -> Tensor:
+        for step in range(4 * H):
+            if region.index == 1 and step == H:
+                with torch.no_grad():
+                    for parameter in region.model.parameters():
+                        parameter.fill_(float("nan"))
+            region.synchronizer.step(1e-3)
+        return params_of(region.model)
+
+    for name in ("streaming", "cocodc"):
+        assert all(torch.isfinite(params).all() for params in run(2, small(name), llama_adamw(), poisoned))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +264,12 @@ def test_rounds_follow_the_rank() -> None:
         ({"method": "co2", "staleness_penalty": "0.5"}, "must be gap, none, or a number"),
         ({"method": "cocodc", "compensation": "adaptiv"}, "Did you mean 'adaptive'"),
         ({"method": "cocodc", "merge": "mixx"}, "Did you mean 'mix'"),
+        ({"method": "streaming", "rank": 4}, "only with outer.codec=lowrank"),
+        ({"method": "cocodc", "mixing_alpha": 0.4}, "only with outer.merge=mix"),
+        (
+            {"method": "cocodc", "utilization": 0.4, "sends_per_interval": 8},
+            "only with outer.sends_per_interval=None",
+        ),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(given_: dict[str, Any], message: str) -> None:
