@@ -324,7 +324,9 @@ def settings(config: OuterConfig) -> dict[str, object]:
     """Every setting of the configured method, defaults filled in: what regions compare, and what the log says."""
     takes = inspect.signature(METHODS[config.method]).parameters
     defaults = {name: parameter.default for name, parameter in takes.items()}
-    return {"method": config.method, **defaults, **config.given(), "digest_interval": config.digest_interval}
+    found = {"method": config.method, **defaults, **config.given(), "digest_interval": config.digest_interval}
+    idle = {name for name, part, needed in NEEDS if found.get(part) != needed}
+    return {name: value for name, value in found.items() if name not in idle}
 
 
 def _pattern(name: str, num_fragments: int) -> Pattern:

@@ -398,9 +398,8 @@ class Synchronizer:
         codec = fp32()
         conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
         trailer = Trailer(float(_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
-        arrival = self.link.mean(
-            conversation, state.fragment.numel, trailer, f"the mean of the global params of fragment {index}"
-        ).wait()
+        what = f"the mean of the global params of fragment {index}"
+        arrival = self._wait(self.link.mean(conversation, state.fragment.numel, trailer, what))
         self.totals.bytes_sent += arrival.bytes_sent
         return arrival.result.mean
 
