@@ -91,7 +91,10 @@ def transfer(
     return run_in_lockstep(
         len(outer_grads),
         lambda region, link: link.mean(
-            codec.converse(outer_grads[region], fragment, states[region]), fragment.numel, Trailer(shares[region]), "x"
+            codec.converse(outer_grads[region], fragment, states[region]),
+            fragment.numel,
+            Trailer(shares[region]),
+            "x",
         ).wait(),
     )
 
