@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,54 +24,9 @@ from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
 from .tensors import copy_all_, digest, flat_zeros, local_shard, norm
+from .transfers import FragmentState, Here, Totals, Transfer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Transfer:
-    """An outer gradient on its way."""
-
-    sent_at: int
-    snapshot: Tensor
-    outer_grad: Tensor
-    global_params: Tensor
-    lr_sum: float
-    handle: Handle
-
-
-@dataclass
-class FragmentState:
-    """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
-
-    `global_params` is never written to, only replaced, so that transfers may hold on to it.
-    """
-
-    fragment: Fragment
-    params: list[Tensor]
-    global_params: Tensor
-    outer: State
-    codec: State
-    codec_remembers: bool
-    in_flight: list[Transfer] = field(default_factory=list)
-    num_sends: int = 0
-    settled_at: int = 0
-    """Inner step up to which local steps have entered the global params (or were thrown away by a merge)."""
-    sent_at: int = 0
-    """Inner step of the last send."""
-    lr_sum: float = 0.0
-    """Sum of learning rates at the last send."""
-    round_lr: float = 0.0
-
-
-@dataclass
-class Totals:
-    """Counters of a run on this rank."""
-
-    sends: int = 0
-    landings: int = 0
-    bytes_sent: int = 0
-    blocked_s: float = 0.0
 
 
 class Synchronizer:
@@ -322,7 +276,7 @@ class Synchronizer:
         zero = flat_zeros(state.fragment.numel)
         result = Result(zero, lambda: zero, state.codec)
         return Transfer(
-            0, state.global_params, zero, state.global_params, 0.0, _Here(Arrival(result, (), 0, 0.0))
+            0, state.global_params, zero, state.global_params, 0.0, Here(Arrival(result, (), 0, 0.0))
         )
 
     def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
@@ -426,19 +380,6 @@ class Synchronizer:
 
 def _finite(flat: Tensor) -> bool:
     return bool(torch.isfinite(flat.sum()))
-
-
-class _Here:
-    """The handle of an arrival that needs no waiting."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self._arrival = arrival
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> Arrival:
-        return self._arrival
 
 
 def _tensors(state: State) -> list[Tensor]:

@@ -29,6 +29,7 @@ FLOORS = {
     "handshake": 3,
     "synchronizer": 4,
     "journal": 4,
+    "transfers": 4,
     "integrations": 5,
     "data": 5,
     "metrics": 5,
@@ -43,6 +44,7 @@ SHARED = {
     ("codecs", "fragments"),
     ("regions", "links"),
     ("synchronizer", "journal"),
+    ("synchronizer", "transfers"),
     ("simulation", "train"),
     ("launch", "train"),
 }
