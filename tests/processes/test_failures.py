@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from hf_cocodc.journal import read
 from tests.processes.launching import ROOT, environment
@@ -143,7 +141,6 @@ def test_regions_that_disagree(tmp_path: Path) -> None:
         assert "disagree on outer.sync_interval: region 0 has 10, region 1 has 11" in error
 
 
-@pytest.mark.skipif(os.cpu_count() == 1, reason="two regions need two cores to come up in time")
 def test_an_empty_share_of_data_is_said(tmp_path: Path) -> None:
     """Text that does not fill one block is an input error (exit code 2), said once for both regions."""
     run = start(tmp_path, "--set", "data.block_size=100000000")
