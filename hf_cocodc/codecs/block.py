@@ -5,6 +5,8 @@ evaluation: every machine finds the same bytes, and the same values in them. A b
 decodes to NaN as a whole, so that it cannot pass for large numbers; every other block stays finite.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ _PIECE = 1 << 18
 _FLOAT = torch.finfo(torch.float32)
 
 
-class Blocks:
+class Blocks(ABC):
     """A payload of one fp32 scale a block, then the blocks' codes; the coders below say what a code is.
 
     A last block that is short is filled up with zeros; codes that would stand only for filling are not sent.
@@ -84,17 +86,20 @@ class Blocks:
         missing = -piece.numel() % self.block
         return (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(-1, self.block)
 
+    @abstractmethod
     def _scale(self, absmax: Tensor) -> Tensor:
         """What codes are in units of (blocks, 1), from the blocks' largest magnitudes."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def _codes(self, rows: Tensor, scale: Tensor) -> Tensor:
         """Bytes (blocks, block / per_byte) for values (blocks, block)."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Values (blocks, block) for bytes (blocks, block / per_byte)."""
-        raise NotImplementedError
+        ...
 
 
 class Integers(Blocks):
