@@ -4,7 +4,8 @@
 
     CocodcError                 exit code 1
     |-- InputError              exit code 2   a recipe, flag, argument or dataset that cannot work (also a ValueError)
-    |   `-- HandshakeError      exit code 2   two regions were started with settings that must agree and do not
+    |   |-- HandshakeError      exit code 2   two regions were started with settings that must agree and do not
+    |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete, or of another run
     `-- LinkError               exit code 1   the link, the store or another region failed while running (also a RuntimeError)
         `-- RegionLostError     exit code 1   one named region is gone or silent
 
@@ -29,6 +30,10 @@ class InputError(CocodcError, ValueError):
 
 class HandshakeError(InputError):
     """Two regions disagree on something that must be equal everywhere before step 1."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint cannot be resumed from; the message says what was found and what was expected."""
 
 
 class LinkError(CocodcError, RuntimeError):

@@ -9,13 +9,14 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 
 from .codecs import compression, fp32
 from .codecs.base import Result, State
-from .errors import LinkError
+from .errors import CheckpointError, LinkError
 from .fragments import Fragment
 from .journal import Journal
 from .links.base import Arrival, Handle, Link, Trailer
@@ -24,9 +25,11 @@ from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
 from .tensors import copy_all_, digest, flat_zeros, local_shard, norm
-from .transfers import FragmentState, Here, Totals, Transfer
+from .transfers import FragmentState, Here, Totals, Transfer, layout, same_layout, same_structure
 
 logger = logging.getLogger(__name__)
+
+_COUNTERS = ("lr", "lr_sum", "step_time_s", "sync_time_s", "change", "schedule_state")
 
 
 class Synchronizer:
@@ -38,8 +41,12 @@ class Synchronizer:
         link: reaches the other regions, or `loopback()`.
         journal: where sends and landings are recorded.
         digest_interval: sends of a fragment between two checks that its global params are equal everywhere.
+        state: what `state_dict` gave, to go on from there with the model's parameters as they are.
 
-    All regions start from region 0's parameters: constructing is a collective call.
+    Without `state` all regions start from region 0's parameters. Constructing is a collective call.
+
+    Raises:
+        CheckpointError: `state` is of another model or method, or not the other regions'.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class Synchronizer:
         *,
         journal: Journal | None = None,
         digest_interval: int = 10,
+        state: State | None = None,
     ) -> None:
         self.method = method
         self.link = link
@@ -66,9 +74,11 @@ class Synchronizer:
         self._step_time_s = self._sync_time_s = 0.0
         named = dict(model.named_parameters())
         fragments = method.fragments(model)
-        self.fragments = [self._adopt(fragment, named) for fragment in fragments]
+        self.fragments = [self._adopt(fragment, named, state is None) for fragment in fragments]
         self._change = [0.0] * len(fragments)
         self._schedule_state = method.schedule.init(len(fragments))
+        if state is not None:
+            self.load_state_dict(state)
 
     @property
     def num_params(self) -> int:
@@ -150,12 +160,64 @@ class Synchronizer:
         """A checksum of all global params of this rank."""
         return digest(torch.cat([state.global_params for state in self.fragments]))
 
-    def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter]) -> FragmentState:
-        """A fragment at the start: region 0's parameters, in every region."""
+    def state_dict(self) -> State:
+        """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
+
+        Transfers in flight are waited for and their results kept un-landed, so that saving changes no number. On every
+        rank of a region a collective call of that region.
+        """
+        return {
+            "layout": layout([each.fragment for each in self.fragments]),
+            **{name: getattr(self, f"_{name}") for name in _COUNTERS},
+            "inner_step": self.inner_step,
+            "stats": self.stats._asdict(),
+            "totals": asdict(self.totals),
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: State) -> None:
+        """Go on from `state`; the model has to hold the local params of that moment. A collective call.
+
+        Raises:
+            CheckpointError: it is of another model or method, or not the other regions'.
+        """
+        same_layout(state["layout"], [each.fragment for each in self.fragments])
+        same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        for name in _COUNTERS:
+            setattr(self, f"_{name}", state[name])
+        self.inner_step = state["inner_step"]
+        self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
+        self.totals = Totals(**state["totals"])
+        self._resumed_at = (self.inner_step, self._clock())
+        self._check_the_same(self.global_digest() if self.method.outer.regions_agree else -1)
+
+    def _check_the_same(self, own: int) -> None:
+        """All regions must go on from the same step of the same run."""
+        trailers = self.link.gather(
+            Trailer(inner_step=self.inner_step, digest=own), "the checkpoint to resume from"
+        )
+        for region, trailer in enumerate(trailers):
+            if trailer.inner_step != self.inner_step:
+                raise CheckpointError(
+                    f"region {self.link.region} resumes from step {self.inner_step}, region {region} from step "
+                    f"{trailer.inner_step:.0f}. Give every region the checkpoint of the same step."
+                )
+            if trailer.digest != own:
+                raise CheckpointError(
+                    f"the checkpoints of region {self.link.region} and region {region} are both of step {self.inner_step}, but "
+                    "hold different global params: they are of different runs. Give every region its own of one run."
+                )
+
+    def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
+        """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
         params = [local_shard(named[name]) for name in fragment.names]
         flat = self._gather(fragment, params)
-        self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-        copy_all_(params, fragment.views(flat))
+        if start:
+            self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
+            copy_all_(params, fragment.views(flat))
         memory = self.method.codec.init(fragment)
         return FragmentState(
             fragment=fragment,

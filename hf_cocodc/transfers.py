@@ -1,12 +1,16 @@
-"""What the engine keeps of each fragment and of each transfer in flight."""
+"""What the engine keeps of each fragment and of each transfer in flight, and how it is saved."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 from torch import Tensor
 
-from .codecs.base import State
+from .codecs.base import Result, State
+from .errors import CheckpointError
 from .fragments import Fragment
-from .links.base import Arrival, Handle
+from .links.base import Arrival, Handle, Trailer
 
 
 @dataclass
@@ -19,6 +23,30 @@ class Transfer:
     global_params: Tensor
     lr_sum: float
     handle: Handle
+
+    def state_dict(self) -> State:
+        """The transfer with its result, un-landed: waits for it."""
+        arrival = self.handle.wait()
+        kept = {name: getattr(self, name) for name in _KEPT_OF_A_TRANSFER}
+        return kept | {
+            "mean": arrival.result.mean,
+            "codec": arrival.result.state,
+            "trailers": [trailer._asdict() for trailer in arrival.trailers],
+            "bytes_sent": arrival.bytes_sent,
+            "seconds": arrival.seconds,
+        }
+
+    @classmethod
+    def from_state(cls, state: State) -> "Transfer":
+        """A transfer whose result is here and waits to be landed."""
+        mean = state["mean"]
+        trailers = tuple(Trailer(**trailer) for trailer in state["trailers"])
+        result = Result(mean, lambda: mean, state["codec"])
+        handle = Here(Arrival(result, trailers, state["bytes_sent"], state["seconds"]))
+        return cls(**{name: state[name] for name in _KEPT_OF_A_TRANSFER}, handle=handle)
+
+
+_KEPT_OF_A_TRANSFER = ("sent_at", "snapshot", "outer_grad", "global_params", "lr_sum")
 
 
 @dataclass
@@ -43,6 +71,85 @@ class FragmentState:
     lr_sum: float = 0.0
     """Sum of learning rates at the last send."""
     round_lr: float = 0.0
+
+    def state_dict(self) -> State:
+        """Everything but the local params, which are the model's; waits for what is in flight."""
+        kept = {name: getattr(self, name) for name in _KEPT_OF_A_FRAGMENT}
+        return kept | {"in_flight": [transfer.state_dict() for transfer in self.in_flight]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            CheckpointError: it belongs to another outer optimizer or codec.
+        """
+        index = self.fragment.index
+        for part in ("outer", "codec", "global_params"):
+            same_structure(state[part], getattr(self, part), f"the {part} state of fragment {index}")
+        for name in _KEPT_OF_A_FRAGMENT:
+            setattr(self, name, state[name])
+        self.in_flight = [Transfer.from_state(transfer) for transfer in state["in_flight"]]
+
+
+_KEPT_OF_A_FRAGMENT = (
+    *("global_params", "outer", "codec"),
+    *("num_sends", "settled_at", "sent_at", "lr_sum", "round_lr"),
+)
+
+
+def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
+    """[name, shape] of every parameter, one list a fragment."""
+    return [[[name, list(shape)] for name, shape in zip(f.names, f.shapes, strict=True)] for f in fragments]
+
+
+def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
+    """Check that a saved layout is that of `fragments`.
+
+    Raises:
+        CheckpointError: names the first parameter that differs.
+    """
+    expected = layout(fragments)
+    if len(found) != len(expected):
+        raise CheckpointError(
+            f"the checkpoint has {len(found)} fragments, this run {len(expected)}. Resume with the num_fragments and "
+            "fragment_pattern that wrote it."
+        )
+    for index, (theirs, ours) in enumerate(zip(found, expected, strict=True)):
+        for their_param, our_param in zip_longest(theirs, ours):
+            if their_param != our_param:
+                raise CheckpointError(
+                    f"fragment {index}: the checkpoint has the parameter {_show(their_param)}, this run {_show(our_param)}. "
+                    "Resume with the model and fragment_pattern that wrote it."
+                )
+
+
+def _show(param: list | None) -> str:
+    return "no more" if param is None else f"{param[0]} {param[1]}"
+
+
+def same_structure(found: Any, expected: Any, what: str) -> None:
+    """Check that a saved state has the keys of a fresh one, and tensors of its shapes.
+
+    Raises:
+        CheckpointError: names the first place where they differ.
+    """
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != expected.keys():
+            names = sorted(found) if isinstance(found, dict) else type(found).__name__
+            raise CheckpointError(
+                f"{what}: the checkpoint has {names}, this run {sorted(expected)}. Resume with the method, codec and "
+                "merge that wrote it."
+            )
+        for key, value in expected.items():
+            same_structure(found[key], value, f"{what}, {key}")
+    elif isinstance(expected, Tensor) and (
+        not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype
+    ):
+        seen = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise CheckpointError(
+            f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
+            "and settings that wrote it."
+        )
 
 
 @dataclass

@@ -29,6 +29,7 @@ FLOORS = {
     "handshake": 3,
     "synchronizer": 4,
     "journal": 4,
+    "state": 4,
     "transfers": 4,
     "integrations": 5,
     "data": 5,

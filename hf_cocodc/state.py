@@ -1,0 +1,228 @@
+"""Checkpoints on disk: what is written, when one counts as complete, and how it is read.
+
+::
+
+    checkpoint-N/                     whatever Trainer or Accelerate write there (local weights, inner optimizer, ...)
+        cocodc/state.json             format version, facts of the run, and the engine's state but for its tensors
+        cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
+        cocodc/COMPLETE               written last: every file of the checkpoint with its size, ours with their SHA-256
+        global/                       the global model, for `from_pretrained`
+
+A checkpoint without COMPLETE is one whose saving was interrupted: it is never read. Nothing here is a pickle.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .codecs.base import State
+from .errors import CheckpointError
+
+FORMAT = 1
+"""Raised whenever what is written changes in a way that earlier versions would misread; older formats are still read."""
+PREFIX = "checkpoint-"
+FOLDER = "cocodc"
+STATE, COMPLETE = f"{FOLDER}/state.json", f"{FOLDER}/COMPLETE"
+_MARK = "$tensor"
+_FLOAT = "$float"
+
+
+def tensors_file(lane: int = 0) -> str:
+    """Where the tensors of a lane lie in a checkpoint."""
+    return f"{FOLDER}/global-lane{lane}.safetensors"
+
+
+def write(checkpoint: Path, state: State, facts: dict[str, Any], lane: int = 0) -> None:
+    """Write the engine's state into a checkpoint, which from here on is not complete until `seal`.
+
+    Args:
+        checkpoint: folder `checkpoint-N`; made if it is not there.
+        state: of `Synchronizer.state_dict`.
+        facts: JSON-able; what identifies the run (method and settings, region, number of regions).
+        lane: whose tensors these are.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
+    """
+    with _saving(checkpoint):
+        (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
+        (checkpoint / COMPLETE).unlink(missing_ok=True)
+        tensors: dict[str, Tensor] = {}
+        tree = _take_apart(state, "", tensors, {})
+        _replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
+        text = json.dumps({"format": FORMAT, **facts, "state": tree}, indent=1, allow_nan=False)
+        _replace(checkpoint / STATE, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def seal(checkpoint: Path) -> None:
+    """Declare a checkpoint complete: everything in it is on the disk now, and listed with its size.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    with _saving(checkpoint):
+        files = {}
+        for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+            name = path.relative_to(checkpoint).as_posix()
+            _sync(path)
+            files[name] = {"bytes": path.stat().st_size}
+            if name.startswith(f"{FOLDER}/"):
+                files[name]["sha256"] = _sha256(path)  # type: ignore[assignment]
+        for folder in [checkpoint, *(path for path in checkpoint.rglob("*") if path.is_dir())]:
+            _sync(folder)
+        text = json.dumps({"format": FORMAT, "files": files}, indent=1)
+        _replace(checkpoint / COMPLETE, lambda path: path.write_text(text, encoding="utf-8"))
+        _sync(checkpoint.parent)
+
+
+def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
+    """The engine's state and the facts it was written with.
+
+    Raises:
+        CheckpointError: incomplete, damaged, or of a format this version does not know.
+    """
+    wrong = damage(checkpoint)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
+        )
+    for name, entry in _listed(checkpoint).items():
+        if "sha256" in entry and _sha256(checkpoint / name) != entry["sha256"]:
+            raise CheckpointError(
+                f"{checkpoint / name} is not what was saved: its SHA-256 differs from the one in {COMPLETE}. Resume from "
+                "another checkpoint of the run."
+            )
+    try:
+        facts = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        tensors = load_file(checkpoint / tensors_file(lane))
+        state = _put_together(facts.pop("state"), tensors)
+    except (json.JSONDecodeError, SafetensorError, KeyError, OSError) as error:
+        raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error
+    return state, facts
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by its list of files; None where it is complete."""
+    if not (checkpoint / COMPLETE).is_file():
+        return f"{COMPLETE} is missing (its saving was interrupted, or hf_cocodc did not write it)"
+    try:
+        listed = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+        version, files = listed["format"], listed["files"].items()
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+        return f"{COMPLETE} is damaged"
+    if version > FORMAT:
+        return f"its format is {version}, this hf_cocodc reads up to {FORMAT}; install a newer one"
+    for name, entry in files:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {entry['bytes']} were saved"
+    return None
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
+    found = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        step = path.name.removeprefix(PREFIX)
+        if path.is_dir() and step.isdigit():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def rotate(folder: Path, limit: int | None, keep: set[int]) -> None:
+    """Delete the oldest checkpoints until `limit` are left; never the newest complete one, nor those of the steps `keep`."""
+    found = checkpoints(folder)
+    complete = [step for step, path in found.items() if damage(path) is None]
+    kept = keep | set(complete[-1:])
+    surplus = len(found) - limit if limit else 0
+    for step in [step for step in found if step not in kept][: max(surplus, 0)]:
+        (found[step] / COMPLETE).unlink(missing_ok=True)  # half-deleted is not complete
+        shutil.rmtree(found[step])
+
+
+def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    return json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))["files"]
+
+
+@contextmanager
+def _saving(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{checkpoint} could not be saved: {error}. Earlier checkpoints are untouched; make room or change "
+            "training.output_dir, then resume."
+        ) from error
+
+
+def _replace(path: Path, save: Any) -> None:
+    """Write a file under another name and give it its own once it is on the disk, so that it is whole or absent."""
+    half = path.with_name(f"{path.name}.half")
+    try:
+        save(half)
+        _sync(half)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            sha.update(piece)
+    return sha.hexdigest()
+
+
+def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
+    """`value` with its tensors named and put into `tensors`; one that is met twice is kept once."""
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = name
+            alone = value.untyped_storage().nbytes() == value.nbytes
+            tensors[name] = value if alone else value.clone()  # safetensors refuses views of one memory
+        return {_MARK: seen[id(value)]}
+    if isinstance(value, dict):
+        return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_apart(each, _join(name, i), tensors, seen) for i, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}
+    return value
+
+
+def _put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if _MARK in value:
+            return tensors[value[_MARK]]
+        if _FLOAT in value:
+            return float(value[_FLOAT])
+        return {key: _put_together(each, tensors) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_put_together(each, tensors) for each in value]
+    return value
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}/{key}" if name else str(key)
