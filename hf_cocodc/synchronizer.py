@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from .agreement import Ending, check_same_end, check_same_start
 from .codecs import compression, fp32
 from .codecs.base import Result, State
-from .errors import CheckpointError, LinkError
+from .errors import LinkError
 from .fragments import Fragment
 from .journal import Journal
 from .links.base import Arrival, Handle, Link, Trailer
@@ -24,7 +26,7 @@ from .merges import Merge, additive, replace
 from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
-from .tensors import copy_all_, digest, flat_zeros, local_shard, norm
+from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, norm, tensors_in
 from .transfers import FragmentState, Here, Totals, Transfer, layout, same_layout, same_structure
 
 logger = logging.getLogger(__name__)
@@ -66,11 +68,18 @@ class Synchronizer:
         self.totals = Totals()
         self.report: dict[str, float] = {}
         self.loss = math.nan
+        self.ending = Ending.NO
+        """This region's word on its end, for the others to hear."""
+        self.endings: tuple[int, ...] = ()
+        """Every region's word, as it rode on the transfer that landed last."""
+        self.trained_at = 0
+        """Last inner step that trained; no transfer of this region has weight unless it carries such a step."""
         self._journal = journal or Journal()
         self._digest_interval = digest_interval
         self._clock = link.clock
         self._lr = self._lr_sum = 0.0
-        self._resumed_at = (0, link.clock())
+        self._left_at = link.clock()
+        self._durations: list[float] = []
         self._step_time_s = self._sync_time_s = 0.0
         named = dict(model.named_parameters())
         fragments = method.fragments(model)
@@ -86,29 +95,38 @@ class Synchronizer:
         return sum(state.fragment.numel for state in self.fragments)
 
     @torch.no_grad()
-    def step(self, inner_lr: float = 0.0) -> None:
+    def step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
         """To be called after each inner step, with the learning rate it used.
+
+        Args:
+            inner_lr: learning rate of the inner step.
+            trained: False to keep step with the others without training: transfers that carry no step of this region's
+                have no weight in the mean.
 
         Raises:
             LinkError: a transfer failed; nothing of it was applied.
         """
         self.inner_step += 1
+        if trained:
+            self.trained_at = self.inner_step
         self.link.tick()
+        self._durations.append(self._clock() - self._left_at)
         self._lr, self._lr_sum = inner_lr, self._lr_sum + inner_lr
         events, self._schedule_state = self.method.schedule.events(
             self.inner_step, self.stats, self._schedule_state
         )
         if not events:
+            self._left_at = self._clock()
             return
-        since_step, since_s = self._resumed_at
-        self._step_time_s = (self._clock() - since_s) / (self.inner_step - since_step)
+        self._step_time_s = median(self._durations)  # one evaluation among the steps does not count
+        self._durations.clear()
         for event in events:
             state = self.fragments[event.fragment]
             if isinstance(event, Send):
                 self._send(state)
             else:
                 self._land(state, event.sent_at, self.method.merge)
-        self._resumed_at = (self.inner_step, self._clock())  # from here on it is the training's time again
+        self._left_at = self._clock()  # from here on it is the training's time again
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -188,28 +206,12 @@ class Synchronizer:
             fragment.load_state_dict(saved)
         for name in _COUNTERS:
             setattr(self, f"_{name}", state[name])
-        self.inner_step = state["inner_step"]
+        self.inner_step = self.trained_at = state["inner_step"]
         self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
         self.totals = Totals(**state["totals"])
-        self._resumed_at = (self.inner_step, self._clock())
-        self._check_the_same(self.global_digest() if self.method.outer.regions_agree else -1)
-
-    def _check_the_same(self, own: int) -> None:
-        """All regions must go on from the same step of the same run."""
-        trailers = self.link.gather(
-            Trailer(inner_step=self.inner_step, digest=own), "the checkpoint to resume from"
+        check_same_start(
+            self.link, self.inner_step, self.global_digest() if self.method.outer.regions_agree else -1
         )
-        for region, trailer in enumerate(trailers):
-            if trailer.inner_step != self.inner_step:
-                raise CheckpointError(
-                    f"region {self.link.region} resumes from step {self.inner_step}, region {region} from step "
-                    f"{trailer.inner_step:.0f}. Give every region the checkpoint of the same step."
-                )
-            if trailer.digest != own:
-                raise CheckpointError(
-                    f"the checkpoints of region {self.link.region} and region {region} are both of step {self.inner_step}, but "
-                    "hold different global params: they are of different runs. Give every region its own of one run."
-                )
 
     def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
         """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
@@ -248,7 +250,7 @@ class Synchronizer:
     def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
         """Global minus local as they are now; zero where a region's local params are not finite."""
         outer_grad = self._outer_grad(state, self._gather(state.fragment, state.params))
-        return outer_grad if _finite(outer_grad) else torch.zeros_like(outer_grad)
+        return outer_grad if is_finite(outer_grad) else torch.zeros_like(outer_grad)
 
     def _send(self, state: FragmentState) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
@@ -258,18 +260,20 @@ class Synchronizer:
             # a codec with memory goes on from where its last transfer ended
             if state.codec_remembers and state.in_flight:
                 state.codec = self._wait(state.in_flight[-1].handle).result.state
-            finite = _finite(outer_grad)
-            if not finite:
+            finite = is_finite(outer_grad)
+            if not finite and self.ending is Ending.NO:
                 logger.warning(
                     "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
                     "transfer out, so that the others do not take it in. Look at its loss; a lower learning rate or "
                     "gradient clipping (max_grad_norm) helps.",
                     *(fragment.index, step, self.link.region),
                 )
+            shares = finite and self.trained_at > state.sent_at
+            if not shares:
                 outer_grad = torch.zeros_like(outer_grad)
             checked = self.method.outer.regions_agree and state.num_sends % self._digest_interval == 0
             trailer = Trailer(
-                weight=float(finite),
+                weight=float(shares),
                 fragment=fragment.index,
                 inner_step=step,
                 step_time_s=self._step_time_s,
@@ -277,6 +281,7 @@ class Synchronizer:
                 loss=self.loss,
                 digest=digest(state.global_params) if checked else -1,
                 compression=compression(state.codec),
+                ending=self.ending,
             )
             conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
             what = f"fragment {fragment.index} sent at step {step}"
@@ -319,7 +324,7 @@ class Synchronizer:
             update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
             state.global_params = state.global_params - update
             local = self._gather(state.fragment, state.params)
-            heal = merge if _finite(local) else replace()
+            heal = merge if is_finite(local) else replace()
             merged = heal.apply(local, state.global_params, transfer.snapshot, info)
             copy_all_(state.params, state.fragment.views(merged))
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
@@ -351,13 +356,14 @@ class Synchronizer:
                     f"step {expected[1]:.0f}, region {region} fragment {trailer.fragment:.0f} sent at step "
                     f"{trailer.inner_step:.0f}. Every region has to make the same number of inner steps."
                 )
-            if not trailer.weight:
+            if not trailer.weight and trailer.ending == Ending.NO:
                 logger.warning(
                     "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
                     *(region, *map(int, expected)),
                 )
         if not arrival.trailers:
             return
+        self.endings = tuple(int(trailer.ending) for trailer in arrival.trailers)
         self._sync_time_s = arrival.seconds
         self._change[state.fragment.index] = norm(arrival.result.mean) / state.fragment.numel
         self.stats = AgreedStats(
@@ -376,7 +382,7 @@ class Synchronizer:
                 index,
             )
             what = f"region 0's global params of fragment {index}"
-            for tensor in (state.global_params, *_tensors(state.outer)):
+            for tensor in (state.global_params, *tensors_in(state.outer)):
                 self.link.broadcast(tensor, what)
 
     def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
@@ -413,23 +419,15 @@ class Synchronizer:
         index = state.fragment.index
         codec = fp32()
         conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
-        trailer = Trailer(float(_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
+        trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         what = f"the mean of the global params of fragment {index}"
         arrival = self._wait(self.link.mean(conversation, state.fragment.numel, trailer, what))
         self.totals.bytes_sent += arrival.bytes_sent
         return arrival.result.mean
 
     def _check_the_end(self) -> None:
-        """Compare the weights that training leaves behind; a difference is said, never passed over."""
         own = digest(torch.cat([self._gather(state.fragment, state.params) for state in self.fragments]))
-        trailers = self.link.gather(Trailer(inner_step=self.inner_step, digest=own), "the end of the run")
-        for region, trailer in enumerate(trailers):
-            if trailer.digest != own:
-                logger.warning(
-                    "the final global weights of region %d and region %d differ. Do their processors round "
-                    "differently? Use one of the two models and lower digest_interval.",
-                    *(self.link.region, region),
-                )
+        check_same_end(self.link, self.inner_step, own)
         self._journal.write(
             "finish",
             step=self.inner_step,
@@ -438,18 +436,3 @@ class Synchronizer:
             sends=self.totals.sends,
             digest=own,
         )
-
-
-def _finite(flat: Tensor) -> bool:
-    return bool(torch.isfinite(flat.sum()))
-
-
-def _tensors(state: State) -> list[Tensor]:
-    """Every tensor of an outer state, in the order of its keys."""
-    found = []
-    for value in state.values():
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            found += _tensors(value)
-    return found

@@ -1,7 +1,8 @@
 """Flat fp32 buffers and the few tensor helpers that everything else stands on."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,3 +40,19 @@ def norm(flat: Tensor) -> float:
 def digest(flat: Tensor) -> int:
     """A checksum of the bytes of a flat host tensor: equal bits give equal values (CRC-32, fits a float64)."""
     return zlib.crc32(flat.contiguous().numpy())
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    return bool(torch.isfinite(flat.sum()))
+
+
+def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor of a nested state, in the order of its keys."""
+    found = []
+    for value in state.values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value)
+    return found

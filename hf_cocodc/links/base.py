@@ -20,6 +20,7 @@ class Trailer(NamedTuple):
         loss: the region's last training loss; NaN if unknown.
         digest: checksum of the fragment's global params before the transfer; -1 where it was not taken.
         compression: share of its full rank that the codec uses for the fragment.
+        ending: the region's word on its own end; see `agreement.Ending`.
     """
 
     weight: float = 1.0
@@ -30,6 +31,7 @@ class Trailer(NamedTuple):
     loss: float = float("nan")
     digest: float = -1.0
     compression: float = 1.0
+    ending: float = 0.0
 
 
 class Arrival(NamedTuple):

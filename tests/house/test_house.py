@@ -27,6 +27,7 @@ FLOORS = {
     "links": 3,
     "regions": 3,
     "handshake": 3,
+    "agreement": 3,
     "synchronizer": 4,
     "journal": 4,
     "state": 4,
@@ -44,6 +45,7 @@ FLOORS = {
 SHARED = {
     ("codecs", "fragments"),
     ("regions", "links"),
+    ("agreement", "links"),
     ("synchronizer", "journal"),
     ("synchronizer", "transfers"),
     ("simulation", "train"),

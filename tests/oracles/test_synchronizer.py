@@ -7,79 +7,24 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hf_cocodc import codecs, merges, schedules
 from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.fragments import whole
-from hf_cocodc.methods import Method, from_config
+from hf_cocodc.methods import from_config
 from hf_cocodc.schedules import AgreedStats, Schedule
 from tests.oracles.co2 import co2, slowmo
 from tests.oracles.cocodc import cocodc, cocodc_static
 from tests.oracles.diloco import diloco
 from tests.oracles.dilocox import lowrank_delay, naive_delay
 from tests.oracles.eager import eager
-from tests.oracles.problem import Problem, RegionTrajectory, Trajectory, make_problem
+from tests.oracles.package import TOLERANCE, assert_equal, by_region, numpy_of, trajectory
+from tests.oracles.problem import make_problem
 from tests.oracles.streaming import streaming
-from tests.toys import Blocks, Region, run
+from tests.toys import Blocks
 
 SIZES = (5, 3, 4)
-
-
-def by_region(
-    problem: Problem, config: OuterConfig | Method, shape: tuple[int, ...] = (-1,)
-) -> RegionTrajectory:
-    """The package's own run of the problem: (theta, Theta) of every region after every inner step."""
-
-    def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Blocks(torch.tensor(vector, dtype=torch.float32).view(shape) for vector in problem.start())
-        return model, torch.optim.SGD(model.parameters(), lr=problem.eta(1))
-
-    def live(region: Region) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
-        states = []
-        for step in range(1, problem.T + 1):
-            region.optimizer.param_groups[0]["lr"] = problem.eta(step)
-            vectors = list(region.model.parameters())
-            gradients = problem.gradient(region.index, step, [numpy_of(v).ravel() for v in vectors])
-            for vector, gradient in zip(vectors, gradients, strict=True):
-                vector.grad = torch.tensor(gradient, dtype=torch.float32).view_as(vector)
-            region.step()
-            whole = torch.cat([state.global_params for state in region.synchronizer.fragments])
-            states.append(([numpy_of(v).ravel() for v in vectors], problem.split(numpy_of(whole))))
-        return states
-
-    return [
-        ([local for local, _ in states], [theta for _, theta in states])
-        for states in zip(*run(problem.M, config, build, live), strict=True)
-    ]
-
-
-def trajectory(problem: Problem, config: OuterConfig | Method, shape: tuple[int, ...] = (-1,)) -> Trajectory:
-    """The same for methods whose Theta is common: it has to be equal in all regions, bit for bit."""
-    found = []
-    for locals_, thetas in by_region(problem, config, shape):
-        for theta in thetas[1:]:
-            assert all(np.array_equal(a, b) for a, b in zip(theta, thetas[0], strict=True)), "Theta differs"
-        found.append((locals_, thetas[0]))
-    return found
-
-
-def numpy_of(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().numpy().astype(np.float64)
-
-
-def assert_equal(ours: Trajectory, oracle: Trajectory) -> None:
-    for step, ((locals_, theta), (their_locals, their_theta)) in enumerate(
-        zip(ours, oracle, strict=True), start=1
-    ):
-        np.testing.assert_allclose(
-            np.concatenate(theta), np.concatenate(their_theta), atol=2e-5, err_msg=f"{step}"
-        )
-        for mine, theirs in zip(locals_, their_locals, strict=True):
-            np.testing.assert_allclose(
-                np.concatenate(mine), np.concatenate(theirs), atol=2e-5, err_msg=f"{step}"
-            )
 
 
 @pytest.mark.parametrize("num_regions", [1, 2, 3])
@@ -121,7 +66,7 @@ def test_eager_follows_its_oracle(num_regions: int, staggered: bool) -> None:
     for step, (ours, theirs) in enumerate(zip(by_region(problem, config), oracle, strict=True), start=1):
         for mine, other in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
             np.testing.assert_allclose(
-                np.concatenate(mine), np.concatenate(other), atol=2e-5, err_msg=f"{step}"
+                np.concatenate(mine), np.concatenate(other), atol=TOLERANCE, err_msg=f"{step}"
             )
 
 
@@ -239,4 +184,4 @@ def test_low_rank_with_error_feedback_follows_its_oracle(num_regions: int, rank:
     [fragment] = whole()(Blocks([torch.zeros(rows, cols)]))
     first_q = numpy_of(lossless.init(fragment)["q"]).reshape(rank, cols).T
     oracle = lowrank_delay(problem, (rows, cols), 8, 0.3, 0.5, first_q)
-    assert_equal(trajectory(problem, method, (rows, cols)), oracle)
+    assert_equal(trajectory(problem, method, [(rows, cols)]), oracle)
