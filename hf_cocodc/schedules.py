@@ -144,6 +144,7 @@ class _Rounds:
 def rounds(sync_interval: int) -> Schedule:
     """A delay of one round whose length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
 
+    r_t is the rank of the transfer that landed last, which every region has heard: it was chosen one round earlier.
     At the end of a round all fragments are sent and what was sent at the end of the last one lands. A round is never so
     short that the transfer would no longer hide in it, nor longer than `sync_interval` (H_1).
     """

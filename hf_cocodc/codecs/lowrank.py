@@ -119,13 +119,17 @@ def lowrank(
     The rank follows the spectrum: the effective rank of a transfer is the smallest r whose directions hold `energy` of
     the squared singular values of Q, all matrices of the fragment together; the next rank is the mean of the last
     `window` ones, rounded up, in rank_min .. r_1. It stays r_1 until there are so many. Q keeps r_1 columns: a falling
-    rank leaves the later ones out, which is what a lower rank from the start would have given.
+    rank leaves the later ones out, which is what a lower rank from the start would have given. An effective rank is never
+    above the rank in force, so a rank that has fallen rises only while the window still holds higher ones.
+
+    Q's columns are kept scaled to a largest magnitude of 1, so that those of weak directions do not round to zero; a
+    column that came out zero stays as it was.
 
     Loses most of a full-rank outer gradient: meant to be used inside `feedback(lowrank())`.
 
     Differs from the paper: it does not say how the effective rank is measured, nor the first Q (here uniform numbers
-    from a seed that is the fragment's and the matrix's position). P is orthonormalised in double precision: where the
-    mean has fewer directions than columns, single precision would fill the others with noise of each processor's own.
+    from a seed that is the fragment's and the matrix's position). P is orthonormalised in double precision, and where the
+    mean has fewer directions than columns the others are zero: a QR would fill them with noise of each processor's own.
 
     Args:
         rank: r_1.
@@ -168,9 +172,16 @@ def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows with the span of the rows of `factor`: the Q of a QR whose R has no negative diagonal entry."""
+    """Orthonormal rows with the span of the rows of `factor`: the Q of a QR whose R has no negative diagonal entry.
+
+    A row that lies in the span of those before it (4-bit factors often give two of one direction) becomes zero: what a
+    QR would put there is rounding noise, which is another on another processor.
+    """
     q, r = torch.linalg.qr(factor.T.double())
-    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).T.to(torch.float32).contiguous()
+    diagonal = r.diagonal()
+    sign = torch.where(diagonal < 0, -1.0, 1.0)
+    independent = diagonal.abs() > 1e-5 * diagonal.abs().max()
+    return (q * sign * independent).T.to(torch.float32).contiguous()
 
 
 def _unit(new: Tensor, old: Tensor) -> Tensor:

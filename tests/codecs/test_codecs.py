@@ -15,7 +15,7 @@ from hf_cocodc import codecs
 from hf_cocodc.codecs.base import Codec, Coder, Plain, State
 from hf_cocodc.codecs.block import Float4, Integers
 from hf_cocodc.codecs.cast import Cast
-from hf_cocodc.codecs.lowrank import LowRank, compression, effective_rank, lowrank
+from hf_cocodc.codecs.lowrank import LowRank, _orthonormal, compression, effective_rank, lowrank
 from hf_cocodc.codecs.topk import TopK
 from hf_cocodc.errors import InputError
 from hf_cocodc.fragments import Fragment
@@ -585,3 +585,12 @@ def test_exports_are_sorted_and_there() -> None:
     """`codecs.__all__` names every codec, in order."""
     assert codecs.__all__ == sorted(codecs.__all__)
     assert all(callable(getattr(codecs, name)) for name in codecs.__all__)
+
+
+def test_directions_that_are_only_noise_are_left_out() -> None:
+    """Where the mean has fewer directions than columns, P has zeros: what a QR puts there differs between processors."""
+    thin = torch.outer(torch.linspace(-1, 1, 40), torch.linspace(1, 2, 30))
+    sketch = thin @ torch.rand(30, 5, generator=torch.Generator().manual_seed(0))
+    basis = _orthonormal(sketch.T)
+    assert torch.equal(basis[1:], torch.zeros(4, 40))
+    torch.testing.assert_close(basis[0].norm(), torch.tensor(1.0))
