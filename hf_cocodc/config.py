@@ -22,6 +22,7 @@ T = TypeVar("T")
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_STORE = "HF_COCODC_STORE"
+ENDINGS = ("auto", "finish", "stop", "continue")
 
 
 def _help(text: str, default: Any = None) -> Any:
@@ -103,12 +104,20 @@ class RegionConfig:
     )
     connections: int = _help("TCP connections to each other region; more of them fill a long link better.", 4)
     timeout_s: float = _help("Seconds that a region may be late or silent before it counts as lost.", 120.0)
+    when_one_ends: str = _help(
+        "When one region ends early. auto: all finish if its training has come to an end, all stop with a checkpoint if it "
+        "was interrupted; finish or stop: always that; continue: as auto, but the others go on while it has come to an end.",
+        "auto",
+    )
 
     def __post_init__(self) -> None:
         _require(self, "count", lambda v: v >= 1, "must be at least 1", "regions")
         _require(self, "connections", lambda v: 1 <= v <= 64, "must lie in 1 .. 64", "regions")
         _require(self, "timeout_s", lambda v: v > 0, "must be positive", "regions")
         _require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
+        _require(
+            self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
+        )
         if self.store is not None and not re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):\d{1,5}", self.store):
             raise InputError(f"regions.store={self.store!r} must be HOST:PORT, for example 10.0.0.1:29650.")
 

@@ -6,8 +6,9 @@
     |-- InputError              exit code 2   a recipe, flag, argument or dataset that cannot work (also a ValueError)
     |   |-- HandshakeError      exit code 2   two regions were started with settings that must agree and do not
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete, or of another run
-    `-- LinkError               exit code 1   the link, the store or another region failed while running (also a RuntimeError)
-        `-- RegionLostError     exit code 1   one named region is gone or silent
+    |-- LinkError              exit code 1   the link, the store or another region failed while running (also a RuntimeError)
+    |   `-- RegionLostError      exit code 1   one named region is gone or silent
+    `-- RunStopped             exit code 3   all regions stopped together, with a checkpoint to go on from
 
 Every message names the value, the rule and the way out; the command line prints it as one paragraph, without a traceback.
 """
@@ -46,6 +47,12 @@ class RegionLostError(LinkError):
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)
         self.region = region
+
+
+class RunStopped(CocodcError):
+    """A region was interrupted, and all have stopped at the same step with a checkpoint to go on from."""
+
+    exit_code = 3
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

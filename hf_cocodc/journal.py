@@ -13,14 +13,27 @@ from typing import Any
 
 
 class Journal:
-    """Writes events to a new file; without a path they go nowhere."""
+    """Writes events to a file; without a path they go nowhere.
 
-    def __init__(self, path: Path | None = None) -> None:
+    Args:
+        path: a new file, or that of the run which is resumed.
+        position: bytes of it that belong to the run up to its checkpoint; what lies behind them is cut off.
+    """
+
+    def __init__(self, path: Path | None = None, position: int = 0) -> None:
         self.path = path
         self._opened = time.perf_counter()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("", encoding="utf-8")
+            with path.open("ab") as file:
+                file.truncate(min(position, file.tell()))
+            events = read(path)
+            self._opened -= events[-1].get("time_s", 0.0) if events else 0.0
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far."""
+        return self.path.stat().st_size if self.path is not None else 0
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event; numbers that JSON has no word for (NaN, infinities) become null."""

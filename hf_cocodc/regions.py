@@ -288,14 +288,21 @@ class SharedLink:
     def tick(self) -> None:
         pass
 
-    def broadcast(self, flat: Tensor, what: str) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         if self._link is not None:
-            self._link.broadcast(flat, what)
+            self._link.broadcast(flat, what, source)
         flat.copy_(self.share(flat))
 
     def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
         own = () if self._link is None else self._link.gather(trailer, what)
         return self.share_trailers(own)
+
+    def leave_note(self, reason: str) -> None:
+        if self._link is not None:
+            self._link.leave_note(reason)
+
+    def note_of(self, region: int) -> str | None:
+        return None if self._link is None else self._link.note_of(region)
 
     def close(self, reason: str | None = None) -> None:
         if self._link is not None:

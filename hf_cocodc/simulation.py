@@ -22,8 +22,8 @@ def simulate(
 
     Args:
         what: a recipe or its path; or a function body(region, link) that trains one region with anything: a Trainer
-            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, a bare
-        `Synchronizer`. regions: number of regions M; by default the recipe's regions.count.
+            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, a bare `Synchronizer`.
+        regions: number of regions M; by default the recipe's regions.count.
         overrides: changes to a recipe given by path, each "section.key=value".
         link: simulate time: T_c, latency and bandwidth decide when transfers arrive. Without it no time passes on the link,
             so that a schedule which follows measured times has nothing to follow.

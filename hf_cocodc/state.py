@@ -32,7 +32,11 @@ FORMAT = 1
 """Raised whenever what is written changes in a way that earlier versions would misread; older formats are still read."""
 PREFIX = "checkpoint-"
 FOLDER = "cocodc"
+EXPORT = "global"
+"""Where the global model lies in a checkpoint."""
 STATE, COMPLETE = f"{FOLDER}/state.json", f"{FOLDER}/COMPLETE"
+_PASSING = "checkpoint-is-incomplete.txt"
+"""Trainer's own mark while it saves after SIGTERM; it is gone when the checkpoint is used."""
 _MARK = "$tensor"
 _FLOAT = "$float"
 
@@ -73,6 +77,8 @@ def seal(checkpoint: Path) -> None:
     with _saving(checkpoint):
         files = {}
         for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+            if path.name == _PASSING:
+                continue
             name = path.relative_to(checkpoint).as_posix()
             _sync(path)
             files[name] = {"bytes": path.stat().st_size}
@@ -141,13 +147,19 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def rotate(folder: Path, limit: int | None, keep: set[int]) -> None:
-    """Delete the oldest checkpoints until `limit` are left; never the newest complete one, nor those of the steps `keep`."""
+def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
+    """Delete the oldest checkpoints until `limit` are left, but only such as no region can need any more.
+
+    Args:
+        folder: where they lie.
+        limit: how many are to be left; all where it is None.
+        saved_everywhere: step of the newest that is complete in every region: it stays, and so do later ones.
+        keep: further steps that stay.
+    """
     found = checkpoints(folder)
-    complete = [step for step, path in found.items() if damage(path) is None]
-    kept = keep | set(complete[-1:])
     surplus = len(found) - limit if limit else 0
-    for step in [step for step in found if step not in kept][: max(surplus, 0)]:
+    old = [step for step in found if step < saved_everywhere and step not in keep]
+    for step in old[: max(surplus, 0)]:
         (found[step] / COMPLETE).unlink(missing_ok=True)  # half-deleted is not complete
         shutil.rmtree(found[step])
 

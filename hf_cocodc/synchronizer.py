@@ -15,10 +15,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from .agreement import Ending, check_same_end, check_same_start
-from .codecs import compression, fp32
+from .agreement import Ending, check_in_step, check_same_end, check_same_start
+from .codecs import compression, forget, fp32
 from .codecs.base import Result, State
-from .errors import LinkError
 from .fragments import Fragment
 from .journal import Journal
 from .links.base import Arrival, Handle, Link, Trailer
@@ -72,6 +71,8 @@ class Synchronizer:
         """This region's word on its end, for the others to hear."""
         self.endings: tuple[int, ...] = ()
         """Every region's word, as it rode on the transfer that landed last."""
+        self.saved_at = self.saved_everywhere = 0
+        """Steps of the newest complete checkpoints: this region's, and, as far as heard, the newest that all have."""
         self.trained_at = 0
         """Last inner step that trained; no transfer of this region has weight unless it carries such a step."""
         self._journal = journal or Journal()
@@ -158,15 +159,17 @@ class Synchronizer:
         self._schedule_state = self.method.schedule.init(len(self.fragments))
 
     @contextmanager
-    def global_weights(self) -> Iterator[None]:
+    def global_weights(self, averaged: bool = True) -> Iterator[None]:
         """The model holds the global weights inside the block, and again its local ones, bit for bit, behind it.
 
-        Where a method lets global params differ between regions (eager updates), they are averaged: a collective call.
+        Where a method lets global params differ between regions (eager updates), they are averaged, a collective call;
+        or, if not `averaged`, they are this region's own.
         """
         with torch.no_grad():
             kept = [[param.clone() for param in state.params] for state in self.fragments]
             for state in self.fragments:
-                copy_all_(state.params, state.fragment.views(self._agreed_global(state)))
+                shown = self._agreed_global(state) if averaged else state.global_params
+                copy_all_(state.params, state.fragment.views(shown))
         try:
             yield
         finally:
@@ -206,12 +209,20 @@ class Synchronizer:
             fragment.load_state_dict(saved)
         for name in _COUNTERS:
             setattr(self, f"_{name}", state[name])
-        self.inner_step = self.trained_at = state["inner_step"]
+        self.inner_step = self.trained_at = self.saved_at = self.saved_everywhere = state["inner_step"]
         self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
         self.totals = Totals(**state["totals"])
         check_same_start(
             self.link, self.inner_step, self.global_digest() if self.method.outer.regions_agree else -1
         )
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Make a state that another region saved this region's own: its residuals and snapshots are forgotten."""
+        for state in self.fragments:
+            state.codec = forget(state.codec)
+            for transfer in state.in_flight:
+                transfer.join(self._gather(state.fragment, state.params))
 
     def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
         """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
@@ -282,6 +293,7 @@ class Synchronizer:
                 digest=digest(state.global_params) if checked else -1,
                 compression=compression(state.codec),
                 ending=self.ending,
+                saved_at=self.saved_at,
             )
             conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
             what = f"fragment {fragment.index} sent at step {step}"
@@ -348,22 +360,13 @@ class Synchronizer:
 
     def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
         """Take in what rode on a transfer; equal in all regions."""
-        expected = (float(state.fragment.index), float(transfer.sent_at))
-        for region, trailer in enumerate(arrival.trailers):
-            if (trailer.fragment, trailer.inner_step) != expected:
-                raise LinkError(
-                    f"regions are out of step: region {self.link.region} landed fragment {expected[0]:.0f} sent at "
-                    f"step {expected[1]:.0f}, region {region} fragment {trailer.fragment:.0f} sent at step "
-                    f"{trailer.inner_step:.0f}. Every region has to make the same number of inner steps."
-                )
-            if not trailer.weight and trailer.ending == Ending.NO:
-                logger.warning(
-                    "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
-                    *(region, *map(int, expected)),
-                )
+        check_in_step(self.link.region, arrival.trailers, state.fragment.index, transfer.sent_at)
         if not arrival.trailers:
             return
         self.endings = tuple(int(trailer.ending) for trailer in arrival.trailers)
+        saved_at = {int(trailer.saved_at) for trailer in arrival.trailers}
+        if len(saved_at) == 1:
+            self.saved_everywhere = max(saved_at)
         self._sync_time_s = arrival.seconds
         self._change[state.fragment.index] = norm(arrival.result.mean) / state.fragment.numel
         self.stats = AgreedStats(

@@ -90,6 +90,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
+    trainer.create_model_card()
     return trainer
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .codecs.base import Result, State
@@ -35,6 +36,10 @@ class Transfer:
             "bytes_sent": arrival.bytes_sent,
             "seconds": arrival.seconds,
         }
+
+    def join(self, local: Tensor) -> None:
+        """Make it the transfer of a region that was not there when it left: nothing of it is this region's own."""
+        self.snapshot, self.outer_grad = local, torch.zeros_like(local)
 
     @classmethod
     def from_state(cls, state: State) -> "Transfer":

@@ -227,12 +227,16 @@ def test_regions_that_resume_from_different_steps_are_told(tmp_path: Path) -> No
         run_in_lockstep(2, body)
 
 
-def test_rotation_keeps_the_newest_complete_one_and_those_named(checkpoint: Path) -> None:
-    folder = checkpoint.parent
-    for step in (1, 3, 5, 9):
-        (folder / f"checkpoint-{step}").mkdir()
-    state.rotate(folder, 1, {3})
-    assert list(state.checkpoints(folder)) == [3, 7]
+def test_rotation_keeps_what_some_region_may_still_need(tmp_path: Path) -> None:
+    """The newest that all regions have, later ones, and the best; however low the limit."""
+    for step in (1, 3, 5, 7, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    state.rotate(tmp_path, 4, 7, {3})
+    assert list(state.checkpoints(tmp_path)) == [3, 5, 7, 9]
+    state.rotate(tmp_path, 1, 7, {3})
+    assert list(state.checkpoints(tmp_path)) == [3, 7, 9]
+    state.rotate(tmp_path, None, 9, set())
+    assert list(state.checkpoints(tmp_path)) == [3, 7, 9]
 
 
 def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_outer_figures_stand_beside_trainers_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """auto_find_batch_size, load_best_model_at_end, resuming, one callback for two Trainers."""
+    """auto_find_batch_size, load_best_model_at_end, one callback for two Trainers."""
     best = {
         "load_best_model_at_end": True,
         "save_strategy": "steps",
@@ -113,8 +113,8 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
             make(tmp_path, [CoCoDCCallback(CONFIG)], **more)
     callback = CoCoDCCallback(CONFIG)
     trainer = make(tmp_path, [callback])
-    with pytest.raises(InputError, match="cannot be resumed"):
-        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(InputError, match="cocodc/COMPLETE is missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(InputError, match="already serves another Trainer"):
         make(tmp_path, [callback])
     with pytest.raises(InputError, match="outer.method='x' is not known"):
@@ -142,4 +142,4 @@ def test_the_recipes_callback(tmp_path: Path) -> None:
     callback = CoCoDCCallback.from_recipe(
         recipe, ("regions.count=1", "evaluation.on=local", "outer.sync_interval=7")
     )
-    assert (callback.config.sync_interval, callback.evaluate_on, callback.num_regions) == (7, "local", 1)
+    assert (callback.config.sync_interval, callback.evaluate_on, callback.region) == (7, "local", 0)

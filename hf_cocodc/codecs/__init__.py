@@ -2,8 +2,20 @@
 
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32
-from .feedback import feedback
+from .feedback import feedback, forget
 from .lowrank import compression, lowrank
 from .topk import topk
 
-__all__ = ["bf16", "compression", "feedback", "fp16", "fp32", "fp4", "int4", "int8", "lowrank", "topk"]
+__all__ = [
+    "bf16",
+    "compression",
+    "feedback",
+    "forget",
+    "fp16",
+    "fp32",
+    "fp4",
+    "int4",
+    "int8",
+    "lowrank",
+    "topk",
+]

@@ -30,6 +30,18 @@ class Feedback:
         return self.codec.wire_bytes(fragment, region, num_regions)
 
 
+def forget(state: State) -> State:
+    """A codec's state without this region's residuals: a region that joins has nothing to make up for."""
+    return {
+        key: torch.zeros_like(value)
+        if key == "residual"
+        else forget(value)
+        if isinstance(value, dict)
+        else value
+        for key, value in state.items()
+    }
+
+
 def feedback(codec: Codec, decay: float = 1.0) -> Codec:
     """Add to each outer gradient what the transfers before it left out.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from .. import state
+from ..agreement import Ending, verdict
 from ..config import OuterConfig, RegionConfig
 from ..errors import InputError
 from ..handshake import compare, hello
@@ -18,11 +21,15 @@ from ..journal import Journal
 from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.loopback import loopback
-from ..methods import Method, from_config, settings
+from ..methods import from_config, settings
 from ..regions import SharedLink, connect_store, own_address, rendezvous
 from ..synchronizer import Synchronizer
+from .card import section
+from .checkpoints import JOINING, Saved, check
 
 logger = logging.getLogger(__name__)
+
+_WORDS = {Ending.DONE: "has come to the end of its training", Ending.INTERRUPTED: "was interrupted"}
 
 
 class OuterOptimizer:
@@ -38,7 +45,13 @@ class OuterOptimizer:
                     optimizer.step()
                     optimizer.zero_grad()
                     outer.step()
+                if outer.should_stop:       # another region has come to its end, or was interrupted
+                    break
         # left without an exception, finish() has been called: the model holds the global weights
+
+    While it lives, `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)`
+    loads it, transfers in flight included; `outer.inner_step` says where the loop has to go on. Regions save and load at
+    the same inner step, each in a folder of its own.
 
     Args:
         accelerator: of this region; its processes are the region's ranks.
@@ -49,6 +62,7 @@ class OuterOptimizer:
         max_steps: inner steps of the run where known; regions must agree on it.
         journal: file for one JSON line an event; none by default.
         link: reaches the other regions; by default one is made from `regions`.
+        saved: a checkpoint's part that is ours, to start from; the model has to hold the weights saved with it.
 
     Constructing it is a collective call: it waits for all regions, compares their settings, and starts them from region
     0's parameters.
@@ -56,6 +70,7 @@ class OuterOptimizer:
     Raises:
         InputError: settings that cannot work.
         HandshakeError: regions disagree.
+        CheckpointError: `saved` is of another run.
         LinkError: the store or a region cannot be reached in time.
     """
 
@@ -70,34 +85,54 @@ class OuterOptimizer:
         max_steps: int | None = None,
         journal: str | Path | None = None,
         link: Link | None = None,
+        saved: Saved | None = None,
     ) -> None:
         method = from_config(config)
-        _refuse_unsupported(accelerator)
-        self._accelerator = accelerator
-        self._finished = False
-        self._inner_lr = 0.0
+        refuse_unsupported(accelerator)
+        regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         if link is None:
-            regions = (regions or RegionConfig()).resolved()
-            link = _join(accelerator, bare, method, config, regions, max_steps)
+            link = join(accelerator, bare, config, regions, max_steps)
         self.link = link
-        main = accelerator.is_main_process
-        record = Journal(Path(journal) if journal is not None and main else None)
-        self.synchronizer = Synchronizer(
-            bare, method, link, journal=record, digest_interval=config.digest_interval
+        self.verdict: str | None = None
+        """"finish" or "stop" once the regions have agreed to end before max_steps."""
+        self.why = ""
+        """What made them agree, in words."""
+        self.finished = False
+        self._accelerator = accelerator
+        self._settings = settings(config)
+        self._policy = regions.when_one_ends
+        self._max_steps = max_steps
+        self._inner_lr = 0.0
+        if saved is not None:
+            check(saved, self._settings, link.region, link.num_regions)
+        record = Journal(
+            Path(journal) if journal is not None and accelerator.is_main_process else None,
+            saved.facts["journal"] if saved is not None and not saved.facts.get(JOINING) else 0,
         )
         self.journal = record
+        self.synchronizer = Synchronizer(
+            bare,
+            method,
+            link,
+            journal=record,
+            digest_interval=config.digest_interval,
+            state=None if saved is None else saved.state,
+        )
+        if saved is not None and saved.facts.get(JOINING):
+            self.synchronizer.join()
         record.write(
-            "start",
-            step=0,
+            "start" if saved is None or saved.facts.get(JOINING) else "resume",
+            step=self.inner_step,
             region=link.region,
             num_regions=link.num_regions,
             num_params=self.synchronizer.num_params,
             num_fragments=len(self.synchronizer.fragments),
             max_steps=max_steps,
-            outer=settings(config),
+            outer=self._settings,
         )
-        self._hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
+        hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
+        self._undo = [hook.remove, *_hook_into_saving(accelerator, self)]
 
     @property
     def inner_step(self) -> int:
@@ -109,6 +144,15 @@ class OuterOptimizer:
         """What the last landing told: rounds, staleness, seconds blocked, bytes sent, mean loss of the regions."""
         return self.synchronizer.report
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run has ended here: leave the loop.
+
+        With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
+        leave, and resume later.
+        """
+        return self.finished or self.verdict is not None
+
     def step(self, loss: float | None = None) -> None:
         """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
 
@@ -118,34 +162,146 @@ class OuterOptimizer:
         Args:
             loss: this region's training loss, if you want the mean over regions in `report`.
         """
-        if self._finished:
+        if self.should_stop:
             raise InputError(
-                "step() after finish(): the run has ended. Make a new OuterOptimizer to train on."
+                f"step() after the run has ended at step {self.inner_step}. Leave the loop when outer.should_stop says so; "
+                "make a new OuterOptimizer to train on."
             )
         if not self._accelerator.sync_gradients:
             return
         if loss is not None:
             self.synchronizer.loss = float(loss)
         self.synchronizer.step(self._inner_lr)
+        self._hear()
+
+    @property
+    def card(self) -> str:
+        """What a model card should say of the run, in Markdown."""
+        return section(self._settings, self.synchronizer)
+
+    @property
+    def saved_everywhere(self) -> int:
+        """Step of the newest checkpoint that is known to be complete in every region; 0 while there is none."""
+        return (
+            self.synchronizer.saved_at if self.link.num_regions == 1 else self.synchronizer.saved_everywhere
+        )
+
+    def say(self, ending: Ending) -> None:
+        """Tell the others with the next transfer that this region comes to its end; train on until `should_stop`."""
+        self.synchronizer.ending = ending
+        if self.link.num_regions == 1:
+            self.synchronizer.endings = (ending,)
+
+    def leave(self, reason: str) -> None:
+        """After an error: `coast`, telling why; the steps since the last transfers are lost, for they may not be whole."""
+        self.link.leave_note(reason)
+        self.synchronizer.trained_at = -1
+        self.say(Ending.INTERRUPTED)
+        self.coast()
+
+    def coast(self) -> None:
+        """Keep step with the others without training, until they have heard of this region's end and all end together.
+
+        Waits for the transfers that are due until then, at the others' pace.
+        """
+        while not self.should_stop and not self._at_the_end:
+            self.synchronizer.step(trained=False)
+            self._hear()
 
     def finish(self) -> None:
-        """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing."""
-        if self._finished:
+        """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
+
+        Regions may come here after different numbers of inner steps: who is early coasts until the others have heard of
+        it. After a `verdict` to stop nothing is exchanged and the model keeps its local weights.
+        """
+        if not self.finished and not self._at_the_end:
+            self.say(Ending.DONE)
+            self.coast()
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self.finished and self.verdict != "stop":
+            self.synchronizer.finish()
+            self.finished = True
+            self.close()
+
+    @property
+    def _at_the_end(self) -> bool:
+        """Whether every region is known to be here, so that the last round can be held."""
+        known = self._max_steps is not None and self.inner_step >= self._max_steps
+        return known or self.link.num_regions == 1 or self.verdict is not None
+
+    def _hear(self) -> None:
+        """Act on what the regions said of their ends with the transfer that has just landed."""
+        endings = self.synchronizer.endings
+        self.verdict = verdict(endings, self._policy)
+        if self.verdict is None:
             return
-        self.synchronizer.finish()
-        self._finished = True
-        self.close()
+        self.why = "; ".join(
+            f"region {region} {_WORDS[Ending(ending)]}" + (f" ({note})" if note else "")
+            for region, ending in enumerate(endings)
+            if ending != Ending.NO
+            for note in [self.link.note_of(region)]
+        )
+        logger.warning(
+            "%s: all regions %s here, at step %d (regions.when_one_ends=%s).",
+            self.why,
+            "finish" if self.verdict == "finish" else "stop, to be resumed from a checkpoint,",
+            *(self.inner_step, self._policy),
+        )
+        if self.verdict == "finish":
+            self._finish()
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing; `reason` is what they are told."""
-        self._hook.remove()
+        for undo in self._undo:
+            undo()
+        self._undo = []
         self.link.close(reason)
 
+    def save(self, checkpoint: str | Path) -> None:
+        """Write the outer optimizer's state into a checkpoint's folder; `seal` it when everything else is there.
+
+        A collective call of this region's ranks; saving changes no number and asks nothing of other regions.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        saved = self.synchronizer.state_dict()
+        facts = {
+            "step": self.inner_step,
+            "region": self.link.region,
+            "num_regions": self.link.num_regions,
+            "settings": self._settings,
+            "finished": self.finished,
+            "journal": self.journal.position,
+        }
+        if self._accelerator.is_main_process:
+            state.write(Path(checkpoint), saved, facts)
+
+    def seal(self, checkpoint: str | Path) -> None:
+        """Declare a checkpoint complete, once every rank of the region has written its part."""
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            state.seal(Path(checkpoint))
+        self.synchronizer.saved_at = self.inner_step
+
+    def load(self, saved: Saved) -> None:
+        """Go on from a checkpoint whose weights the model holds already. A collective call.
+
+        Raises:
+            CheckpointError: it is of another run.
+        """
+        check(saved, self._settings, self.link.region, self.link.num_regions)
+        self.synchronizer.load_state_dict(saved.state)
+
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model holds the global weights inside the block, for evaluation or export."""
-        if self._finished:
-            return contextlib.nullcontext()
+        """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""
         return self.synchronizer.global_weights()
+
+    def own_global_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The same without asking the other regions, where eager updates let each have global weights of its own."""
+        return self.synchronizer.global_weights(averaged=False)
 
     def __enter__(self) -> "OuterOptimizer":
         return self
@@ -162,7 +318,45 @@ class OuterOptimizer:
         self._inner_lr = float(optimizer.param_groups[0]["lr"])
 
 
-def _refuse_unsupported(accelerator: Accelerator) -> None:
+def _hook_into_saving(accelerator: Accelerator, outer: OuterOptimizer) -> list[Callable[[], Any]]:
+    """Let `accelerator.save_state` and `load_state` do their work for `outer` too; returns what undoes it.
+
+    Accelerate's hooks run before its own files are written or read, so they say which folder it is; what has to come
+    last is done by wrapping the two methods of this one accelerator.
+    """
+    folder: list[str] = []
+    read: list[Saved] = []
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    def before_saving(models: Any, weights: Any, output_dir: str) -> None:
+        folder[:] = [output_dir]
+        outer.save(output_dir)
+
+    def before_loading(models: Any, input_dir: str) -> None:
+        read[:] = [Saved(*state.read(Path(input_dir)))]
+
+    def save_all(*args: Any, **kwargs: Any) -> Any:
+        result = save_state(*args, **kwargs)
+        outer.seal(folder[0])
+        return result
+
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        outer.load(read[0])
+
+    hooks = [
+        accelerator.register_save_state_pre_hook(before_saving),
+        accelerator.register_load_state_pre_hook(before_loading),
+    ]
+    accelerator.save_state, accelerator.load_state = save_all, load_all
+
+    def unwrap() -> None:
+        accelerator.save_state, accelerator.load_state = save_state, load_state
+
+    return [unwrap, *(hook.remove for hook in hooks)]
+
+
+def refuse_unsupported(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind not in supported:
@@ -172,15 +366,16 @@ def _refuse_unsupported(accelerator: Accelerator) -> None:
         )
 
 
-def _join(
+def join(
     accelerator: Accelerator,
     model: nn.Module,
-    method: Method,
     config: OuterConfig,
     regions: RegionConfig,
     max_steps: int | None,
+    resumes: bool = False,
 ) -> Link:
-    """Meet the other regions and connect; only the region's leader talks."""
+    """Meet the other regions, compare settings and connect; only the region's leader talks."""
+    regions = regions.resolved()
     region, count = regions.region, regions.count
     assert region is not None and count is not None
     if count == 1:
@@ -192,7 +387,12 @@ def _join(
     if accelerator.is_main_process:
         assert regions.store is not None
         store = connect_store(regions.store, regions.timeout_s)
-        shared = {"connections": regions.connections, "timeout_s": regions.timeout_s}
+        shared = {
+            "connections": regions.connections,
+            "timeout_s": regions.timeout_s,
+            "when_one_ends": regions.when_one_ends,
+            "resume": resumes,
+        }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes=1)
         address = own_address(regions.store, regions.interface)
         roster = rendezvous(store, region, count, mine, regions.timeout_s)

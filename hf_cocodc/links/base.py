@@ -21,6 +21,7 @@ class Trailer(NamedTuple):
         digest: checksum of the fragment's global params before the transfer; -1 where it was not taken.
         compression: share of its full rank that the codec uses for the fragment.
         ending: the region's word on its own end; see `agreement.Ending`.
+        saved_at: step of the region's newest complete checkpoint; 0 if none.
     """
 
     weight: float = 1.0
@@ -32,6 +33,7 @@ class Trailer(NamedTuple):
     digest: float = -1.0
     compression: float = 1.0
     ending: float = 0.0
+    saved_at: float = 0.0
 
 
 class Arrival(NamedTuple):
@@ -91,12 +93,20 @@ class Link(Protocol):
         """Told after every inner step, before its transfers: where time is simulated, an inner step passes."""
         ...
 
-    def broadcast(self, flat: Tensor, what: str) -> None:
-        """Overwrite `flat` (fp32, host) with region 0's; blocks until it is here."""
+    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+        """Overwrite `flat` (fp32, host) with region `source`'s; blocks until it is here."""
         ...
 
     def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
         """Every region's trailer, in order; blocks until all have called."""
+        ...
+
+    def leave_note(self, reason: str) -> None:
+        """Write down why this region will leave, for the others to read once they hear that it does."""
+        ...
+
+    def note_of(self, region: int) -> str | None:
+        """What `region` wrote down, if anything."""
         ...
 
     def close(self, reason: str | None = None) -> None:

@@ -108,13 +108,13 @@ class GlooLink:
     def tick(self) -> None:
         pass
 
-    def broadcast(self, flat: Tensor, what: str) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         def spread() -> None:
             raw = flat.view(torch.uint8)
-            if self.region == 0:
+            if self.region == source:
                 self._swap(dict.fromkeys(self._others, raw), {}, what)
             else:
-                self._swap({}, {0: raw}, what)
+                self._swap({}, {source: raw}, what)
 
         self._submit(spread, what).wait()
 
@@ -123,7 +123,7 @@ class GlooLink:
 
     def close(self, reason: str | None = None) -> None:
         if reason is not None:
-            self._say_why_leaving(reason)
+            self.leave_note(reason)
         self._jobs.put(None)
         self._thread.join(timeout=0 if reason is not None or self._failure else self._timeout_s)
         if self._thread.is_alive() or self._failure:
@@ -149,7 +149,7 @@ class GlooLink:
                 self._failure = (
                     error if isinstance(error, LinkError) else LinkError(f"{job.what} failed: {error}")
                 )
-                self._say_why_leaving(str(self._failure))
+                self.leave_note(str(self._failure))
                 job.fail(error)
 
     def _exchange(self, message: Message, shares: Sequence[float], what: str) -> tuple[Reply, int]:
@@ -213,7 +213,7 @@ class GlooLink:
 
     def explain(self, region: int, what: str, since: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`, with what that region said when it left."""
-        reason = self._why_left(region)
+        reason = self._wait_for_note(region)
         waited = time.perf_counter() - since
         if reason is not None:
             return RegionLostError(
@@ -231,18 +231,22 @@ class GlooLink:
             "at its last output, then start all regions again.",
         )
 
-    def _say_why_leaving(self, reason: str) -> None:
+    def leave_note(self, reason: str) -> None:
         with contextlib.suppress(RuntimeError):  # without a store the others still see the connection close
             self._store.set(str(self.region), reason)
 
-    def _why_left(self, region: int) -> str | None:
-        """What `region` left in the store; waits a moment, for a closed connection is seen before the note is."""
+    def note_of(self, region: int) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([str(region)]):
+                return self._store.get(str(region)).decode()
+        return None
+
+    def _wait_for_note(self, region: int) -> str | None:
+        """What `region` wrote down; waits a moment, for a closed connection is seen before the note is."""
         for _ in range(10):
-            try:
-                if self._store.check([str(region)]):
-                    return self._store.get(str(region)).decode()
-            except RuntimeError:
-                return None
+            note = self.note_of(region)
+            if note is not None:
+                return note
             time.sleep(0.05)
         return None
 

@@ -72,6 +72,7 @@ class LockstepHub:
         self._turns = [threading.Semaphore(0) for _ in self.links]
         self._waits: dict[int, Callable[[], bool]] = {region: lambda: True for region in range(num_regions)}
         self._over = threading.Event()
+        self.notes: dict[int, str] = {}
         self._errors: list[BaseException] = []
 
     def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
@@ -177,8 +178,11 @@ def _when_all_came(answers: Callable[[list], Sequence[Any]]) -> Meet:
     return meet
 
 
-def _from_region_0(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
-    return [brought[0]] * num_regions if 0 in brought else None
+def _from_region(source: int) -> Meet:
+    def meet(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+        return [brought[source]] * num_regions if source in brought else None
+
+    return meet
 
 
 class LockstepLink:
@@ -207,12 +211,18 @@ class LockstepLink:
         """What this region takes away from a meeting."""
         return self._hub.answer(self.region, meeting)
 
-    def broadcast(self, flat: Tensor, what: str) -> None:
-        flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region_0)))
+    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+        flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region(source))))
 
     def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
         everybodys = _when_all_came(lambda trailers: [tuple(trailers)] * len(trailers))
         return self._hub.answer(self.region, self._bring(what, trailer, everybodys))
+
+    def leave_note(self, reason: str) -> None:
+        self._hub.notes[self.region] = reason
+
+    def note_of(self, region: int) -> str | None:
+        return self._hub.notes.get(region)
 
     def close(self, reason: str | None = None) -> None:
         pass

@@ -1,0 +1,121 @@
+"""What regions settle among themselves beside outer gradients: where to go on from, when to end, and that they are equal."""
+
+import logging
+from collections.abc import Sequence
+from enum import IntEnum
+
+from .errors import CheckpointError, LinkError
+from .links.base import Link, Trailer
+
+logger = logging.getLogger(__name__)
+
+
+class Ending(IntEnum):
+    """A region's word on its own end; rides on every transfer."""
+
+    NO = 0
+    """It trains on."""
+    DONE = 1
+    """It has come to the end of its training: early stopping, or its data ran out."""
+    INTERRUPTED = 2
+    """It has to leave, by a signal or an error."""
+
+
+def verdict(endings: Sequence[int], policy: str) -> str | None:
+    """What all regions do now: "finish", "stop" (with a checkpoint, to be resumed), or None, to go on.
+
+    Args:
+        endings: every region's word, as it rode on one transfer.
+        policy: `regions.when_one_ends`.
+    """
+    if Ending.INTERRUPTED in endings:
+        return "finish" if policy == "finish" else "stop"
+    if Ending.DONE not in endings or (policy == "continue" and Ending.NO in endings):
+        return None
+    return "stop" if policy == "stop" else "finish"
+
+
+def newest_common(link: Link, own: Sequence[int]) -> tuple[int, list[int]]:
+    """The step to resume from, and the regions that hold a complete checkpoint of it; step 0 where there is none at all.
+
+    The newest step that is complete in every region that has any; where no step is, the newest of all: who lacks it
+    takes it from another region. A collective call.
+
+    Args:
+        link: reaches the other regions.
+        own: steps of this region's complete checkpoints.
+    """
+    newest = proposal = max(own, default=0)
+    first: list[int] = []
+    while True:
+        trailers = link.gather(Trailer(inner_step=proposal), "the newest complete checkpoint")
+        steps = [int(trailer.inner_step) for trailer in trailers]
+        first = first or steps
+        if 0 in (
+            step for step, had in zip(steps, first, strict=True) if had
+        ):  # one that had some has none so old
+            newest = max(first)
+            return newest, [region for region, step in enumerate(first) if step == newest]
+        held = [step for step in steps if step]
+        if len(set(held)) <= 1:
+            return max(steps), [region for region, step in enumerate(steps) if step]
+        proposal = max((step for step in own if step <= min(held)), default=0)
+
+
+def fewest_steps(link: Link, max_steps: int) -> int:
+    """The smallest `max_steps` of all regions: shards of unequal length give epochs of unequal length."""
+    trailers = link.gather(Trailer(inner_step=max_steps), "the number of inner steps")
+    return int(min(trailer.inner_step for trailer in trailers))
+
+
+def check_in_step(region: int, trailers: Sequence[Trailer], fragment: int, sent_at: int) -> None:
+    """What has arrived must be the same transfer in every region; who sat it out is named.
+
+    Raises:
+        LinkError: it is not.
+    """
+    for other, trailer in enumerate(trailers):
+        if (trailer.fragment, trailer.inner_step) != (fragment, sent_at):
+            raise LinkError(
+                f"regions are out of step: region {region} landed fragment {fragment} sent at step {sent_at}, region {other} "
+                f"fragment {trailer.fragment:.0f} sent at step {trailer.inner_step:.0f}. Every region has to make the same "
+                "number of inner steps."
+            )
+        if not trailer.weight and trailer.ending == Ending.NO:
+            logger.warning(
+                "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
+                *(other, fragment, sent_at),
+            )
+
+
+def check_same_start(link: Link, inner_step: int, digest: int) -> None:
+    """All regions must resume from the same step of the same run.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    trailers = link.gather(Trailer(inner_step=inner_step, digest=digest), "the checkpoint to resume from")
+    first = trailers[0]
+    for region, trailer in enumerate(trailers):
+        if trailer.inner_step != first.inner_step:
+            raise CheckpointError(
+                f"region 0 resumes from step {first.inner_step:.0f}, region {region} from step {trailer.inner_step:.0f}. Give "
+                "every region the checkpoint of the same step."
+            )
+        if trailer.digest != first.digest:
+            raise CheckpointError(
+                f"the checkpoints of region 0 and region {region} are both of step {first.inner_step:.0f}, but hold different "
+                "global params: they are of different runs. Give every region its own of one run."
+            )
+
+
+def check_same_end(link: Link, inner_step: int, digest: int) -> None:
+    """Compare the weights that training leaves behind; a difference is said, never passed over."""
+    trailers = link.gather(Trailer(inner_step=inner_step, digest=digest), "the end of the run")
+    for region, trailer in enumerate(trailers):
+        if trailer.digest != digest:
+            logger.warning(
+                "the final global weights of region %d and region %d differ. Do their processors round differently? Use one "
+                "of the two models and lower digest_interval.",
+                *(link.region, region),
+            )

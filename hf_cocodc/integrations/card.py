@@ -1,0 +1,78 @@
+"""The model card of a model trained across regions: how, by how many, at what cost, after which papers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from ..synchronizer import Synchronizer
+
+TAG = "hf-cocodc"
+PAPERS = {
+    "diloco": ("DiLoCo: Distributed Low-Communication Training of Language Models", "2311.08105"),
+    "streaming": (
+        "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
+        "2501.18512",
+    ),
+    "eager": ("Eager Updates For Overlapped Communication and Computation in DiLoCo", "2502.12996"),
+    "co2": ("CO2: Efficient Distributed Training with Full Communication-Computation Overlap", "2401.16265"),
+    "dilocox": (
+        "DiLoCoX: A Low-Communication Large-Scale Training Framework for Decentralized Cluster",
+        "2506.21263",
+    ),
+    "cocodc": (
+        "Cross-region Model Training with Communication-Computation Overlapping and Delay Compensation",
+        "2504.17672",
+    ),
+}
+_HEADING = "## Trained across regions"
+_EAGER = (
+    " With eager updates every region has its own until the run ends; in a checkpoint they are this region's."
+)
+
+
+def section(settings: Mapping[str, Any], synchronizer: Synchronizer) -> str:
+    """The card's section, in Markdown.
+
+    Args:
+        settings: of the method, every one.
+        synchronizer: knows what the run has come to.
+    """
+    title, number = PAPERS[settings["method"]]
+    rows = {
+        "method": settings["method"],
+        "regions": synchronizer.link.num_regions,
+        "H, inner steps between two transfers of a fragment": settings["sync_interval"],
+        "fragments": len(synchronizer.fragments),
+        "codec": settings["codec"],
+        "inner steps in each region": synchronizer.inner_step,
+        "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
+        "parameters synchronised": f"{synchronizer.num_params:,}",
+    }
+    others = ", ".join(
+        f"{name}={value}"
+        for name, value in settings.items()
+        if name not in ("method", "sync_interval", "codec", "num_fragments", "digest_interval")
+    )
+    own = "" if synchronizer.method.outer.regions_agree else _EAGER
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"{_HEADING}\n\nThese are the global weights of a run with hf_cocodc: every region trained on its own and only an outer "
+        f"optimizer crossed the link between them.{own}\n\n| | |\n|---|---|\n{table}\n\nOther settings: {others}.\n\n"
+        f"Paper: [{title}](https://arxiv.org/abs/{number}).\n"
+    )
+
+
+def write(folder: Path, text: str) -> None:
+    """Put the section into the folder's README.md, behind what is there; a section from before is replaced."""
+    path = folder / "README.md"
+    card = (
+        ModelCard.load(path, ignore_metadata_errors=True)
+        if path.is_file()
+        else ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
+    )
+    card.text = f"{card.text.split(_HEADING)[0].rstrip()}\n\n{text}".lstrip()
+    tags = list(card.data.get("tags") or [])
+    card.data["tags"] = [*tags, *([] if TAG in tags else [TAG])]
+    card.save(path)

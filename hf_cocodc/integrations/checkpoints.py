@@ -1,0 +1,164 @@
+"""A region's checkpoints among the other regions': which one to resume from, and how a region gets one that it lacks."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from .. import state
+from ..agreement import newest_common
+from ..codecs.base import State
+from ..errors import CheckpointError
+from ..links.base import Link
+
+logger = logging.getLogger(__name__)
+
+JOINING = "joining"
+"""A fact of a checkpoint that was taken over from another region."""
+_CHUNK_BYTES = 1 << 26
+
+
+class Saved(NamedTuple):
+    """A checkpoint's part that is ours, as read."""
+
+    state: State
+    facts: dict[str, Any]
+
+
+def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
+    """The checkpoint under `folder` that this region resumes from; None where no region has any. A collective call.
+
+    It is the newest one that is complete in every region. A region that has none takes over another's.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    own: list[int] = []
+    if accelerator.is_main_process:
+        for step, path in state.checkpoints(folder).items():
+            wrong = state.damage(path)
+            if wrong is None:
+                own.append(step)
+            else:
+                logger.warning("region %d: %s is not used: %s.", link.region, path, wrong)
+    [own] = broadcast_object_list([own]) if accelerator.num_processes > 1 else [own]
+    step, holders = newest_common(link, own)
+    if not holders or not step:
+        return None
+    checkpoint = folder / f"{state.PREFIX}{step}"
+    if len(holders) < link.num_regions:
+        _take_over(link, accelerator, checkpoint, holders)
+    return checkpoint
+
+
+def check(saved: Saved, settings: dict[str, Any], region: int, num_regions: int) -> None:
+    """Compare the run that a checkpoint was written by with this one; what cannot be exact is said.
+
+    Raises:
+        CheckpointError: it is of another method.
+    """
+    facts = saved.facts
+    theirs = facts["settings"]
+    if theirs["method"] != settings["method"]:
+        raise CheckpointError(
+            f"the checkpoint was written by outer.method={theirs['method']}, this run has {settings['method']}. Resume with "
+            "the method that wrote it, or start anew from its global model (checkpoint-N/global)."
+        )
+    changed = {name for name in theirs.keys() | settings.keys() if theirs.get(name) != settings.get(name)}
+    for name in sorted(changed):
+        logger.warning(
+            "outer.%s was %r when the checkpoint was written and is %r now: the run goes on with the new value, and is not "
+            "the one that was stopped.",
+            *(name, theirs.get(name), settings.get(name)),
+        )
+    if facts["num_regions"] != num_regions:
+        logger.warning(
+            "resuming %d regions as %d: the data is shared out anew, so that some of it is seen twice and some not in this "
+            "epoch; steps and residuals of regions that are gone are lost.",
+            *(facts["num_regions"], num_regions),
+        )
+    if facts.get(JOINING):
+        logger.warning(
+            "region %d had no checkpoint of step %d: it goes on with the global params, outer state and inner optimizer of "
+            "region %d, with random numbers and no residuals of its own.",
+            *(region, facts["step"], facts["region"]),
+        )
+
+
+def _take_over(link: Link, accelerator: Accelerator, checkpoint: Path, holders: list[int]) -> None:
+    """Send a checkpoint from the first region that holds it to those that do not; all regions have to call."""
+    source = min(holders)
+    lacking = link.region not in holders
+    writes = lacking and accelerator.is_main_process
+    if lacking:
+        logger.warning(
+            "region %d has no complete checkpoint of step %s: taking region %d's.",
+            *(link.region, checkpoint.name.removeprefix(state.PREFIX), source),
+        )
+    files = _shared_files(checkpoint) if link.region == source else {}
+    listed = _spread(link, source, json.dumps(files).encode(), "the list of files of its checkpoint")
+    half = checkpoint.with_name(f"{checkpoint.name}.{JOINING}")
+    if writes:
+        shutil.rmtree(half, ignore_errors=True)
+    for name, size in json.loads(listed).items():
+        if writes:
+            (half / name).parent.mkdir(parents=True, exist_ok=True)
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = b""
+            if link.region == source:
+                with (checkpoint / name).open("rb") as file:
+                    file.seek(start)
+                    chunk = file.read(_CHUNK_BYTES)
+            chunk = _spread(link, source, chunk, f"{name} of its checkpoint")
+            if writes:
+                with (half / name).open("ab") as file:
+                    file.write(chunk)
+    if writes:
+        _make_own(half)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        half.rename(checkpoint)
+        state.seal(checkpoint)
+    accelerator.wait_for_everyone()
+
+
+def _shared_files(checkpoint: Path) -> dict[str, int]:
+    """Files that another region can go on from, with their sizes: not the local weights nor the random numbers."""
+    exported = {path.name for path in (checkpoint / state.EXPORT).iterdir()}
+    names = {
+        path.relative_to(checkpoint).as_posix(): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
+    }
+    return {
+        name: size
+        for name, size in names.items()
+        if name not in exported and name != state.COMPLETE and not name.startswith("rng_state")
+    }
+
+
+def _make_own(checkpoint: Path) -> None:
+    """Turn what was received into a checkpoint: the global weights are the local ones of a region that joins."""
+    for path in (checkpoint / state.EXPORT).iterdir():
+        shutil.copyfile(path, checkpoint / path.name)
+    facts = json.loads((checkpoint / state.STATE).read_text(encoding="utf-8"))
+    (checkpoint / state.STATE).write_text(json.dumps({**facts, JOINING: True}), encoding="utf-8")
+
+
+def _spread(link: Link, source: int, data: bytes, what: str) -> bytes:
+    """Bytes of region `source`, in every region."""
+    what = f"region {source}'s {what}"
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    link.broadcast(length.view(torch.float32), f"the length of {what}", source)
+    size = int(length)
+    padded = bytearray(data if link.region == source else size)
+    padded += bytes(-size % 4)
+    if not padded:
+        return b""
+    flat = torch.frombuffer(padded, dtype=torch.float32)
+    link.broadcast(flat, what, source)
+    return bytes(padded[:size])

@@ -1,0 +1,39 @@
+"""Signals that ask a process to end, taken as a wish and not as an order; once."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def first_signal(note: Callable[[str], None]) -> Iterator[None]:
+    """Call note(name) at the first SIGINT or SIGTERM inside the block; a second one does what it always did.
+
+    A SIGTERM handler that was there before (Trainer's just-in-time checkpoint) is called too. Does nothing outside the
+    main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, previous in before.items():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, previous)
+
+    def handle(number: int, frame: Any) -> None:
+        restore()
+        note(signal.Signals(number).name)
+        previous = before[signal.Signals(number)]
+        if number == signal.SIGTERM and callable(previous):
+            previous(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()
