@@ -110,7 +110,8 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
             )
     try:
         facts = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        tensors = load_file(checkpoint / tensors_file(lane))
+        # copies, for a matrix product may give other bits where the file's layout leaves a tensor unaligned
+        tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
         state = _put_together(facts.pop("state"), tensors)
     except (json.JSONDecodeError, SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error

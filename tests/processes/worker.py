@@ -38,8 +38,8 @@ BATCH = 4
 class Tokens(Dataset):
     """Fixed random token rows."""
 
-    def __init__(self, rows: int = 256) -> None:
-        self.rows = torch.randint(1, VOCAB, (rows, 16), generator=torch.Generator().manual_seed(5))
+    def __init__(self, rows: int = 256, seed: int = 5) -> None:
+        self.rows = torch.randint(1, VOCAB, (rows, 16), generator=torch.Generator().manual_seed(seed))
 
     def __len__(self) -> int:
         return len(self.rows)
