@@ -25,8 +25,9 @@ class Journal:
         self._opened = time.perf_counter()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.truncate(min(position, file.tell()))
+            before = path.read_bytes()[:position] if path.is_file() else b""
+            path.unlink(missing_ok=True)  # who reads along notices another file, not one that shrank
+            path.write_bytes(before)
             events = read(path)
             self._opened -= events[-1].get("time_s", 0.0) if events else 0.0
 
@@ -59,6 +60,13 @@ def append_error(path: Path, message: str, exit_code: int) -> None:
     """Add why a region ended to its journal, which may not exist yet: errors come before training too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _append(path, {"kind": "error", "message": message, "exit_code": exit_code})
+
+
+def forget_errors(path: Path) -> None:
+    """Take out why a run that goes on ended before."""
+    if path.is_file():
+        kept = [event for event in read(path) if event["kind"] != "error"]
+        path.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from .config import ENV_REGION, ENV_REGIONS, ENV_STORE, Recipe
-from .journal import read
+from .journal import forget_errors, read
 from .train import output_dir
 
-GRACE_S = 15.0
+GRACE_S = 30.0
 POLL_S = 0.2
 
 
@@ -57,14 +59,22 @@ def start(
     regions: Sequence[int],
     store: str | None,
     launcher_args: Sequence[str] = (),
+    resume: bool = False,
 ) -> list[RegionProcess]:
-    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`; their output goes to `region-{r}/log.txt`."""
+    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`; their output goes to `region-{r}/log.txt`.
+
+    A run that is resumed goes on with its journal and its log.
+    """
     count = recipe.regions.count or 1
     started = []
     for place, region in enumerate(regions):
         folder = output_dir(recipe) / f"region-{region}"
         (folder / "cocodc").mkdir(parents=True, exist_ok=True)
-        (folder / "cocodc" / "journal.jsonl").unlink(missing_ok=True)
+        journal = folder / "cocodc" / "journal.jsonl"
+        if resume:
+            forget_errors(journal)
+        else:
+            journal.unlink(missing_ok=True)
         env = {**os.environ, ENV_REGION: str(region), ENV_REGIONS: str(count)}
         if store is not None:
             env[ENV_STORE] = store
@@ -74,7 +84,7 @@ def start(
         ]
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
         command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-        log = (folder / "log.txt").open("wb")
+        log = (folder / "log.txt").open("ab" if resume else "wb")
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -103,10 +113,12 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
     ]
 
 
-def watch(processes: Sequence[RegionProcess], show: Callable[[], None]) -> RegionProcess | None:
+def watch(
+    processes: Sequence[RegionProcess], show: Callable[[], None], timeout_s: float
+) -> RegionProcess | None:
     """Wait for all regions, calling `show` meanwhile; returns the first that failed.
 
-    When one fails the others get some time to notice it themselves and to say so, then they are ended.
+    When one fails the others get the time to notice it themselves (`timeout_s`) and to save, then they are ended.
     """
     failed: RegionProcess | None = None
     deadline = 0.0
@@ -114,7 +126,7 @@ def watch(processes: Sequence[RegionProcess], show: Callable[[], None]) -> Regio
         show()
         if failed is None:
             failed = next((each for each in processes if each.process.poll()), None)
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + timeout_s + GRACE_S
         elif time.monotonic() > deadline:
             stop(processes)
         time.sleep(POLL_S)
@@ -122,6 +134,14 @@ def watch(processes: Sequence[RegionProcess], show: Callable[[], None]) -> Regio
     for each in processes:
         each.log.close()
     return failed or next((each for each in processes if each.process.returncode), None)
+
+
+def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
+    """Signal the ranks, which stop together with a checkpoint; not their launchers, which would not wait for them."""
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for rank in psutil.Process(each.process.pid).children():
+                rank.send_signal(signal.SIGTERM)
 
 
 def stop(processes: Sequence[RegionProcess], patience_s: float = 5.0) -> None:

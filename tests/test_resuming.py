@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainingArguments,
+)
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate, state
-from hf_cocodc.errors import CheckpointError, InputError, RunStopped
+from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
 from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
 from tests.processes.worker import Tokens

@@ -142,4 +142,4 @@ def test_the_recipes_callback(tmp_path: Path) -> None:
     callback = CoCoDCCallback.from_recipe(
         recipe, ("regions.count=1", "evaluation.on=local", "outer.sync_interval=7")
     )
-    assert (callback.config.sync_interval, callback.evaluate_on, callback.region) == (7, "local", 0)
+    assert (callback.config.sync_interval, callback.evaluate_on, callback.num_regions) == (7, "local", 1)

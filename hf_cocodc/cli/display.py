@@ -16,12 +16,17 @@ class Display:
         regions: the numbers of the regions shown.
         journals: one a region.
         max_steps: inner steps of the run; not positive where they are not known beforehand.
+        resumed: the journals tell of an earlier part of the run already; of that only where it stands is shown.
     """
 
-    def __init__(self, regions: Sequence[int], journals: Sequence[Path], max_steps: int) -> None:
+    def __init__(
+        self, regions: Sequence[int], journals: Sequence[Path], max_steps: int, resumed: bool = False
+    ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
         self._read = [0] * len(journals)
+        self._files = [0] * len(journals)
+        self._resumed = resumed
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
         self._said = -1
@@ -40,10 +45,11 @@ class Display:
     def update(self) -> None:
         """Take in what the journals have got since the last call."""
         for index, journal in enumerate(self._journals):
+            history = self._resumed and self._is_another_file(index, journal)
             for event in self._new_events(index, journal):
                 if event["kind"] in ("log", "send", "land"):
                     self._last[index].update(event)
-                if event["kind"] == "evaluate" and index == 0:
+                if event["kind"] == "evaluate" and index == 0 and not history:
                     self._say_evaluation(event)
         if self._bar is not None:
             self._bar.n = self.step
@@ -78,6 +84,14 @@ class Display:
             self._bar.write(line, file=sys.stdout)
         else:
             print(line, flush=True)
+
+    def _is_another_file(self, index: int, journal: Path) -> bool:
+        """Whether a journal was put in the place of the one read before, as is done when a run is resumed."""
+        number = journal.stat().st_ino if journal.is_file() else 0
+        if number == self._files[index]:
+            return False
+        self._files[index], self._read[index] = number, 0
+        return True
 
     def _new_events(self, index: int, journal: Path) -> list[dict[str, Any]]:
         if not journal.is_file():

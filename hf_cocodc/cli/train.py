@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,11 @@ def register(subparsers: Any) -> None:
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
         help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint that is complete in every region; from the start where there is none",
     )
     parser.add_argument("launcher", nargs="*", metavar="-- ARGS", help="arguments for accelerate launch")
     parser.set_defaults(run=run)
@@ -74,16 +80,23 @@ def run(options: argparse.Namespace) -> int:
         connect_store(store, recipe.regions.timeout_s)  # to know in seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
-    processes = launch.start(recipe, options.recipe, overrides, regions, address, options.launcher)
+    if options.resume:
+        overrides.append("training.resume_from_checkpoint=true")
+    processes = launch.start(
+        recipe, options.recipe, overrides, regions, address, options.launcher, options.resume
+    )
     journals = [each.journal for each in processes]
     display = Display(
-        [each.region for each in processes], journals, int(recipe.training.get("max_steps", -1))
+        [each.region for each in processes],
+        journals,
+        int(recipe.training.get("max_steps", -1)),
+        options.resume,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
     try:
-        failed = launch.watch(processes, display.update)
+        failed = launch.watch(processes, display.update, here.timeout_s)
     except KeyboardInterrupt:
-        display.close()
-        launch.stop(processes)
+        _stop(processes, display, here.timeout_s)
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         print(_saved(output_dir(recipe)), file=sys.stderr)
         return 130
@@ -93,14 +106,35 @@ def run(options: argparse.Namespace) -> int:
     return _report_success(output_dir(recipe), [each.folder for each in processes])
 
 
+def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
+    """End all regions in good order; at once if interrupted again."""
+    from .. import launch
+
+    print(
+        "\nstopping: every region trains on until all have heard of it with the next transfer, then saves a checkpoint. "
+        "Ctrl-C again ends them at once.",
+        file=sys.stderr,
+    )
+    try:
+        launch.ask_to_stop(processes)
+        launch.watch(processes, display.update, timeout_s)
+    except KeyboardInterrupt:
+        launch.stop(processes)
+    display.close()
+
+
 def _saved(folder: Path) -> str:
     """What an interrupted run leaves behind."""
-    checkpoints = sorted(
-        folder.glob("region-*/checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2])
-    )
-    if not checkpoints:
-        return "no checkpoint was saved (training.save_strategy); the journals and logs lie in " + str(folder)
-    return f"the newest checkpoint is {checkpoints[-1]} (that region's local weights); the journals and logs lie in {folder}"
+    from ..state import checkpoints, damage
+
+    complete = [
+        {step for step, path in checkpoints(region).items() if damage(path) is None}
+        for region in folder.glob("region-*")
+    ]
+    common = set.intersection(*complete) if complete else set()
+    if not common:
+        return f"no checkpoint is complete in every region; the journals and logs lie in {folder}"
+    return f"checkpoint-{max(common)} is complete in every region under {folder}; go on with the same command and --resume"
 
 
 def _report_failure(failed: Any, processes: Sequence[Any]) -> int:

@@ -67,11 +67,12 @@ class CoCoDCCallback(TrainerCallback):
         from_config(self.config)  # what cannot work is said here, not after the model has been loaded
         self.regions = regions or RegionConfig()
         if link is not None:
-            self.region = link.region
+            self.region, self.num_regions = link.region, link.num_regions
         else:
             self.regions = self.regions.resolved()
             assert self.regions.region is not None
-            self.region = self.regions.region
+            assert self.regions.count is not None
+            self.region, self.num_regions = self.regions.region, self.regions.count
         if evaluate_on not in ("global", "local"):
             raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on

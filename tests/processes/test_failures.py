@@ -93,16 +93,31 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "nothing is left behind"
 
 
-def test_ctrl_c_ends_all_regions_and_says_what_was_saved(tmp_path: Path) -> None:
-    """SIGINT to the command ends every process at once, with exit code 130."""
+def test_ctrl_c_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
+    """SIGINT to the command: regions stop together, exit code 130, and the message says how to go on."""
     run = start(tmp_path)
     wait_for_step(run, tmp_path)
     children = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=30)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 130
     assert "interrupted at step" in errors
-    assert "no checkpoint was saved" in errors
+    assert "is complete in every region" in errors
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
+    """Where no transfer is due for long, a second SIGINT ends every process."""
+    run = start(tmp_path, "--set", "outer.sync_interval=100000")
+    wait_for_step(run, tmp_path)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "no checkpoint is complete in every region" in errors
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
