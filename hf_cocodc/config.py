@@ -103,7 +103,7 @@ class RegionConfig:
         "Network interface of the link, such as wg0; by default the one that reaches the store."
     )
     connections: int = _help("TCP connections to each other region; more of them fill a long link better.", 4)
-    timeout_s: float = _help("Seconds that a region may be late or silent before it counts as lost.", 120.0)
+    timeout_s: float = _help("Seconds without a sign of life after which a region counts as lost.", 120.0)
     when_one_ends: str = _help(
         "When one region ends early. auto: all finish if its training has come to an end, all stop with a checkpoint if it "
         "was interrupted; finish or stop: always that; continue: as auto, but the others go on while it has come to an end.",

@@ -286,7 +286,8 @@ class SharedLink:
         return time.perf_counter()
 
     def tick(self) -> None:
-        pass
+        if self._link is not None:
+            self._link.tick()
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         if self._link is not None:

@@ -30,9 +30,11 @@ from ..codecs.base import (
 )
 from ..errors import LinkError, RegionLostError
 from .base import Arrival, Handle, Trailer, drive
+from .heartbeat import Heartbeat
 
 PIECE_BYTES = 1 << 20
 _TAGS = 1 << 24
+_FOR_EVER = timedelta(days=365)
 
 _abandoned: list[Any] = []
 """Groups that failed: gloo's destructor blocks until their pending operations time out, so they are never destroyed."""
@@ -51,7 +53,8 @@ class GlooLink:
         num_regions: number of regions M.
         connections: TCP connections to each other region.
         address: this machine's own address by which the other regions reach it.
-        timeout_s: seconds without any progress after which another region counts as lost.
+        timeout_s: seconds after which another region counts as lost: without a sign of life while it is late for a
+            transfer, without progress within one.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -76,6 +79,10 @@ class GlooLink:
             _group(dist.PrefixStore(f"{prefix}/c{i}", store), region, num_regions, address, timeout_s)
             for i in range(connections)
         ]
+        self._heartbeat = Heartbeat(
+            dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
+        )
+        self._job: _Job | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._phase = 0
         self._failure: LinkError | None = None
@@ -106,15 +113,15 @@ class GlooLink:
         return time.perf_counter()
 
     def tick(self) -> None:
-        pass
+        self._heartbeat.inner_step += 1
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         def spread() -> None:
             raw = flat.view(torch.uint8)
             if self.region == source:
-                self._swap(dict.fromkeys(self._others, raw), {}, what)
+                self._swap(dict.fromkeys(self._others, raw), {}, what, patient=True)
             else:
-                self._swap({}, {source: raw}, what)
+                self._swap({}, {source: raw}, what, patient=True)
 
         self._submit(spread, what).wait()
 
@@ -124,6 +131,7 @@ class GlooLink:
     def close(self, reason: str | None = None) -> None:
         if reason is not None:
             self.leave_note(reason)
+        self._heartbeat.close(gone=reason is not None)
         self._jobs.put(None)
         self._thread.join(timeout=0 if reason is not None or self._failure else self._timeout_s)
         if self._thread.is_alive() or self._failure:
@@ -134,7 +142,10 @@ class GlooLink:
         if not self._groups:
             raise LinkError(f"the link is closed, so {what} cannot travel.")
         job = _Job(call, what)
-        self._jobs.put(job)
+        if self._failure is not None:
+            job.fail(self._failure)
+        else:
+            self._jobs.put(job)
         return job
 
     def _work(self) -> None:
@@ -143,6 +154,7 @@ class GlooLink:
             if self._failure is not None:
                 job.fail(self._failure)
                 continue
+            self._job = job
             try:
                 job.run()
             except BaseException as error:  # whatever it is has to reach the training thread
@@ -151,6 +163,24 @@ class GlooLink:
                 )
                 self.leave_note(str(self._failure))
                 job.fail(error)
+
+    def _give_up(self, region: int, what: str, waited_s: float, why: str) -> None:
+        """The heartbeat's word that `region` is lost: the link's thread may wait for it for ever, so it is left behind."""
+        note = self.note_of(region)
+        self._failure = RegionLostError(
+            region,
+            f"region {region} left while region {self.region} waited for {what}: {note}"
+            if note is not None
+            else f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {what}: {why} "
+            f"(timeout_s={self._timeout_s:g}). Look at its machine and its last output, then start all regions again with "
+            "--resume.",
+        )
+        self.leave_note(str(self._failure))
+        if self._job is not None:
+            self._job.fail(self._failure)
+        with contextlib.suppress(queue.Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                job.fail(self._failure)
 
     def _exchange(self, message: Message, shares: Sequence[float], what: str) -> tuple[Reply, int]:
         """This region's side of `codecs.base.mean_of`."""
@@ -188,11 +218,17 @@ class GlooLink:
             {other: own.view(torch.uint8) for other in self._others},
             {other: buffer.view(torch.uint8) for other, buffer in buffers.items()},
             what,
+            patient=True,
         )
         return tuple(Trailer(*buffers.get(region, own).tolist()) for region in range(self.num_regions))
 
-    def _swap(self, out: dict[int, Tensor], into: dict[int, Tensor], what: str) -> None:
-        """Send bytes to some regions and receive bytes from some, all at once; piece i travels on connection i mod c."""
+    def _swap(
+        self, out: dict[int, Tensor], into: dict[int, Tensor], what: str, patient: bool = False
+    ) -> None:
+        """Send bytes to some regions and receive bytes from some, all at once; piece i travels on connection i mod c.
+
+        Where `patient`, the others may be late: the heartbeat tells how long to wait for them.
+        """
         self._phase = (self._phase + 1) % _TAGS
         longest = max((tensor.numel() for tensor in (*out.values(), *into.values())), default=0)
         pending: list[tuple[int, Any]] = []
@@ -205,8 +241,11 @@ class GlooLink:
                         with self._naming(region, what):
                             pending.append((region, post([tensor[piece]], region, self._phase)))
         for region, work in pending:
+            if patient:
+                self._heartbeat.wait_for(region, what)
             with self._naming(region, what):
-                work.wait(timedelta(seconds=self._timeout_s))
+                work.wait(_FOR_EVER if patient else timedelta(seconds=self._timeout_s))
+        self._heartbeat.arrived()
 
     def _naming(self, region: int, what: str) -> "_Naming":
         return _Naming(self, region, what)
@@ -222,8 +261,9 @@ class GlooLink:
         if "timed out" in str(error).lower():
             return RegionLostError(
                 region,
-                f"region {region} sent nothing for {waited:.0f} s (timeout_s={self._timeout_s:g}) while region "
-                f"{self.region} waited for {what}. If it is only slow, raise regions.timeout_s; if it is gone, restart it.",
+                f"region {region} stopped in the middle of {what} and sent nothing more for {waited:.0f} s "
+                f"(timeout_s={self._timeout_s:g}). If the link is only slow, raise regions.timeout_s; if the region is gone, "
+                "start all again with --resume.",
             )
         return RegionLostError(
             region,

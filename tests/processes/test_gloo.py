@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,6 +17,7 @@ from hf_cocodc import codecs
 from hf_cocodc.codecs.base import Codec
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.fragments import Fragment
+from hf_cocodc.links import heartbeat
 from hf_cocodc.links.base import Link, Trailer
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
@@ -99,3 +102,45 @@ def test_a_closed_link_refuses_at_once() -> None:
             link.gather(Trailer(), "too late")
 
     run_over_gloo(2, body)
+
+
+def meet(link: Link) -> None:
+    """One small mean."""
+    codec = codecs.fp32()
+    conversation = codec.converse(torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
+    link.mean(conversation, FRAGMENT.numel, Trailer(), "step 1").wait()
+
+
+def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
+    """Three time-outs of lateness cost nothing: the region shows signs of life, and gets on."""
+
+    def body(region: int, link: Link) -> str:
+        for _ in range(30 * region):
+            time.sleep(0.1)
+            link.tick()
+        meet(link)
+        return "met"
+
+    assert run_over_gloo(2, body, timeout_s=1.0) == ["met", "met"]
+
+
+def test_a_region_that_lives_but_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life without inner steps do not keep the others for ever; what they call for afterwards fails at once."""
+    monkeypatch.setattr(heartbeat, "STUCK", 2)
+    given_up = threading.Event()
+
+    def body(region: int, link: Link) -> str:
+        if region:
+            given_up.wait(20)
+            return ""
+        try:
+            meet(link)
+        except RegionLostError as error:
+            with pytest.raises(RegionLostError):
+                meet(link)
+            return str(error)
+        finally:
+            given_up.set()
+        return "met"
+
+    assert "it lives, but is stuck at step 0" in run_over_gloo(2, body, timeout_s=1.0)[0]
