@@ -45,7 +45,8 @@ class Transfer:
     def from_state(cls, state: State) -> "Transfer":
         """A transfer whose result is here and waits to be landed."""
         mean = state["mean"]
-        trailers = tuple(Trailer(**trailer) for trailer in state["trailers"])
+        # who said then that it would leave, and made all stop here, has come back
+        trailers = tuple(Trailer(**trailer | {"ending": 0.0}) for trailer in state["trailers"])
         result = Result(mean, lambda: mean, state["codec"])
         handle = Here(Arrival(result, trailers, state["bytes_sent"], state["seconds"]))
         return cls(**{name: state[name] for name in _KEPT_OF_A_TRANSFER}, handle=handle)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import logging
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
     Trainer,
+    TrainerCallback,
+    TrainerControl,
     TrainingArguments,
 )
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate, state
+from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
 from tests.processes.worker import Tokens
@@ -36,7 +50,7 @@ def make(
     folder: Path, link: Link, name: str = "streaming", callbacks: tuple = (), data: Any = None, **more: Any
 ) -> Trainer:
     """A Trainer of the region that `link` belongs to, with data of its own."""
-    policy = more.pop("when_one_ends", "auto")
+    policy, model = more.pop("when_one_ends", "auto"), more.pop("model", None)
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 2, "learning_rate": 1e-3}
     common |= {"report_to": "none", "save_strategy": "steps", "save_steps": 1, "use_cpu": True}
     args = TrainingArguments(
@@ -44,7 +58,7 @@ def make(
     )
     callback = CoCoDCCallback(config(name), RegionConfig(when_one_ends=policy), link=link)
     return Trainer(
-        model=llama(),
+        model=model if model is not None else llama(),
         args=args,
         train_dataset=data if data is not None else Tokens(16, seed=link.region),
         eval_dataset=Tokens(4, seed=9),
@@ -84,3 +98,410 @@ def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
             sends = [event["step"] for event in journal if event["kind"] == "send"]
             assert sends == sorted(sends), "the journal goes on from the checkpoint"
             assert [event["step"] for event in journal if event["kind"] == "resume"] == [step]
+
+
+class At(TrainerCallback):
+    """Does something at the beginning of inner step `step`."""
+
+    def __init__(self, step: int, action: Callable[[TrainerControl], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == self.step - 1:
+            self.action(control)
+
+
+def wish_to_stop(control: TrainerControl) -> None:
+    control.should_training_stop = True
+
+
+def fail(control: TrainerControl) -> None:
+    raise ValueError("the data is broken")
+
+
+def stopped(folder: Path, step: int, num_regions: int = 2, name: str = "streaming") -> int:
+    """A run that region 0 was asked to end at `step`; the step of the checkpoints that it leaves."""
+
+    def body(region: int, link: Link) -> int:
+        trainer = make(folder, link, name, save_strategy="no")
+        if region == 0:
+            callback = callback_of(trainer)
+            trainer.add_callback(At(step, lambda control: callback._note_signal("SIGTERM")))
+        with pytest.raises(RunStopped, match=r"region 0 was interrupted \(SIGTERM\)"):
+            trainer.train()
+        return trainer.state.global_step
+
+    steps = set(simulate(body, regions=num_regions))
+    assert len(steps) == 1
+    return steps.pop()
+
+
+def checkpoint_of(folder: Path, region: int, step: int) -> Path:
+    return folder / f"region-{region}" / f"checkpoint-{step}"
+
+
+def resumed(folder: Path, num_regions: int = 2, name: str = "streaming", **more: Any) -> list[Trainer]:
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(folder, link, name, **more)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer
+
+    return simulate(body, regions=num_regions)
+
+
+def weights_of(trainers: list[Trainer]) -> list[Tensor]:
+    return [params_of(trainer.model) for trainer in trainers]
+
+
+def test_an_interruption_stops_all_regions_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    """One region is asked to end: all save the same step, and go on from it to the bits of a run never stopped."""
+
+    def whole(region: int, link: Link) -> Trainer:
+        trainer = make(tmp_path / "whole", link, save_strategy="no")
+        trainer.train()
+        return trainer
+
+    step = stopped(tmp_path / "run", 6)
+    assert 6 <= step <= 6 + 2 * H
+    assert all(state.damage(checkpoint_of(tmp_path / "run", region, step)) is None for region in range(2))
+    ours = weights_of(resumed(tmp_path / "run", save_strategy="no"))
+    theirs = weights_of(simulate(whole, regions=2))
+    assert torch.equal(torch.stack(ours), torch.stack(theirs))
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends"),
+    [("auto", "finish"), ("finish", "finish"), ("stop", "stop"), ("continue", "max_steps")],
+)
+def test_early_stopping_in_one_region(policy: str, ends: str, tmp_path: Path) -> None:
+    """What regions.when_one_ends says: all finish with equal weights, all stop with a checkpoint, or the rest goes on."""
+
+    why = "region 1 has come to the end of its training"
+
+    def body(region: int, link: Link) -> tuple[int, str, Tensor]:
+        callbacks = (At(5, wish_to_stop),) if region else ()
+        trainer = make(tmp_path, link, callbacks=callbacks, when_one_ends=policy, save_strategy="no")
+        with contextlib.nullcontext() if ends != "stop" else pytest.raises(RunStopped, match=why):
+            trainer.train()
+        how = "finish" if callback_of(trainer).outer.finished else "stop"
+        return trainer.state.global_step, how, params_of(trainer.model)
+
+    (step, how, weights), (other_step, other_how, other_weights) = simulate(body, regions=2)
+    assert (step, how) == (other_step, other_how)
+    assert how == ("stop" if ends == "stop" else "finish")
+    assert (step == STEPS) == (ends == "max_steps")
+    assert torch.equal(weights, other_weights) == (ends != "stop")
+    if ends == "stop":
+        assert all(state.damage(checkpoint_of(tmp_path, region, step)) is None for region in range(2))
+
+
+def test_a_stop_decided_by_an_evaluation(tmp_path: Path) -> None:
+    """Trainer's own EarlyStoppingCallback: all regions see the same held-out loss and finish together."""
+
+    def body(region: int, link: Link) -> tuple[int, Tensor]:
+        patience = EarlyStoppingCallback(1, early_stopping_threshold=10.0)
+        more = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+        trainer = make(tmp_path, link, callbacks=(patience,), save_strategy="no", **more)
+        trainer.train()
+        return trainer.state.global_step, params_of(trainer.model)
+
+    (step, weights), (other_step, other_weights) = simulate(body, regions=2)
+    assert 4 < step == other_step < STEPS
+    assert torch.equal(weights, other_weights)
+
+
+@pytest.mark.parametrize("policy", ["auto", "finish"])
+def test_an_error_in_one_region_costs_the_others_nothing(policy: str, tmp_path: Path) -> None:
+    """The others hear of it with the next transfer, why included, and stop with a checkpoint, or finish."""
+
+    def body(region: int, link: Link) -> str:
+        callbacks = (At(6, fail),) if region else ()
+        trainer = make(tmp_path, link, callbacks=callbacks, when_one_ends=policy, save_strategy="no")
+        try:
+            trainer.train()
+        except (RunStopped, ValueError) as error:
+            return str(error)
+        assert callback_of(trainer).outer.finished
+        return "finished"
+
+    survivor, failed = simulate(body, regions=2)
+    assert failed == "the data is broken"
+    if policy == "finish":
+        assert survivor == "finished"
+    else:
+        assert "region 1 was interrupted (ValueError at step 5: the data is broken)" in survivor
+        assert list(state.checkpoints(tmp_path / "region-0"))
+
+
+class Dry(IterableDataset):
+    """Rows that are there only once."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = iter(Tokens(rows))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from self.rows
+
+
+@pytest.mark.parametrize(("policy", "together"), [("auto", True), ("continue", False)])
+def test_an_iterable_that_runs_dry_in_one_region(policy: str, together: bool, tmp_path: Path) -> None:
+    """After 5 of 14 steps there is no more data in region 1: all finish early, or region 0 goes on to the end."""
+
+    def body(region: int, link: Link) -> tuple[int, Tensor]:
+        data = Dry(10) if region else None
+        own = {
+            "accelerator_config": {"dispatch_batches": False}
+        }  # Accelerate's dispatcher fails on empty data
+        trainer = make(tmp_path, link, data=data, when_one_ends=policy, save_strategy="no", **own)
+        trainer.train()
+        outer = callback_of(trainer).outer
+        assert outer is not None
+        return outer.inner_step, params_of(trainer.model)
+
+    (step, weights), (other_step, other_weights) = simulate(body, regions=2)
+    assert step == other_step
+    assert (step < STEPS) == together
+    assert torch.equal(weights, other_weights)
+
+
+def test_epochs_of_unequal_shards_end_together(tmp_path: Path) -> None:
+    """Two epochs of 12 and of 16 rows: both regions make the fewer steps."""
+
+    def body(region: int, link: Link) -> tuple[int, Tensor]:
+        trainer = make(
+            tmp_path, link, data=Tokens(12 + 4 * region), max_steps=-1, num_train_epochs=2, save_strategy="no"
+        )
+        trainer.train()
+        return trainer.state.global_step, params_of(trainer.model)
+
+    (step, weights), (other_step, other_weights) = simulate(body, regions=2)
+    assert step == other_step == 12
+    assert torch.equal(weights, other_weights)
+
+
+@pytest.mark.parametrize("name", ["streaming", "eager", "dilocox"])
+def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two regions go on as three, then as one; who joins takes the global params, outer state and data share of its own."""
+    step = stopped(tmp_path, 6, name=name)
+    with caplog.at_level(logging.WARNING):
+        three = weights_of(resumed(tmp_path, 3, name))
+    assert "region 2 has no complete checkpoint of step" in caplog.text
+    assert "resuming 2 regions as 3" in caplog.text
+    assert torch.equal(three[0], three[1])
+    assert torch.equal(three[0], three[2])
+    assert state.read(checkpoint_of(tmp_path, 2, STEPS))[1]["region"] == 2
+    for region in range(3):
+        for path in (tmp_path / f"region-{region}").glob("checkpoint-*"):
+            if int(path.name.rpartition("-")[2]) > step:
+                shutil.rmtree(path)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        [alone] = resumed(tmp_path, 1, name)
+    assert "resuming 2 regions as 1" in caplog.text
+    assert alone.state.global_step == STEPS
+
+
+def test_a_region_that_joins_starts_from_the_global_weights(tmp_path: Path) -> None:
+    """Before its first step its model is the global model, and its residuals are zero."""
+    step = stopped(tmp_path, 6, name="dilocox")
+    exported = AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path, 0, step) / "global")
+    seen = {}
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link, "dilocox", save_strategy="no")
+
+        def look(control: TrainerControl) -> None:
+            fragments = callback_of(trainer).outer.synchronizer.fragments
+            seen[region] = (params_of(trainer.model), [float(f.codec["residual"].norm()) for f in fragments])
+
+        trainer.add_callback(At(step + 1, look))
+        trainer.train(resume_from_checkpoint=True)
+
+    simulate(body, regions=3)
+    assert torch.equal(seen[2][0], params_of(exported))
+    assert seen[2][1] == [0.0]
+    assert seen[0][1] != [0.0]
+
+
+def test_a_checkpoint_that_one_region_has_only_partly_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Region 1 names the file that is missing, and all go back to the newest that is whole everywhere."""
+    whole = weights_of(resumed(tmp_path))
+    for region in range(2):
+        shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
+    (checkpoint_of(tmp_path, 1, STEPS - 1) / "optimizer.pt").unlink()
+    with caplog.at_level(logging.INFO):
+        again = weights_of(resumed(tmp_path))
+    assert "region 1: " in caplog.text
+    assert "optimizer.pt is missing" in caplog.text
+    assert f"region 0 resumes from {checkpoint_of(tmp_path, 0, STEPS - 2)}" in caplog.text
+    assert torch.equal(torch.stack(again), torch.stack(whole))
+
+
+def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = weights_of(resumed(tmp_path))
+    again = weights_of(resumed(tmp_path))
+    assert "nothing is left to train" in caplog.text
+    assert torch.equal(torch.stack(again), torch.stack(whole))
+
+
+def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another method is refused; another value is taken, with a word."""
+    stopped(tmp_path, 6)
+    with pytest.raises(CheckpointError, match=r"written by outer.method=streaming, this run has diloco"):
+        resumed(tmp_path, name="diloco")
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link)
+        changed = dataclasses.replace(callback_of(trainer).config, outer_lr=0.123)
+        callback_of(trainer).config = changed
+        trainer.train(resume_from_checkpoint=True)
+
+    simulate(body, regions=2)
+    assert "outer.outer_lr was 0.4 when the checkpoint was written and is 0.123 now" in caplog.text
+
+
+@pytest.mark.parametrize("num_regions", [1, 2])
+def test_a_limit_of_one_leaves_what_every_region_can_go_on_from(num_regions: int, tmp_path: Path) -> None:
+    """One region keeps its newest; several keep the newest that all are known to have, too."""
+
+    def body(region: int, link: Link) -> None:
+        make(tmp_path, link, save_total_limit=1, save_steps=2).train()
+
+    simulate(body, regions=num_regions)
+    for region in range(num_regions):
+        kept = list(state.checkpoints(tmp_path / f"region-{region}"))
+        assert kept == ([14] if num_regions == 1 else [12, 14])
+
+
+def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
+    """checkpoint-N/global is the global model of that moment; what a user saves, evaluates and predicts with, too."""
+    seen: dict[int, dict[str, Any]] = {}
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link, save_steps=7)
+
+        def look(control: TrainerControl) -> None:
+            local = params_of(trainer.model)
+            trainer.save_model(str(tmp_path / f"saved-{region}"))
+            trainer.create_model_card()
+            predicted = trainer.predict(Tokens(4, seed=9)).predictions
+            seen[region] = {"local": local, "after": params_of(trainer.model), "logits": predicted}
+            with callback_of(trainer).outer.global_weights():
+                seen[region]["global"] = params_of(trainer.model)
+                trainer.model.eval()
+                rows = torch.stack([row["input_ids"] for row in Tokens(4, seed=9)])
+                with torch.no_grad():
+                    seen[region]["expected"] = trainer.model(input_ids=rows).logits.numpy()
+                trainer.model.train()
+
+        trainer.add_callback(At(8, look))
+        trainer.train()
+
+    simulate(body, regions=2)
+    for region in range(2):
+        found = seen[region]
+        assert torch.equal(found["local"], found["after"])
+        assert not torch.equal(found["local"], found["global"])
+        for folder in (checkpoint_of(tmp_path, region, 7) / "global", tmp_path / f"saved-{region}"):
+            assert torch.equal(params_of(AutoModelForCausalLM.from_pretrained(folder)), found["global"]), (
+                folder
+            )
+        local = AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path, region, 7))
+        assert torch.equal(params_of(local), found["local"])
+        numpy.testing.assert_array_equal(found["logits"], found["expected"])
+    for readme in (checkpoint_of(tmp_path, 0, 7) / "global", tmp_path / "region-0"):
+        card = (readme / "README.md").read_text()
+        for word in ("hf-cocodc", "| method | streaming |", "| regions | 2 |", "2501.18512", "bytes", "fp4"):
+            assert word in card, f"{word} in {readme}"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
+    """PEFT: checkpoint-N/global loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit."""
+
+    def adapted() -> PeftModel:
+        torch.manual_seed(1)
+        return get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+    def body(region: int, link: Link) -> tuple[Tensor, Tensor]:
+        trainer = make(tmp_path, link, save_steps=7, model=adapted())
+        seen = []
+
+        def look(control: TrainerControl) -> None:
+            with callback_of(trainer).outer.global_weights():
+                seen.append(params_of(trainer.model))
+
+        trainer.add_callback(At(8, look))
+        trainer.train(resume_from_checkpoint=True)
+        return params_of(trainer.model), seen[0]
+
+    whole = simulate(body, regions=2)
+    loaded = PeftModel.from_pretrained(llama(), str(checkpoint_of(tmp_path, 1, 7) / "global"))
+    assert torch.equal(params_of(loaded), whole[1][1])
+    for region in range(2):
+        shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
+    assert torch.equal(simulate(body, regions=2)[0][0], whole[0][0])
+
+
+def test_a_plain_loop_saves_and_loads(tmp_path: Path) -> None:
+    """accelerator.save_state mid-round and load_state in a new process-to-be: the bits of a loop never stopped."""
+
+    def loop(link: Link, start: Path | None, save_at: int | None) -> Tensor:
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+        )
+        model = llama(link.region)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = DataLoader(Tokens(2 * STEPS, seed=link.region), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with OuterOptimizer(accelerator, model, optimizer, config(), max_steps=STEPS, link=link) as outer:
+            if start is not None:
+                accelerator.load_state(str(start / str(link.region)))
+            for batch in accelerator.skip_first_batches(loader, outer.inner_step):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+                if outer.inner_step == save_at:
+                    accelerator.save_state(str(tmp_path / str(link.region)))
+        return params_of(accelerator.unwrap_model(model))
+
+    whole = simulate(lambda region, link: loop(link, None, None), regions=2)
+    saving = simulate(lambda region, link: loop(link, None, 6), regions=2)
+    again = simulate(lambda region, link: loop(link, tmp_path, None), regions=2)
+    assert torch.equal(torch.stack(saving), torch.stack(whole)), "saving changes nothing"
+    assert torch.equal(torch.stack(again), torch.stack(whole))
+    (tmp_path / "0" / state.COMPLETE).unlink()
+    with pytest.raises(CheckpointError, match="COMPLETE is missing"):
+        simulate(lambda region, link: loop(link, tmp_path, None), regions=1)
+
+
+def test_plain_loops_of_unequal_length_end_together() -> None:
+    """The loop that ends first coasts until the other has heard of it; should_stop tells the other to leave."""
+
+    def loop(region: int, link: Link) -> tuple[int, Tensor]:
+        accelerator = Accelerator(cpu=True)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = DataLoader(Tokens(20 + 20 * region), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        with OuterOptimizer(accelerator, model, optimizer, config(), link=link) as outer:
+            for batch in loader:
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+                if outer.should_stop:
+                    break
+            steps = outer.inner_step
+        if region:
+            with pytest.raises(InputError, match="after the run has ended"):
+                outer.step()
+        return steps, params_of(accelerator.unwrap_model(model))
+
+    (first, weights), (second, other) = simulate(loop, regions=2)
+    assert first == 10
+    assert 10 < second < 20
+    assert torch.equal(weights, other)

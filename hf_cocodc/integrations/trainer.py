@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_utils import HubStrategy, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from ..agreement import Ending, fewest_steps
 from ..config import OuterConfig, Recipe, RegionConfig
@@ -26,6 +26,7 @@ from ..methods import from_config
 from ..state import EXPORT, PREFIX, read, rotate
 from . import card
 from .accelerate import OuterOptimizer, join, refuse_unsupported
+from .attaching import find_trainer, refuse
 from .checkpoints import Saved, agree
 from .signals import first_signal
 
@@ -103,7 +104,7 @@ class CoCoDCCallback(TrainerCallback):
             raise InputError(
                 "this CoCoDCCallback already serves another Trainer. Make a new one for each Trainer."
             )
-        _refuse(trainer.args)
+        refuse(trainer)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -120,6 +121,7 @@ class CoCoDCCallback(TrainerCallback):
             "log": self._log,
             "save_model": self._save_model,
             "_save_checkpoint": self._save_checkpoint,
+            "_load_from_checkpoint": self._load_from_checkpoint,
             "_push_from_checkpoint": self._push_from_checkpoint,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
             "create_model_card": self._create_model_card,
@@ -395,6 +397,13 @@ class CoCoDCCallback(TrainerCallback):
         if self.outer is not None and self._trainer is not None and self._trainer.args.should_save:
             card.write(Path(self._trainer.args.output_dir or "."), self.outer.card)
 
+    def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
+        """Trainer takes every folder of a checkpoint that holds an adapter for one of the model's own."""
+        load_from_checkpoint(*args, **kwargs)
+        model: Any = self._trainer.model if self._trainer is not None else None
+        if EXPORT in getattr(model, "peft_config", {}):
+            model.delete_adapter(EXPORT)
+
     def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
         push(str(Path(checkpoint_folder) / EXPORT))
 
@@ -411,39 +420,3 @@ class CoCoDCCallback(TrainerCallback):
             }
             outer.journal.write("log", step=trainer.state.global_step, **logs)
         log(logs, *args, **kwargs)
-
-
-def find_trainer() -> Trainer | None:
-    """The Trainer whose method is calling us: Trainer hands callbacks everything but itself.
-
-    Looks up the call stack for the innermost frame whose `self` is a Trainer (or a subclass).
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def _refuse(args: TrainingArguments) -> None:
-    if args.auto_find_batch_size:
-        raise InputError(
-            "auto_find_batch_size=True restarts training in one region without the others. Set it to False and choose "
-            "per_device_train_batch_size."
-        )
-    if args.load_best_model_at_end:
-        raise InputError(
-            "load_best_model_at_end=True would load each region's own best local weights, so regions would end with "
-            "different models. Set it to False; the model ends with the global weights."
-        )
-    if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        raise InputError(
-            f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, from which no run across regions can be "
-            "resumed. Use every_save or end, which push the global weights."
-        )
-    if args.deepspeed:
-        raise InputError(
-            "DeepSpeed inside a region is not supported. Use DDP (accelerate launch --multi_gpu)."
-        )
