@@ -25,7 +25,7 @@ _context = multiprocessing.get_context("forkserver")
 def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> BaseProcess:
     """Start body(*args), a function of a module, in a process of its own whose output goes to `log`."""
     _context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, environment()):
+    with mock.patch.dict(os.environ, environment(HF_HUB_DISABLE_PROGRESS_BARS="1")):
         forkserver.ensure_running()
     process = _context.Process(target=_live, args=(body, args, str(log), env), daemon=True)
     process.start()
