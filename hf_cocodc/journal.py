@@ -1,6 +1,6 @@
 """The record of a run: one JSON line an event, in the order they happened.
 
-Kinds: start, log, send, land, evaluate, finish, error. Every line carries `kind`, `time_s` (seconds since the journal
+Kinds: start, resume, log, send, land, evaluate, finish, error. Every line carries `kind`, `time_s` (seconds since the journal
 was opened) and, but for errors, `step` (inner step). The progress display, the summary and the pictures read nothing
 else.
 """

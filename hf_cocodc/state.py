@@ -161,8 +161,14 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     surplus = len(found) - limit if limit else 0
     old = [step for step in found if step < saved_everywhere and step not in keep]
     for step in old[: max(surplus, 0)]:
-        (found[step] / COMPLETE).unlink(missing_ok=True)  # half-deleted is not complete
-        shutil.rmtree(found[step])
+        remove(found[step])
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint if there is one; half deleted it is not complete."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    if checkpoint.is_dir():
+        shutil.rmtree(checkpoint)
 
 
 def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from transformers import (
     TrainerControl,
     TrainingArguments,
 )
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate, state
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
+from hf_cocodc.links.loopback import loopback
 from tests.processes.worker import Tokens
 from tests.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of
@@ -72,7 +76,7 @@ def callback_of(trainer: Trainer) -> CoCoDCCallback:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Resumed after 3, 6 and 9 of 14 steps, mid-round and with transfers in flight: the weights of a run never stopped."""
+    """Resumed after 3 and after 10 of 14 steps, mid-round and with transfers in flight: the weights of a run never stopped."""
 
     def whole(region: int, link: Link) -> Tensor:
         trainer = make(tmp_path / "whole", link, name)
@@ -87,7 +91,7 @@ def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
         )
 
     expected = simulate(whole, regions=2)
-    for step in (3, 6, 9):
+    for step in (3, 10):
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
         shutil.copytree(tmp_path / "whole", tmp_path / "again")
         for later in range(step + 1, STEPS + 1):
@@ -151,6 +155,49 @@ def resumed(folder: Path, num_regions: int = 2, name: str = "streaming", **more:
 
 def weights_of(trainers: list[Trainer]) -> list[Tensor]:
     return [params_of(trainer.model) for trainer in trainers]
+
+
+def test_checkpoints_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    """save_strategy=epoch: resumed from the first epoch's end, in the middle of a round."""
+
+    def body(region: int, link: Link) -> Tensor:
+        epochs = {"save_strategy": "epoch", "num_train_epochs": 3, "max_steps": -1}
+        trainer = make(tmp_path, link, data=Tokens(10, seed=region), **epochs)
+        trainer.train(resume_from_checkpoint=True)
+        return params_of(trainer.model)
+
+    whole = simulate(body, regions=2)
+    for region in range(2):
+        assert list(state.checkpoints(tmp_path / f"region-{region}")) == [5, 10, 15]
+        for step in (10, 15):
+            shutil.rmtree(checkpoint_of(tmp_path, region, step))
+    assert torch.equal(torch.stack(simulate(body, regions=2)), torch.stack(whole))
+
+
+def test_trainers_own_checkpoint_after_sigterm(tmp_path: Path) -> None:
+    """enable_jit_checkpoint: Trainer's checkpoint holds our part too and is complete, its mark of haste notwithstanding."""
+
+    def trainer_of(**more: Any) -> Trainer:
+        return make(tmp_path, loopback(), save_strategy="no", **more)
+
+    def ask(control: TrainerControl) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    whole = trainer_of()
+    whole.train()
+    trainer = trainer_of(enable_jit_checkpoint=True)
+    [jit] = [each for each in trainer.callback_handler.callbacks if isinstance(each, JITCheckpointCallback)]
+    jit.jit_manager.kill_wait = 0
+    trainer.add_callback(At(5, ask))
+    with pytest.raises(RunStopped, match="region 0 was interrupted"):
+        trainer.train()
+    signal.signal(signal.SIGTERM, before)
+    assert trainer.state.global_step < STEPS
+    assert all(state.damage(path) is None for path in state.checkpoints(tmp_path / "region-0").values())
+    again = trainer_of()
+    again.train(resume_from_checkpoint=True)
+    assert torch.equal(params_of(again.model), params_of(whole.model))
 
 
 def test_an_interruption_stops_all_regions_with_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:

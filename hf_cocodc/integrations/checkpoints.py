@@ -50,6 +50,13 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     step, holders = newest_common(link, own)
     if not holders or not step:
         return None
+    for later in own if accelerator.is_main_process else ():
+        if later > step:  # its run ends here: that of step `step` goes on, and may come by other numbers
+            logger.warning(
+                "region %d: checkpoint-%d is given up, for all regions go on from step %d, the newest that every one has.",
+                *(link.region, later, step),
+            )
+            (folder / f"{state.PREFIX}{later}" / state.COMPLETE).unlink()
     checkpoint = folder / f"{state.PREFIX}{step}"
     if len(holders) < link.num_regions:
         _take_over(link, accelerator, checkpoint, holders)

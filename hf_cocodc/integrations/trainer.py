@@ -23,7 +23,7 @@ from ..config import OuterConfig, Recipe, RegionConfig
 from ..errors import InputError, LinkError, RunStopped
 from ..links.base import Link
 from ..methods import from_config
-from ..state import EXPORT, PREFIX, read, rotate
+from ..state import EXPORT, PREFIX, read, remove, rotate
 from . import card
 from .accelerate import OuterOptimizer, join, refuse_unsupported
 from .attaching import find_trainer, refuse
@@ -234,7 +234,7 @@ class CoCoDCCallback(TrainerCallback):
             state.global_step = (
                 outer.inner_step
             )  # a region that coasted made fewer steps than it kept pace with
-            control.should_save = True
+            control.should_save = outer.synchronizer.saved_at < outer.inner_step
 
     def _join(self, trainer: Trainer, resumes: bool) -> Link:
         """Meet the other regions."""
@@ -361,8 +361,8 @@ class CoCoDCCallback(TrainerCallback):
         )
 
     def _save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
-        """What a user saves are the global weights; Trainer's own checkpoints need the local ones."""
-        swap = self._in_training and not _internal_call
+        """What a user saves or pushes are the global weights; only Trainer's own checkpoints need the local ones."""
+        swap = self._in_training and not (_internal_call and output_dir)
         with self._running.own_global_weights() if swap else contextlib.nullcontext():
             save_model(output_dir, _internal_call)
 
@@ -377,6 +377,9 @@ class CoCoDCCallback(TrainerCallback):
             return
         folder = Path(trainer._get_output_dir(trial=trial))
         checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
+        if trainer.args.should_save:
+            remove(checkpoint)  # what a process that was killed has left there
+        trainer.accelerator.wait_for_everyone()
         outer.save(checkpoint)
         with outer.own_global_weights() if self._in_training else contextlib.nullcontext():
             trainer.save_model(str(checkpoint / EXPORT), _internal_call=True)
