@@ -83,6 +83,9 @@ def kill_while_saving(process: BaseProcess, folder: Path, log: Path, moments: ra
     found = checkpoints(folder / "region-0")
     for step in complete(folder):
         assert damage(found[step]) is None, "what bears the last mark is whole"
+        assert not [path for path in found[step].rglob("*") if path.name.startswith(".tmp")], (
+            "and nothing else"
+        )
     return len(found) > len(complete(folder))
 
 

@@ -1,0 +1,68 @@
+"""What runs that were killed leave on the disk does no harm to the run that goes on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc import state
+from hf_cocodc.errors import RunStopped
+from hf_cocodc.links.base import Link
+from hf_cocodc.simulation import simulate
+from tests.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
+
+
+def shorten(folder: Path, region: int, step: int) -> None:
+    """Delete a region's checkpoints behind `step`, as if it had not come so far."""
+    for later, path in state.checkpoints(folder / f"region-{region}").items():
+        if later > step:
+            shutil.rmtree(path)
+
+
+def test_a_half_written_checkpoint_is_written_anew(tmp_path: Path) -> None:
+    """Nothing of it enters the one that takes its place, such as a file that had no name yet."""
+    resumed(tmp_path)
+    for region in range(2):
+        shorten(tmp_path, region, 10)
+        half = checkpoint_of(tmp_path, region, 10)
+        (half / state.COMPLETE).unlink()
+        (half / "cocodc" / ".tmpKBVGIk").write_bytes(bytes(1000))
+        (half / ".tmpMBVGIk").write_bytes(bytes(1000))
+    resumed(tmp_path)
+    for region in range(2):
+        whole, other = (checkpoint_of(tmp_path, region, step) for step in (10, 6))
+        assert state.damage(whole) is None
+        names = [sorted(path.relative_to(each) for path in each.rglob("*")) for each in (whole, other)]
+        assert names[0] == names[1]
+
+
+def test_a_checkpoint_that_only_some_regions_have_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise that of one region's old run could meet that of another's new run when all resume once more."""
+    resumed(tmp_path)
+    shorten(tmp_path, 0, 10)
+    shorten(tmp_path, 1, 9)
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link, callbacks=(At(10, fail),))
+        with pytest.raises((ValueError, RunStopped)):
+            trainer.train(resume_from_checkpoint=True)
+
+    with caplog.at_level(logging.WARNING):
+        simulate(body, regions=2)
+    assert "region 0: checkpoint-10 is given up, for all regions go on from step 9" in caplog.text
+    assert state.damage(checkpoint_of(tmp_path, 0, 9)) is None
+    assert state.damage(checkpoint_of(tmp_path, 0, 10)) is not None
+    assert resumed(tmp_path)[0].state.global_step == STEPS
+
+
+def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second saving of the same step would put the complete checkpoint at risk while the process is being ended."""
+    sealed, seal = [], state.seal
+    monkeypatch.setattr(state, "seal", lambda checkpoint: [sealed.append(checkpoint), seal(checkpoint)])
+    step = stopped(tmp_path, 6)
+    assert sealed == [checkpoint_of(tmp_path, region, step) for region in range(2)]
