@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .errors import InputError, nearest
 from .sync_info import SyncInfo
+from .tensors import norms
 
 
 class Merge(NamedTuple):
@@ -96,9 +96,10 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
         elif mode == "lr_normalized":
             curvature *= strength / info.flight_lr
         else:
-            for term, step in zip(info.views(curvature), info.views(update), strict=True):
-                norm = torch.linalg.vector_norm(term, dtype=torch.float64)
-                term *= strength * torch.linalg.vector_norm(step, dtype=torch.float64) / norm if norm else 0.0
+            terms, steps = info.views(curvature), info.views(update)
+            lengths = norms([*terms, *steps], info.total)
+            for term, length, wanted in zip(terms, lengths, lengths[len(terms) :], strict=False):
+                term *= strength * wanted / length if length else 0.0
         return new_global - (update + curvature) * info.staleness
 
     return Merge(additive if mode == "additive" or strength == 0 else compensated, keeps_local_steps=True)

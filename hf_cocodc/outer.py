@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .sync_info import SyncInfo
-from .tensors import norm
+from .tensors import norms
 
 State = dict[str, Any]
 """Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`; saved in checkpoints."""
@@ -100,7 +100,7 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
     """
 
     def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        gap = norm(info.global_params - info.global_at_send)
+        [gap] = norms([info.global_params - info.global_at_send], info.total)
         count = state["count"] + 1
         mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
         penalty = min(max(1 + gap / mean_gap, 1.0), 10.0) if gap else 1.0

@@ -7,20 +7,16 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .codecs.base import Conversation, Result
 from .config import ENV_REGION, ENV_REGIONS, ENV_STORE
 from .errors import InputError, LinkError, RegionLostError
-from .links.base import Arrival, Handle, Link, Trailer
 
 SIOCGIFADDR = 0x8915  # Linux: get an interface's address
 POLL_S = 0.05
@@ -260,87 +256,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-class SharedLink:
-    """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all receive.
-
-    Args:
-        leader_link: the link, on the region's rank 0; None on the others.
-        region: this region.
-        num_regions: number of regions M.
-        device: where the region's own process group wants tensors (a GPU under NCCL).
-    """
-
-    def __init__(self, leader_link: Link | None, region: int, num_regions: int, device: torch.device) -> None:
-        self.region = region
-        self.num_regions = num_regions
-        self._link = leader_link
-        self._device = device
-
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
-        handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
-        return _SharedHandle(self, handle, numel)
-
-    def clock(self) -> float:
-        return time.perf_counter()
-
-    def tick(self) -> None:
-        if self._link is not None:
-            self._link.tick()
-
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
-        if self._link is not None:
-            self._link.broadcast(flat, what, source)
-        flat.copy_(self.share(flat))
-
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        own = () if self._link is None else self._link.gather(trailer, what)
-        return self.share_trailers(own)
-
-    def leave_note(self, reason: str) -> None:
-        if self._link is not None:
-            self._link.leave_note(reason)
-
-    def note_of(self, region: int) -> str | None:
-        return None if self._link is None else self._link.note_of(region)
-
-    def close(self, reason: str | None = None) -> None:
-        if self._link is not None:
-            self._link.close(reason)
-
-    def share(self, tensor: Tensor) -> Tensor:
-        """The leader's `tensor`, on every rank of the region."""
-        moved = tensor.to(self._device)
-        dist.broadcast(moved, src=0)
-        return moved.to(tensor.device)
-
-    def share_trailers(self, trailers: Sequence[Trailer]) -> tuple[Trailer, ...]:
-        flat = torch.zeros(self.num_regions, len(Trailer._fields), dtype=torch.float64)
-        if trailers:
-            flat.copy_(torch.tensor([list(trailer) for trailer in trailers], dtype=torch.float64))
-        return tuple(Trailer(*row) for row in self.share(flat).tolist())
-
-
-class _SharedHandle:
-    def __init__(self, shared: SharedLink, handle: Handle | None, numel: int) -> None:
-        self._shared, self._handle, self._numel = shared, handle, numel
-        self._arrival: Arrival | None = None
-
-    def done(self) -> bool:
-        return self._arrival is not None
-
-    def wait(self) -> Arrival:
-        if self._arrival is None:
-            self._arrival = self._receive()
-        return self._arrival
-
-    def _receive(self) -> Arrival:
-        if self._handle is not None:
-            arrival = self._handle.wait()
-            self._shared.share(arrival.result.mean)
-            self._shared.share_trailers(arrival.trailers)
-            return arrival
-        mean = self._shared.share(torch.empty(self._numel, dtype=torch.float32))
-        trailers = self._shared.share_trailers(())
-        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0)

@@ -5,6 +5,7 @@
     checkpoint-N/                     whatever Trainer or Accelerate write there (local weights, inner optimizer, ...)
         cocodc/state.json             format version, facts of the run, and the engine's state but for its tensors
         cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
+        cocodc/state-lane1.json, ...  the same of further lanes, where the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size, ours with their SHA-256
         global/                       the global model, for `from_pretrained`
 
@@ -34,7 +35,7 @@ PREFIX = "checkpoint-"
 FOLDER = "cocodc"
 EXPORT = "global"
 """Where the global model lies in a checkpoint."""
-STATE, COMPLETE = f"{FOLDER}/state.json", f"{FOLDER}/COMPLETE"
+COMPLETE = f"{FOLDER}/COMPLETE"
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; it is gone when the checkpoint is used."""
 _MARK = "$tensor"
@@ -46,11 +47,27 @@ def tensors_file(lane: int = 0) -> str:
     return f"{FOLDER}/global-lane{lane}.safetensors"
 
 
+def state_file(lane: int = 0) -> str:
+    """Where everything but the tensors of a lane lies in a checkpoint."""
+    return f"{FOLDER}/state-lane{lane}.json" if lane else f"{FOLDER}/state.json"
+
+
+def begin(checkpoint: Path) -> None:
+    """Make a checkpoint's folder; from here on it is not complete until `seal`.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    with _saving(checkpoint):
+        (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
+        (checkpoint / COMPLETE).unlink(missing_ok=True)
+
+
 def write(checkpoint: Path, state: State, facts: dict[str, Any], lane: int = 0) -> None:
-    """Write the engine's state into a checkpoint, which from here on is not complete until `seal`.
+    """Write the engine's state into a checkpoint.
 
     Args:
-        checkpoint: folder `checkpoint-N`; made if it is not there.
+        checkpoint: folder `checkpoint-N`, made by `begin`.
         state: of `Synchronizer.state_dict`.
         facts: JSON-able; what identifies the run (method and settings, region, number of regions).
         lane: whose tensors these are.
@@ -59,13 +76,11 @@ def write(checkpoint: Path, state: State, facts: dict[str, Any], lane: int = 0) 
         CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
     """
     with _saving(checkpoint):
-        (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
-        (checkpoint / COMPLETE).unlink(missing_ok=True)
         tensors: dict[str, Tensor] = {}
         tree = _take_apart(state, "", tensors, {})
         _replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
         text = json.dumps({"format": FORMAT, **facts, "state": tree}, indent=1, allow_nan=False)
-        _replace(checkpoint / STATE, lambda path: path.write_text(text, encoding="utf-8"))
+        _replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def seal(checkpoint: Path) -> None:
@@ -109,7 +124,7 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
                 "another checkpoint of the run."
             )
     try:
-        facts = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        facts = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
         # copies, for a matrix product may give other bits where the file's layout leaves a tensor unaligned
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
         state = _put_together(facts.pop("state"), tensors)

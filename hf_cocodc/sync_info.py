@@ -26,6 +26,8 @@ class SyncInfo:
         snapshot: this region's local params when the transfer left.
         own_outer_grad: what this region had to send: global params at the send minus `snapshot`.
         fresh_outer_grad: computes global params minus local params as they are now.
+        total: adds up numbers (1-D fp64) over the ranks that hold shards of the fragment, so that a norm is the whole
+            tensor's; gives them back as they are where the model is not sharded.
     """
 
     fragment: int
@@ -41,6 +43,7 @@ class SyncInfo:
     snapshot: Tensor
     own_outer_grad: Tensor
     fresh_outer_grad: Callable[[], Tensor]
+    total: Callable[[Tensor], Tensor] = lambda values: values
 
     @property
     def staleness(self) -> int:

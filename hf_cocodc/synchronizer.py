@@ -25,8 +25,8 @@ from .merges import Merge, additive, replace
 from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
-from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, norm, tensors_in
-from .transfers import FragmentState, Here, Totals, Transfer, layout, same_layout, same_structure
+from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, norms, reshard, tensors_in
+from .transfers import FragmentState, Here, Totals, Transfer, gather, layout, same_layout, same_structure
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Synchronizer:
     ) -> None:
         self.method = method
         self.link = link
+        self._model = model
         self.inner_step = 0
         self.stats = AgreedStats()
         self.totals = Totals()
@@ -86,14 +87,16 @@ class Synchronizer:
         fragments = method.fragments(model)
         self.fragments = [self._adopt(fragment, named, state is None) for fragment in fragments]
         self._change = [0.0] * len(fragments)
+        lengths = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
+        self._lengths: list[float] = link.total(lengths).tolist()
         self._schedule_state = method.schedule.init(len(fragments))
         if state is not None:
             self.load_state_dict(state)
 
     @property
     def num_params(self) -> int:
-        """Parameters synchronised from this rank."""
-        return sum(state.fragment.numel for state in self.fragments)
+        """Parameters synchronised from this region."""
+        return round(sum(self._lengths))
 
     @torch.no_grad()
     def step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
@@ -166,6 +169,7 @@ class Synchronizer:
         or, if not `averaged`, they are this region's own.
         """
         with torch.no_grad():
+            reshard(self._model)
             kept = [[param.clone() for param in state.params] for state in self.fragments]
             for state in self.fragments:
                 shown = self._agreed_global(state) if averaged else state.global_params
@@ -173,6 +177,7 @@ class Synchronizer:
         try:
             yield
         finally:
+            reshard(self._model)
             with torch.no_grad():
                 for state, params in zip(self.fragments, kept, strict=True):
                     copy_all_(state.params, params)
@@ -222,12 +227,12 @@ class Synchronizer:
         for state in self.fragments:
             state.codec = forget(state.codec)
             for transfer in state.in_flight:
-                transfer.join(self._gather(state.fragment, state.params))
+                transfer.join(state.gather())
 
     def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
         """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
         params = [local_shard(named[name]) for name in fragment.names]
-        flat = self._gather(fragment, params)
+        flat = gather(fragment, params)
         if start:
             self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
             copy_all_(params, fragment.views(flat))
@@ -241,37 +246,20 @@ class Synchronizer:
             codec_remembers=bool(memory),
         )
 
-    @staticmethod
-    def _gather(fragment: Fragment, params: list[Tensor]) -> Tensor:
-        """The parameters as one new flat buffer."""
-        flat = flat_zeros(fragment.numel)
-        copy_all_(fragment.views(flat), params)
-        return flat
-
-    def _outer_grad(self, state: FragmentState, local: Tensor) -> Tensor:
-        """Global minus local, the global params rounded as the model stores them.
-
-        Against unrounded fp32 a bf16 model that does not move would seem to, and idle regions would drift.
-        """
-        shown = flat_zeros(state.fragment.numel)
-        pieces = zip(state.fragment.views(state.global_params), state.params, strict=True)
-        copy_all_(state.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
-        return shown.sub_(local)
-
     def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
         """Global minus local as they are now; zero where a region's local params are not finite."""
-        outer_grad = self._outer_grad(state, self._gather(state.fragment, state.params))
-        return outer_grad if is_finite(outer_grad) else torch.zeros_like(outer_grad)
+        outer_grad = state.outer_grad(state.gather())
+        return outer_grad if self._everywhere(is_finite(outer_grad)) else torch.zeros_like(outer_grad)
 
     def _send(self, state: FragmentState) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
             fragment, step = state.fragment, self.inner_step
-            snapshot = self._gather(fragment, state.params)
-            outer_grad = self._outer_grad(state, snapshot)
+            snapshot = state.gather()
+            outer_grad = state.outer_grad(snapshot)
             # a codec with memory goes on from where its last transfer ended
             if state.codec_remembers and state.in_flight:
                 state.codec = self._wait(state.in_flight[-1].handle).result.state
-            finite = is_finite(outer_grad)
+            finite = self._everywhere(is_finite(outer_grad))
             if not finite and self.ending is Ending.NO:
                 logger.warning(
                     "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
@@ -314,7 +302,8 @@ class Synchronizer:
             blocked_s = -self.totals.blocked_s
             arrival = self._wait(transfer.handle)
             blocked_s += self.totals.blocked_s
-            self._hear(state, transfer, arrival)
+            [length] = norms([arrival.result.mean], self.link.total)
+            self._hear(state, transfer, arrival, length)
             state.in_flight = [other for other in state.in_flight if other is not transfer]
             state.codec = arrival.result.state
             staleness = self.inner_step - sent_at
@@ -332,16 +321,17 @@ class Synchronizer:
                 snapshot=transfer.snapshot,
                 own_outer_grad=transfer.outer_grad,
                 fresh_outer_grad=lambda: self._fresh_outer_grad(state),
+                total=self.link.total,
             )
             update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
             state.global_params = state.global_params - update
-            local = self._gather(state.fragment, state.params)
-            heal = merge if is_finite(local) else replace()
+            local = state.gather()
+            heal = merge if self._everywhere(is_finite(local)) else replace()
             merged = heal.apply(local, state.global_params, transfer.snapshot, info)
             copy_all_(state.params, state.fragment.views(merged))
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
-            self._account(state, transfer, arrival, blocked_s)
+            self._account(state, transfer, arrival, blocked_s, length)
 
     def _wait(self, handle: Handle) -> Arrival:
         """Wait for a transfer; what that takes is what the link costs training."""
@@ -358,7 +348,11 @@ class Synchronizer:
             0, state.global_params, zero, state.global_params, 0.0, Here(Arrival(result, (), 0, 0.0))
         )
 
-    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+    def _everywhere(self, holds: bool) -> bool:
+        """Whether it holds in every lane of this region."""
+        return not self.link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
+
+    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival, length: float) -> None:
         """Take in what rode on a transfer; equal in all regions."""
         check_in_step(self.link.region, arrival.trailers, state.fragment.index, transfer.sent_at)
         if not arrival.trailers:
@@ -368,7 +362,7 @@ class Synchronizer:
         if len(saved_at) == 1:
             self.saved_everywhere = max(saved_at)
         self._sync_time_s = arrival.seconds
-        self._change[state.fragment.index] = norm(arrival.result.mean) / state.fragment.numel
+        self._change[state.fragment.index] = length / self._lengths[state.fragment.index]
         self.stats = AgreedStats(
             step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
             sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
@@ -388,7 +382,9 @@ class Synchronizer:
             for tensor in (state.global_params, *tensors_in(state.outer)):
                 self.link.broadcast(tensor, what)
 
-    def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
+    def _account(
+        self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float, length: float
+    ) -> None:
         losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
         totals = self.totals
         totals.landings += 1
@@ -411,7 +407,7 @@ class Synchronizer:
             blocked_s=round(blocked_s, 6),
             transfer_s=round(arrival.seconds, 6),
             bytes_sent=arrival.bytes_sent,
-            outer_grad_norm=norm(arrival.result.mean),
+            outer_grad_norm=length,
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
         )
 
@@ -429,7 +425,7 @@ class Synchronizer:
         return arrival.result.mean
 
     def _check_the_end(self) -> None:
-        own = digest(torch.cat([self._gather(state.fragment, state.params) for state in self.fragments]))
+        own = digest(torch.cat([state.gather() for state in self.fragments]))
         check_same_end(self.link, self.inner_step, own)
         self._journal.write(
             "finish",

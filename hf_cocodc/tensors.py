@@ -1,11 +1,11 @@
 """Flat fp32 buffers and the few tensor helpers that everything else stands on."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -32,9 +32,25 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def norm(flat: Tensor) -> float:
-    """Euclidean norm, summed in fp64: decisions hang on it, and the order of an fp32 sum differs between processors."""
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+def norms(tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> list[float]:
+    """Euclidean norms, summed in fp64: decisions hang on them, and the order of an fp32 sum differs between processors.
+
+    `total` adds up over the ranks that hold shards of the tensors.
+    """
+    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
+    return total(torch.stack(squares)).sqrt().tolist()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 modules forget gathered parameters, so that the next forward pass sees what is written to the shards.
+
+    A forward pass without a backward one (an evaluation) leaves some of them gathered.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def digest(flat: Tensor) -> int:

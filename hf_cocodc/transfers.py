@@ -12,6 +12,7 @@ from .codecs.base import Result, State
 from .errors import CheckpointError
 from .fragments import Fragment
 from .links.base import Arrival, Handle, Trailer
+from .tensors import copy_all_, flat_zeros
 
 
 @dataclass
@@ -78,6 +79,20 @@ class FragmentState:
     """Sum of learning rates at the last send."""
     round_lr: float = 0.0
 
+    def gather(self) -> Tensor:
+        """The local params as one new flat buffer."""
+        return gather(self.fragment, self.params)
+
+    def outer_grad(self, local: Tensor) -> Tensor:
+        """Global minus local, the global params rounded as the model stores them.
+
+        Against unrounded fp32 a bf16 model that does not move would seem to, and idle regions would drift.
+        """
+        shown = flat_zeros(self.fragment.numel)
+        pieces = zip(self.fragment.views(self.global_params), self.params, strict=True)
+        copy_all_(self.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
+        return shown.sub_(local)
+
     def state_dict(self) -> State:
         """Everything but the local params, which are the model's; waits for what is in flight."""
         kept = {name: getattr(self, name) for name in _KEPT_OF_A_FRAGMENT}
@@ -101,6 +116,13 @@ _KEPT_OF_A_FRAGMENT = (
     *("global_params", "outer", "codec"),
     *("num_sends", "settled_at", "sent_at", "lr_sum", "round_lr"),
 )
+
+
+def gather(fragment: Fragment, params: Sequence[Tensor]) -> Tensor:
+    """Parameters as one new flat buffer."""
+    flat = flat_zeros(fragment.numel)
+    copy_all_(fragment.views(flat), params)
+    return flat
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:

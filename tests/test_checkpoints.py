@@ -68,6 +68,7 @@ def shown(region: Region) -> Tensor:
 
 
 def save(region: Region, folder: Path) -> dict[str, Any]:
+    state.begin(folder)
     state.write(folder, region.synchronizer.state_dict(), {"region": region.index})
     state.seal(folder)
     return {
@@ -245,6 +246,7 @@ def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: 
 
     saved, _ = state.read(checkpoint)
     monkeypatch.setattr(state, "save_file", full)
+    state.begin(checkpoint.parent / "checkpoint-8")
     with pytest.raises(CheckpointError, match="No space left on device"):
         state.write(checkpoint.parent / "checkpoint-8", saved, {})
     assert not list(checkpoint.parent.rglob("*.half"))

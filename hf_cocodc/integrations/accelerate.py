@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
 from .. import state
@@ -18,11 +18,12 @@ from ..config import OuterConfig, RegionConfig
 from ..errors import InputError
 from ..handshake import compare, hello
 from ..journal import Journal
+from ..lanes import LaneLink, SharedLink
 from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.loopback import loopback
 from ..methods import from_config, settings
-from ..regions import SharedLink, connect_store, own_address, rendezvous
+from ..regions import connect_store, own_address, rendezvous
 from ..synchronizer import Synchronizer
 from .card import section
 from .checkpoints import JOINING, Saved, check
@@ -88,7 +89,7 @@ class OuterOptimizer:
         saved: Saved | None = None,
     ) -> None:
         method = from_config(config)
-        refuse_unsupported(accelerator)
+        refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         if link is None:
@@ -105,7 +106,7 @@ class OuterOptimizer:
         self._max_steps = max_steps
         self._inner_lr = 0.0
         if saved is not None:
-            check(saved, self._settings, link.region, link.num_regions)
+            check(saved, self._settings, link)
         record = Journal(
             Path(journal) if journal is not None and accelerator.is_main_process else None,
             saved.facts["journal"] if saved is not None and not saved.facts.get(JOINING) else 0,
@@ -272,12 +273,16 @@ class OuterOptimizer:
             "step": self.inner_step,
             "region": self.link.region,
             "num_regions": self.link.num_regions,
+            "num_lanes": self.link.num_lanes,
             "settings": self._settings,
             "finished": self.finished,
             "journal": self.journal.position,
         }
         if self._accelerator.is_main_process:
-            state.write(Path(checkpoint), saved, facts)
+            state.begin(Path(checkpoint))
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process or self.link.lane:
+            state.write(Path(checkpoint), saved, facts, self.link.lane)
 
     def seal(self, checkpoint: str | Path) -> None:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
@@ -292,7 +297,7 @@ class OuterOptimizer:
         Raises:
             CheckpointError: it is of another run.
         """
-        check(saved, self._settings, self.link.region, self.link.num_regions)
+        check(saved, self._settings, self.link)
         self.synchronizer.load_state_dict(saved.state)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -333,7 +338,7 @@ def _hook_into_saving(accelerator: Accelerator, outer: OuterOptimizer) -> list[C
         outer.save(output_dir)
 
     def before_loading(models: Any, input_dir: str) -> None:
-        read[:] = [Saved(*state.read(Path(input_dir)))]
+        read[:] = [Saved(*state.read(Path(input_dir), outer.link.lane))]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result = save_state(*args, **kwargs)
@@ -356,13 +361,24 @@ def _hook_into_saving(accelerator: Accelerator, outer: OuterOptimizer) -> list[C
     return [unwrap, *(hook.remove for hook in hooks)]
 
 
-def refuse_unsupported(accelerator: Accelerator) -> None:
+def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
+    """Check that a region can be what `accelerate launch` has made it.
+
+    Raises:
+        InputError: it cannot; the message says what to change.
+    """
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if kind not in supported:
+    if kind is DistributedType.FSDP and accelerator.is_fsdp2:
+        if settings(config)["codec"] == "lowrank":
+            raise InputError(
+                "outer.codec=lowrank with FSDP2: each rank would choose a rank for its own shards, and regions would no longer "
+                "agree on the interval. Use another codec, or DDP."
+            )
+    elif kind not in supported:
         raise InputError(
-            f"distributed type {kind.value} inside a region is not supported yet: only one process or DDP is. Launch the region "
-            "without FSDP, DeepSpeed or Megatron."
+            f"distributed type {kind.value} inside a region is not supported: one process, DDP and FSDP2 are. Launch the region "
+            "with fsdp_version 2 (FSDP1 is not supported), and without DeepSpeed or Megatron."
         )
 
 
@@ -383,9 +399,11 @@ def join(
             "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."
         )
         return loopback()
-    link: Link | None = None
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    lanes = num_ranks if accelerator.distributed_type is DistributedType.FSDP else 1
+    assert regions.store is not None
+    run: str | None = None
     if accelerator.is_main_process:
-        assert regions.store is not None
         store = connect_store(regions.store, regions.timeout_s)
         shared = {
             "connections": regions.connections,
@@ -393,13 +411,23 @@ def join(
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
         }
-        mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes=1)
-        address = own_address(regions.store, regions.interface)
+        mine = hello(model, {**settings(config), **shared}, max_steps, lanes)
         roster = rendezvous(store, region, count, mine, regions.timeout_s)
         compare(roster.hellos)
+        run = roster.run
         logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
-        link = GlooLink(store, roster.run, region, count, regions.connections, address, regions.timeout_s)
-    if accelerator.num_processes == 1:
+    if lanes > 1:
+        [run] = broadcast_object_list([run])
+    link: Link | None = None
+    if run is not None:
+        address = own_address(regions.store, regions.interface)
+        store = connect_store(regions.store, regions.timeout_s)
+        prefix = f"{run}/lane{rank}"
+        link = GlooLink(store, prefix, region, count, regions.connections, address, regions.timeout_s)
+    if num_ranks == 1:
         assert link is not None
         return link
+    if lanes > 1:
+        assert link is not None
+        return LaneLink(link, rank, num_ranks, accelerator.device)
     return SharedLink(link, region, count, accelerator.device)

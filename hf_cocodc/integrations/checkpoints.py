@@ -59,17 +59,24 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
             (folder / f"{state.PREFIX}{later}" / state.COMPLETE).unlink()
     checkpoint = folder / f"{state.PREFIX}{step}"
     if len(holders) < link.num_regions:
-        _take_over(link, accelerator, checkpoint, holders)
+        if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
+            _take_over(link, accelerator.is_main_process, checkpoint, holders)
+        accelerator.wait_for_everyone()
     return checkpoint
 
 
-def check(saved: Saved, settings: dict[str, Any], region: int, num_regions: int) -> None:
+def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
     """Compare the run that a checkpoint was written by with this one; what cannot be exact is said.
 
     Raises:
-        CheckpointError: it is of another method.
+        CheckpointError: it is of another method, or of regions with another number of lanes.
     """
     facts = saved.facts
+    if facts["num_lanes"] != link.num_lanes:
+        raise CheckpointError(
+            f"the checkpoint was written by a region of {facts['num_lanes']} lane(s), this region has {link.num_lanes}. Launch "
+            "it with as many ranks and the same sharding, or start anew from checkpoint-N/global."
+        )
     theirs = facts["settings"]
     if theirs["method"] != settings["method"]:
         raise CheckpointError(
@@ -83,25 +90,25 @@ def check(saved: Saved, settings: dict[str, Any], region: int, num_regions: int)
             "the one that was stopped.",
             *(name, theirs.get(name), settings.get(name)),
         )
-    if facts["num_regions"] != num_regions:
+    if facts["num_regions"] != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is shared out anew, so that some of it is seen twice and some not in this "
             "epoch; steps and residuals of regions that are gone are lost.",
-            *(facts["num_regions"], num_regions),
+            *(facts["num_regions"], link.num_regions),
         )
     if facts.get(JOINING):
         logger.warning(
             "region %d had no checkpoint of step %d: it goes on with the global params, outer state and inner optimizer of "
             "region %d, with random numbers and no residuals of its own.",
-            *(region, facts["step"], facts["region"]),
+            *(link.region, facts["step"], facts["region"]),
         )
 
 
-def _take_over(link: Link, accelerator: Accelerator, checkpoint: Path, holders: list[int]) -> None:
+def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int]) -> None:
     """Send a checkpoint from the first region that holds it to those that do not; all regions have to call."""
     source = min(holders)
     lacking = link.region not in holders
-    writes = lacking and accelerator.is_main_process
+    writes = lacking and is_main
     if lacking:
         logger.warning(
             "region %d has no complete checkpoint of step %s: taking region %d's.",
@@ -130,7 +137,6 @@ def _take_over(link: Link, accelerator: Accelerator, checkpoint: Path, holders: 
         shutil.rmtree(checkpoint, ignore_errors=True)
         half.rename(checkpoint)
         state.seal(checkpoint)
-    accelerator.wait_for_everyone()
 
 
 def _shared_files(checkpoint: Path) -> dict[str, int]:
@@ -152,8 +158,9 @@ def _make_own(checkpoint: Path) -> None:
     """Turn what was received into a checkpoint: the global weights are the local ones of a region that joins."""
     for path in (checkpoint / state.EXPORT).iterdir():
         shutil.copyfile(path, checkpoint / path.name)
-    facts = json.loads((checkpoint / state.STATE).read_text(encoding="utf-8"))
-    (checkpoint / state.STATE).write_text(json.dumps({**facts, JOINING: True}), encoding="utf-8")
+    for path in (checkpoint / state.FOLDER).glob("state*.json"):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**facts, JOINING: True}), encoding="utf-8")
 
 
 def _spread(link: Link, source: int, data: bytes, what: str) -> bytes:

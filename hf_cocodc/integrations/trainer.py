@@ -247,7 +247,7 @@ class CoCoDCCallback(TrainerCallback):
     def _train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trainer = self._trainer
         assert trainer is not None
-        refuse_unsupported(trainer.accelerator)
+        refuse_unsupported(trainer.accelerator, self.config)
         self.outer, self._signal = None, None
         self._link = self._join(trainer, bool(resume_from_checkpoint))
         try:
@@ -285,7 +285,7 @@ class CoCoDCCallback(TrainerCallback):
             )
             return None
         logger.info("region %d resumes from %s", self.region, path)
-        self._saved = Saved(*read(path))
+        self._saved = Saved(*read(path, self._link.lane))
         return str(path)
 
     @staticmethod
@@ -382,7 +382,7 @@ class CoCoDCCallback(TrainerCallback):
         trainer.accelerator.wait_for_everyone()
         outer.save(checkpoint)
         with outer.own_global_weights() if self._in_training else contextlib.nullcontext():
-            trainer.save_model(str(checkpoint / EXPORT), _internal_call=True)
+            self._export(trainer, str(checkpoint / EXPORT))
         if trainer.args.should_save:
             card.write(checkpoint / EXPORT, outer.card)
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
@@ -394,6 +394,16 @@ class CoCoDCCallback(TrainerCallback):
         if trainer.args.should_save:
             best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
             rotate(folder, limit, outer.saved_everywhere, {int(best)} if best.isdigit() else set())
+
+    @staticmethod
+    def _export(trainer: Trainer, folder: str) -> None:
+        """Save the model as it is; also where Trainer itself would save shards alone."""
+        if not trainer.is_fsdp_enabled:
+            trainer.save_model(folder, _internal_call=True)
+            return
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+        if trainer.args.should_save:
+            trainer._save(folder, state_dict=weights)
 
     def _create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         create_model_card(*args, **kwargs)

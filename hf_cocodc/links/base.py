@@ -73,6 +73,9 @@ class Link(Protocol):
 
     region: int
     num_regions: int
+    lane: int
+    """Which shard of the region's model this link carries; 0 where ranks hold the same parameters."""
+    num_lanes: int
 
     def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         """Start the mean over the regions that `conversation` asks for; returns at once.
@@ -83,6 +86,10 @@ class Link(Protocol):
             trailer: this region's numbers.
             what: names the transfer in messages ("fragment 0 sent at step 100").
         """
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of `values` (1-D fp64, host) over the lanes of this region."""
         ...
 
     def clock(self) -> float:

@@ -72,6 +72,7 @@ class GlooLink:
     ) -> None:
         self.region = region
         self.num_regions = num_regions
+        self.lane, self.num_lanes = 0, 1
         self._others = [other for other in range(num_regions) if other != region]
         self._store = dist.PrefixStore(f"{prefix}/left", store)
         self._timeout_s = timeout_s
@@ -108,6 +109,9 @@ class GlooLink:
             return Arrival(result, trailers, bytes_sent, time.perf_counter() - start)
 
         return self._submit(transfer, what)
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
 
     def clock(self) -> float:
         return time.perf_counter()

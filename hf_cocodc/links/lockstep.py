@@ -191,6 +191,7 @@ class LockstepLink:
     def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
         self.region = region
         self.num_regions = num_regions
+        self.lane, self.num_lanes = 0, 1
         self._hub = hub
         self._calls = 0
         self.now = 0.0
@@ -199,6 +200,9 @@ class LockstepLink:
     def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
         return _Handle(self, self._bring(what, (conversation, trailer, self.now), meet))
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
 
     def clock(self) -> float:
         return time.perf_counter() if self._hub.virtual is None else self.now

@@ -26,6 +26,7 @@ FLOORS = {
     "methods": 2,
     "links": 3,
     "regions": 3,
+    "lanes": 3,
     "handshake": 3,
     "agreement": 3,
     "synchronizer": 4,
@@ -45,6 +46,7 @@ FLOORS = {
 SHARED = {
     ("codecs", "fragments"),
     ("regions", "links"),
+    ("lanes", "links"),
     ("agreement", "links"),
     ("synchronizer", "journal"),
     ("synchronizer", "transfers"),

@@ -1,0 +1,104 @@
+"""A region's script for the sharded tests: Trainer over FSDP2, or over DDP to compare with, and what came out.
+
+Arguments: fsdp | ddp, an output folder, the OuterConfig as JSON, FULL | SHARDED, the steps, and the step to stop at (0: none).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig
+from hf_cocodc.errors import RunStopped
+from tests.processes.worker import Tokens
+from tests.test_resuming import At
+from tests.toys import llama
+
+
+class ShardedTrainer(Trainer):
+    """Accelerate takes FSDP for DDP where there is no accelerator; this makes it shard on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            state_dict_type=f"{sys.argv[4]}_STATE_DICT",
+            reshard_after_forward=True,
+        )
+        self.is_fsdp_enabled = True
+
+
+def whole(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param
+
+
+def main() -> None:
+    kind, folder, config = sys.argv[1], Path(sys.argv[2]), OuterConfig(**json.loads(sys.argv[3]))
+    steps, stop = int(sys.argv[5]), int(sys.argv[6])
+    torch.set_num_threads(1)
+    callback = CoCoDCCallback(config)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        report_to="none",
+        save_strategy="no",
+        eval_strategy="steps",
+        eval_steps=3,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    trainer = (ShardedTrainer if kind == "fsdp" else Trainer)(
+        model=llama(callback.region),
+        args=args,
+        train_dataset=Tokens(256, seed=callback.region),
+        eval_dataset=Tokens(8, seed=9),
+        callbacks=[callback],
+    )
+    if stop:
+        trainer.add_callback(At(stop, lambda control: callback._note_signal("SIGTERM")))
+    result: dict[str, Any] = {}
+    try:
+        trainer.train(resume_from_checkpoint=True)
+        result["final"] = torch.cat([whole(p).detach().reshape(-1) for p in trainer.model.parameters()])
+    except RunStopped as error:
+        result["stopped"] = str(error)
+    assert callback.outer is not None
+    synchronizer = callback.outer.synchronizer
+    result |= {
+        "evaluations": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
+        "digest": synchronizer.global_digest(),
+        "numel": sum(state.fragment.numel for state in synchronizer.fragments),
+        "num_params": synchronizer.num_params,
+        "bytes_sent": synchronizer.totals.bytes_sent,
+        "change": list(synchronizer.stats.change),
+        "sends": synchronizer.totals.sends,
+    }
+    torch.save(
+        result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

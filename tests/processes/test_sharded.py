@@ -1,0 +1,74 @@
+"""Regions whose model is sharded over their ranks (FSDP2): every rank has a lane of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_cocodc import state
+from tests.processes.launching import run_regions
+from tests.toys import params_of
+
+WORKER = str(Path(__file__).with_name("sharded_worker.py"))
+CONFIG = {
+    "method": "cocodc",
+    "sync_interval": 4,
+    "num_fragments": 2,
+    "overlap_steps": 2,
+    "sends_per_interval": 4,
+    "outer_lr": 0.7,
+}
+STEPS = 11
+
+
+def regions(
+    folder: Path, kind: str, how: str = "FULL", stop: int = 0, **settings: Any
+) -> dict[str, dict[str, Any]]:
+    folder.mkdir(exist_ok=True)
+    config = json.dumps({**CONFIG, **settings})
+    return run_regions(2, 2, [kind, str(folder), config, how, str(STEPS), str(stop)], folder, WORKER)
+
+
+def test_lanes_of_shards_train_as_a_leader_of_replicas_does(tmp_path: Path) -> None:
+    """2 regions x 2 ranks, FSDP2 against DDP: the same weights and held-out losses, evaluations in between included.
+
+    Not bitwise: FSDP2 sums gradients and norms in another order. Strengths of the compensation, change rates and the
+    choice of fragments are those of the whole tensors, or the two would part.
+    """
+    sharded = regions(tmp_path / "fsdp", "fsdp")
+    replicas = regions(tmp_path / "ddp", "ddp")
+    reference = replicas["region0-rank0"]
+    for name, found in sharded.items():
+        assert torch.equal(found["final"], sharded["region0-rank0"]["final"]), name
+        torch.testing.assert_close(found["final"], reference["final"], atol=2e-5, rtol=1e-4)
+        assert found["evaluations"] == pytest.approx(reference["evaluations"], abs=1e-4)
+        assert found["change"] == pytest.approx(reference["change"], rel=1e-3)
+        assert found["sends"] == reference["sends"]
+        assert found["num_params"] == reference["numel"]
+        assert found["bytes_sent"] == reference["bytes_sent"], "the lanes of a region together"
+    for lane in range(2):
+        assert sharded[f"region0-rank{lane}"]["digest"] == sharded[f"region1-rank{lane}"]["digest"]
+        assert sharded[f"region0-rank{lane}"]["numel"] < reference["numel"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["FULL", "SHARDED"])
+def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
+    """Stopped mid-round with transfers in flight, and resumed; the exported global model is whole."""
+    expected = regions(tmp_path / "whole", "fsdp", how)
+    stopped = regions(tmp_path / "run", "fsdp", how, stop=4)
+    assert "region 0 was interrupted" in stopped["region0-rank0"]["stopped"]
+    [step] = {max(state.checkpoints(tmp_path / "run" / f"region-{region}")) for region in range(2)}
+    assert step < STEPS
+    resumed = regions(tmp_path / "run", "fsdp", how)
+    for name, found in resumed.items():
+        assert torch.equal(found["final"], expected[name]["final"]), name
+    folder = tmp_path / "run" / "region-1" / f"checkpoint-{step}"
+    model = AutoModelForCausalLM.from_pretrained(folder / "global")
+    assert params_of(model).numel() == expected["region0-rank0"]["num_params"]
+    assert (folder / state.tensors_file(1)).is_file()
