@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,8 @@ PRELOADED = ["pytest", "tests.processes.worker"]
 _context = multiprocessing.get_context("forkserver")
 
 
-def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> BaseProcess:
-    """Start body(*args), a function of a module, in a process of its own whose output goes to `log`."""
+def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> Process:
+    """Start body(*args), which can be pickled, in a process of its own whose output goes to `log`."""
     _context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, environment(HF_HUB_DISABLE_PROGRESS_BARS="1")):
         forkserver.ensure_running()
@@ -41,7 +41,7 @@ def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str])
     body(*args)
 
 
-def wait_until(holds: Callable[[], bool], process: BaseProcess, log: Path, poll_s: float = 0.005) -> None:
+def wait_until(holds: Callable[[], bool], process: Process, log: Path, poll_s: float = 0.005) -> None:
     """Until `holds`, as long as the process lives and for TIMEOUT_S at most; else its output is the error."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.journal import read
 from hf_cocodc.state import COMPLETE, checkpoints, damage
 from hf_cocodc.state import read as read_state
-from tests.processes.forks import TIMEOUT_S, fork, wait_until
+from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 
@@ -72,7 +71,7 @@ def journal_of(folder: Path) -> Path:
     return folder / "region-0" / "cocodc" / "journal.jsonl"
 
 
-def kill_while_saving(process: BaseProcess, folder: Path, log: Path, moments: random.Random) -> bool:
+def kill_while_saving(process: Process, folder: Path, log: Path, moments: random.Random) -> bool:
     """SIGKILL after a few more checkpoints, at a random moment of the next; whether a broken one is left."""
     goal = newest(folder) + moments.randint(1, STEPS_BETWEEN)
     wait_until(lambda: newest(folder) >= goal, process, log, poll_s=0.001)

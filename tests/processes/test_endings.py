@@ -1,0 +1,189 @@
+"""Ending together, in real processes over real gloo: whatever ends one region, the others hear of it in good time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_cocodc import state
+from hf_cocodc.journal import read
+from hf_cocodc.regions import serve_store
+from tests.processes.ending_worker import STEPS, live
+from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
+from tests.processes.launching import environment
+
+HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
+SOON_S = 20  # far below the time-out of 60 s
+
+
+def regions_env(store: TCPStore, region: int) -> dict[str, str]:
+    address = f"127.0.0.1:{store.port}"
+    return {"HF_COCODC_REGION": str(region), "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": address}
+
+
+def start(folder: Path, store: TCPStore, *own: dict[str, Any], **common: Any) -> list[Process]:
+    """Two regions; what is said of each in turn, then of both."""
+    folder.mkdir(exist_ok=True)
+    bodies = [functools.partial(live, **common, **each) for each in (own or ({}, {}))]
+    return [
+        fork(body, str(folder), log=folder / f"log-{region}.txt", **regions_env(store, region))
+        for region, body in enumerate(bodies)
+    ]
+
+
+def outcomes(folder: Path, processes: list[Process]) -> list[dict[str, Any]]:
+    """What each region came to, all being at their end."""
+    for region, process in enumerate(processes):
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0, (folder / f"log-{region}.txt").read_text()[-4000:]
+    return [torch.load(folder / f"region{region}.pt") for region in range(len(processes))]
+
+
+def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any]]:
+    store = serve_store("127.0.0.1")
+    return outcomes(folder, start(folder, store, *own, **common))
+
+
+def complete(folder: Path, region: int) -> list[int]:
+    found = state.checkpoints(folder / f"region-{region}")
+    return [step for step, path in found.items() if state.damage(path) is None]
+
+
+def assert_finished_together(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["error"] == theirs["error"] == ""
+    assert ours["finished"]
+    assert theirs["finished"]
+    assert ours["step"] == theirs["step"]
+    assert torch.equal(ours["weights"], theirs["weights"])
+
+
+def test_early_stopping_in_one_region_finishes_all(tmp_path: Path) -> None:
+    """Region 1 stops at step 6: a few steps later both have finished, with the same weights."""
+    ours, theirs = run(tmp_path, {}, {"action": "stop"})
+    assert_finished_together(ours, theirs)
+    assert ours["step"] in HEARD
+
+
+def test_early_stopping_in_one_region_stops_all(tmp_path: Path) -> None:
+    """when_one_ends=stop: both end with RunStopped and a complete checkpoint of the same step."""
+    for region, found in enumerate(run(tmp_path, {}, {"action": "stop"}, policy="stop")):
+        assert found["error"].startswith(
+            f"RunStopped: all regions stopped at step {found['step']}: region 1 has"
+        )
+        assert found["step"] in HEARD
+        assert complete(tmp_path, region) == [found["step"]]
+
+
+def test_early_stopping_in_one_region_stops_nobody(tmp_path: Path) -> None:
+    """when_one_ends=continue: both finish after all their steps."""
+    ours, theirs = run(tmp_path, {}, {"action": "stop"}, policy="continue")
+    assert_finished_together(ours, theirs)
+    assert ours["step"] == STEPS
+
+
+def test_an_error_in_one_region(tmp_path: Path) -> None:
+    """The other is told which region and what error, and saves; both can go on over the same store, to the very end."""
+    store = serve_store("127.0.0.1")
+    ours, theirs = outcomes(tmp_path, start(tmp_path, store, {}, {"action": "fail"}))
+    assert theirs["error"] == "ValueError: the data is broken"
+    assert ours["error"].startswith(f"RunStopped: all regions stopped at step {ours['step']}: region 1 was")
+    assert "(ValueError at step 5: the data is broken)" in ours["error"]
+    assert ours["step"] in HEARD
+    assert ours["seconds"] < SOON_S
+    assert complete(tmp_path, 0) == [ours["step"]]
+    assert complete(tmp_path, 1) == []
+    ours, theirs = outcomes(tmp_path, start(tmp_path, store, resume=True))
+    assert_finished_together(ours, theirs)
+    assert ours["step"] == STEPS
+
+
+def test_sigterm_to_one_region(tmp_path: Path) -> None:
+    """Both save the same step, and go on from it to the bits of a run that nobody stopped."""
+    stores = [serve_store("127.0.0.1") for _ in range(2)]
+    journal = tmp_path / "again" / "region-1" / "cocodc" / "journal.jsonl"
+    whole = start(tmp_path / "whole", stores[0])
+    again = start(tmp_path / "again", stores[1], step_s=0.05)
+    wait_until(
+        lambda: journal.is_file() and any(event.get("step", 0) >= 8 for event in read(journal)),
+        again[1],
+        tmp_path / "again" / "log-1.txt",
+    )
+    again[1].terminate()
+    ours, theirs = outcomes(tmp_path / "again", again)
+    assert 8 <= ours["step"] == theirs["step"] < STEPS
+    for region, found in enumerate((ours, theirs)):
+        assert "region 1 was interrupted (SIGTERM)" in found["error"]
+        assert complete(tmp_path / "again", region) == [ours["step"]]
+    resumed = run(tmp_path / "again", resume=True)
+    expected = outcomes(tmp_path / "whole", whole)
+    for found, reference in zip(resumed, expected, strict=True):
+        assert found["step"] == reference["step"] == STEPS
+        assert torch.equal(found["weights"], reference["weights"])
+
+
+@pytest.mark.parametrize("policy", ["auto", "continue"])
+def test_an_iterable_that_runs_dry_in_one_region(policy: str, tmp_path: Path) -> None:
+    """Region 1 has data for 5 steps: both finish soon after, or region 0 goes on to the end."""
+    ours, theirs = run(tmp_path, {}, {"dry": True, "rows": 10}, policy=policy)
+    assert_finished_together(ours, theirs)
+    assert ours["step"] in HEARD if policy == "auto" else ours["step"] == STEPS
+
+
+def test_epochs_of_unequal_shards(tmp_path: Path) -> None:
+    """Two epochs of 12 and of 16 rows in batches of 2: both make the fewer steps."""
+    ours, theirs = run(tmp_path, {"rows": 16}, {"rows": 12}, max_steps=-1, num_train_epochs=2)
+    assert_finished_together(ours, theirs)
+    assert ours["step"] == 12
+
+
+def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) -> None:
+    """A notebook survives its KeyboardInterrupt: the other region still learns of it, and why."""
+    store = serve_store("127.0.0.1")
+    first, second = start(tmp_path, store, {}, {"action": "interrupt twice", "lingers": True})
+    [ours] = outcomes(tmp_path, [first])
+    assert second.is_alive()
+    second.kill()
+    assert ours["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
+    assert "KeyboardInterrupt at step 5" in ours["error"]
+    assert ours["seconds"] < SOON_S
+
+
+def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
+    """KeyboardInterrupt in region 1 ends its script; region 0's ends soon after and names it."""
+    store = serve_store("127.0.0.1")
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.ending_worker", str(tmp_path), json.dumps(arguments)],
+            env=environment(**regions_env(store, region)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for region, arguments in enumerate([{}, {"action": "interrupt twice"}])
+    ]
+    try:
+        _, interrupted = scripts[1].communicate(timeout=TIMEOUT_S)
+        start_s = time.monotonic()
+        _, said = scripts[0].communicate(timeout=TIMEOUT_S)
+    finally:
+        for script in scripts:
+            script.kill()
+            script.wait()
+    assert time.monotonic() - start_s < SOON_S
+    assert scripts[1].returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert "SIGINT: region 1 trains on until the others have heard of it" in interrupted
+    assert scripts[0].returncode == 0, said[-4000:]
+    found = torch.load(tmp_path / "region0.pt")
+    assert found["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
+    assert "KeyboardInterrupt at step 5" in found["error"]
+    assert found["seconds"] < SOON_S
