@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
@@ -64,6 +65,9 @@ class OuterOptimizer:
         journal: file for one JSON line an event; none by default.
         link: reaches the other regions; by default one is made from `regions`.
         saved: a checkpoint's part that is ours, to start from; the model has to hold the weights saved with it.
+        stage: (index, number of stages) where every rank of the region holds a pipeline stage of its own: `model` is that
+            stage, not prepared by Accelerate, and exchanges with the same stage of the other regions only (DiLoCoX's dual
+            optimizer, 2506.21263).
 
     Constructing it is a collective call: it waits for all regions, compares their settings, and starts them from region
     0's parameters.
@@ -87,13 +91,14 @@ class OuterOptimizer:
         journal: str | Path | None = None,
         link: Link | None = None,
         saved: Saved | None = None,
+        stage: tuple[int, int] | None = None,
     ) -> None:
         method = from_config(config)
         refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
         if link is None:
-            link = join(accelerator, bare, config, regions, max_steps)
+            link = join(accelerator, bare, config, regions, max_steps, stage=stage)
         self.link = link
         self.verdict: str | None = None
         """"finish" or "stop" once the regions have agreed to end before max_steps."""
@@ -389,45 +394,50 @@ def join(
     regions: RegionConfig,
     max_steps: int | None,
     resumes: bool = False,
+    stage: tuple[int, int] | None = None,
 ) -> Link:
-    """Meet the other regions, compare settings and connect; only the region's leader talks."""
+    """Meet the other regions, compare settings and connect.
+
+    Where ranks hold the same parameters the leader alone talks; a rank with shards (FSDP2) or a stage of its own reaches
+    the same rank elsewhere.
+    """
     regions = regions.resolved()
     region, count = regions.region, regions.count
     assert region is not None and count is not None
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    sharded = accelerator.distributed_type is DistributedType.FSDP
+    lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
     if count == 1:
         logger.info(
             "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."
         )
-        return loopback()
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    lanes = num_ranks if accelerator.distributed_type is DistributedType.FSDP else 1
+        alone = loopback()
+        return LaneLink(alone, rank, num_ranks, device) if sharded else alone
     assert regions.store is not None
     run: str | None = None
-    if accelerator.is_main_process:
-        store = connect_store(regions.store, regions.timeout_s)
+    if accelerator.is_main_process or stage is not None:
         shared = {
             "connections": regions.connections,
             "timeout_s": regions.timeout_s,
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
         }
-        mine = hello(model, {**settings(config), **shared}, max_steps, lanes)
-        roster = rendezvous(store, region, count, mine, regions.timeout_s)
+        mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
+        store: dist.Store = connect_store(regions.store, regions.timeout_s)
+        meeting = dist.PrefixStore(f"stage{lane}", store) if stage is not None else store
+        roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
         compare(roster.hellos)
         run = roster.run
         logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
-    if lanes > 1:
+    if sharded:
         [run] = broadcast_object_list([run])
-    link: Link | None = None
+    link: GlooLink | None = None
     if run is not None:
-        address = own_address(regions.store, regions.interface)
         store = connect_store(regions.store, regions.timeout_s)
-        prefix = f"{run}/lane{rank}"
+        address = own_address(regions.store, regions.interface)
+        prefix = f"{run}/lane{lane}"
         link = GlooLink(store, prefix, region, count, regions.connections, address, regions.timeout_s)
-    if num_ranks == 1:
-        assert link is not None
-        return link
-    if lanes > 1:
-        assert link is not None
-        return LaneLink(link, rank, num_ranks, accelerator.device)
-    return SharedLink(link, region, count, accelerator.device)
+        link.lane, link.num_lanes = lane, num_lanes
+    if link is None or (num_ranks > 1 and num_lanes == 1):
+        return SharedLink(link, region, count, device)
+    return LaneLink(link, lane, num_lanes, device) if sharded else link
