@@ -7,6 +7,7 @@ else.
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ class Journal:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             before = path.read_bytes()[:position] if path.is_file() else b""
-            path.unlink(missing_ok=True)  # who reads along notices another file, not one that shrank
-            path.write_bytes(before)
+            other = path.with_name(f"{path.name}.new")
+            other.write_bytes(before)
+            os.replace(other, path)  # who reads along notices another file, not one that shrank
             events = read(path)
             self._opened -= events[-1].get("time_s", 0.0) if events else 0.0
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc import state
+from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import RunStopped
+from hf_cocodc.journal import Journal
 from hf_cocodc.links.base import Link
 from hf_cocodc.simulation import simulate
 from tests.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
@@ -66,3 +68,21 @@ def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(state, "seal", lambda checkpoint: [sealed.append(checkpoint), seal(checkpoint)])
     step = stopped(tmp_path, 6)
     assert sealed == [checkpoint_of(tmp_path, region, step) for region in range(2)]
+
+
+def test_a_journal_that_is_cut_back_while_it_is_read_along(tmp_path: Path) -> None:
+    """The display of a resumed run reads the journal before and after its region cuts it back to the checkpoint."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for step in range(1, 8):
+        journal.write("send", step=step, fragment=0)
+        if step == 3:
+            position = journal.position
+    display = Display([0], [path], 100, resumed=True)
+    display.update()
+    assert display.step == 7
+    resumed_journal = Journal(path, position)
+    for step in range(4, 30):
+        resumed_journal.write("land", step=step, fragment=0, sent_at=step)
+        display.update()
+    assert display.step == 29

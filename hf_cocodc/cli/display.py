@@ -1,6 +1,7 @@
 """One progress display for all regions, fed from their journals."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,8 +46,9 @@ class Display:
     def update(self) -> None:
         """Take in what the journals have got since the last call."""
         for index, journal in enumerate(self._journals):
-            history = self._resumed and self._is_another_file(index, journal)
-            for event in self._new_events(index, journal):
+            events, another_file = self._new_events(index, journal)
+            history = self._resumed and another_file
+            for event in events:
                 if event["kind"] in ("log", "send", "land"):
                     self._last[index].update(event)
                 if event["kind"] == "evaluate" and index == 0 and not history:
@@ -85,19 +87,19 @@ class Display:
         else:
             print(line, flush=True)
 
-    def _is_another_file(self, index: int, journal: Path) -> bool:
-        """Whether a journal was put in the place of the one read before, as is done when a run is resumed."""
-        number = journal.stat().st_ino if journal.is_file() else 0
-        if number == self._files[index]:
-            return False
-        self._files[index], self._read[index] = number, 0
-        return True
+    def _new_events(self, index: int, journal: Path) -> tuple[list[dict[str, Any]], bool]:
+        """What a journal has got since the last call; whether it is another file, put in the place of the one read before.
 
-    def _new_events(self, index: int, journal: Path) -> list[dict[str, Any]]:
+        That is done when a run is resumed.
+        """
         if not journal.is_file():
-            return []
+            return [], False
         with journal.open("rb") as file:
+            number = os.fstat(file.fileno()).st_ino
+            another_file = number != self._files[index]
+            if another_file:
+                self._files[index], self._read[index] = number, 0
             file.seek(self._read[index])
             whole, newline, _ = file.read().rpartition(b"\n")
         self._read[index] += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in whole.splitlines()], another_file
