@@ -26,7 +26,17 @@ from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
 from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, norms, reshard, tensors_in
-from .transfers import FragmentState, Here, Totals, Transfer, gather, layout, same_layout, same_structure
+from .transfers import (
+    FragmentState,
+    Here,
+    Totals,
+    Transfer,
+    gather,
+    layout,
+    same_layout,
+    same_structure,
+    scatter,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +167,7 @@ class Synchronizer:
             for state in self.fragments:
                 state.in_flight.clear()
         for state in self.fragments:
-            copy_all_(state.params, state.fragment.views(self._agreed_global(state)))
+            scatter(self._agreed_global(state), state.fragment, state.params)
         self._check_the_end()
         self._schedule_state = self.method.schedule.init(len(self.fragments))
 
@@ -173,7 +183,7 @@ class Synchronizer:
             kept = [[param.clone() for param in state.params] for state in self.fragments]
             for state in self.fragments:
                 shown = self._agreed_global(state) if averaged else state.global_params
-                copy_all_(state.params, state.fragment.views(shown))
+                scatter(shown, state.fragment, state.params)
         try:
             yield
         finally:
@@ -235,7 +245,7 @@ class Synchronizer:
         flat = gather(fragment, params)
         if start:
             self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-            copy_all_(params, fragment.views(flat))
+            scatter(flat, fragment, params)
         memory = self.method.codec.init(fragment)
         return FragmentState(
             fragment=fragment,
@@ -328,7 +338,7 @@ class Synchronizer:
             local = state.gather()
             heal = merge if self._everywhere(is_finite(local)) else replace()
             merged = heal.apply(local, state.global_params, transfer.snapshot, info)
-            copy_all_(state.params, state.fragment.views(merged))
+            scatter(merged, state.fragment, state.params)
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
             self._account(state, transfer, arrival, blocked_s, length)

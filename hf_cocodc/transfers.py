@@ -12,7 +12,7 @@ from .codecs.base import Result, State
 from .errors import CheckpointError
 from .fragments import Fragment
 from .links.base import Arrival, Handle, Trailer
-from .tensors import copy_all_, flat_zeros
+from .tensors import copy_all_, flat_zeros, tensors_in
 
 
 @dataclass
@@ -119,10 +119,15 @@ _KEPT_OF_A_FRAGMENT = (
 
 
 def gather(fragment: Fragment, params: Sequence[Tensor]) -> Tensor:
-    """Parameters as one new flat buffer."""
-    flat = flat_zeros(fragment.numel)
+    """Parameters as one new flat buffer on the host; from a device in one transfer, not in one a parameter."""
+    flat = torch.zeros(fragment.numel, dtype=torch.float32, device=params[0].device)
     copy_all_(fragment.views(flat), params)
-    return flat
+    return flat.cpu()
+
+
+def scatter(flat: Tensor, fragment: Fragment, params: Sequence[Tensor]) -> None:
+    """Write a flat buffer into the parameters; to a device in one transfer."""
+    copy_all_(params, fragment.views(flat.to(params[0].device)))
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
@@ -178,6 +183,16 @@ def same_structure(found: Any, expected: Any, what: str) -> None:
             f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
             "and settings that wrote it."
         )
+
+
+def memory(fragments: Sequence[FragmentState]) -> tuple[int, int]:
+    """Bytes on the host: of global params, outer state and residuals; and of the largest transfer while it is in flight."""
+    kept = [[each.global_params, *tensors_in(each.outer), *tensors_in(each.codec)] for each in fragments]
+    copies = 4  # snapshot, outer gradient, payload and mean
+    return (
+        sum(tensor.nbytes for tensors in kept for tensor in tensors),
+        copies * max(each.global_params.nbytes for each in fragments),
+    )
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ..links.loopback import loopback
 from ..methods import from_config, settings
 from ..regions import connect_store, own_address, rendezvous
 from ..synchronizer import Synchronizer
+from ..transfers import memory
 from .card import section
 from .checkpoints import JOINING, Saved, check
 
@@ -136,6 +137,10 @@ class OuterOptimizer:
             num_fragments=len(self.synchronizer.fragments),
             max_steps=max_steps,
             outer=self._settings,
+        )
+        logger.info(
+            "outer state: %.4g MB on the host, and up to %.4g MB more for each transfer in flight.",
+            *(count / 1e6 for count in memory(self.synchronizer.fragments)),
         )
         hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *_hook_into_saving(accelerator, self)]
