@@ -111,6 +111,14 @@ def test_a_codec_with_memory_in_regions_of_two_ranks(tmp_path: Path) -> None:
     assert_all_ranks_equal(run_regions(2, 2, ["trainer", str(tmp_path), json.dumps(config)], tmp_path))
 
 
+def test_regions_of_unequal_size(tmp_path: Path) -> None:
+    """One rank here, two there (DDP): the leaders talk, and all three ranks end with the same global params."""
+    found = run_regions(2, [1, 2], ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    assert sorted(found) == ["region0-rank0", "region1-rank0", "region1-rank1"]
+    assert len({each["global_digest"] for each in found.values()}) == 1
+    assert all(torch.equal(each["final"], found["region0-rank0"]["final"]) for each in found.values())
+
+
 def test_one_launch_split_into_regions(lockstep: list[dict], tmp_path: Path) -> None:
     """split_world(2) in one launch of two processes = two launches of one, bitwise."""
     command = [*accelerate(2), WORKER, "loop", str(tmp_path), json.dumps(CONFIG), "split"]
