@@ -117,8 +117,13 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
         raise CheckpointError(
             f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
         )
-    for name, entry in _listed(checkpoint).items():
-        if "sha256" in entry and _sha256(checkpoint / name) != entry["sha256"]:
+    listed = _listed(checkpoint)
+    for name in (state_file(lane), tensors_file(lane)):
+        if name not in listed:
+            raise CheckpointError(
+                f"{checkpoint} has no {name}: it was written by a region with fewer ranks. Launch the region as it was."
+            )
+        if _sha256(checkpoint / name) != listed[name]["sha256"]:
             raise CheckpointError(
                 f"{checkpoint / name} is not what was saved: its SHA-256 differs from the one in {COMPLETE}. Resume from "
                 "another checkpoint of the run."
