@@ -43,14 +43,32 @@ def whole() -> Pattern:
 
 
 def strided(num_fragments: int) -> Pattern:
-    """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default)."""
-    return lambda model: _by_blocks(model, num_fragments, lambda block, num_blocks: block % num_fragments)
+    """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default).
+
+    Where blocks differ in size, every P neighbours still go to P fragments, but the largest of them to the fragment that
+    is smallest so far: with experts in every second layer, f + kP would put all of them into every second fragment.
+    """
+
+    def deal(sizes: Sequence[int]) -> list[int]:
+        placed = [0] * len(sizes)
+        totals = [0] * num_fragments
+        for start in range(0, len(sizes), num_fragments):
+            stride = range(start, min(start + num_fragments, len(sizes)))
+            uneven = len(set(totals)) > 1
+            blocks = sorted(stride, key=lambda block: -sizes[block]) if uneven else stride
+            fragments = sorted(range(num_fragments), key=totals.__getitem__)  # ties stay in order
+            for block, fragment in zip(blocks, fragments, strict=False):
+                placed[block] = fragment
+                totals[fragment] += sizes[block]
+        return placed
+
+    return lambda model: _by_blocks(model, num_fragments, deal)
 
 
 def sequential(num_fragments: int) -> Pattern:
     """Fragment f holds consecutive blocks (Streaming DiLoCo, 2501.18512)."""
     return lambda model: _by_blocks(
-        model, num_fragments, lambda block, num_blocks: block * num_fragments // num_blocks
+        model, num_fragments, lambda sizes: [i * num_fragments // len(sizes) for i in range(len(sizes))]
     )
 
 
@@ -80,9 +98,9 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _by_blocks(
-    model: nn.Module, num_fragments: int, place: Callable[[int, int], int]
+    model: nn.Module, num_fragments: int, place: Callable[[Sequence[int]], list[int]]
 ) -> tuple[Fragment, ...]:
-    """Blocks go where `place` says; what lies outside the blocks fills up the smallest fragments, largest piece first.
+    """Blocks go where `place` says, given their sizes; what lies outside fills up the smallest fragments, largest first.
 
     The paper gives the embedding a fragment of its own; here it joins one, so that `num_fragments` is the number of
     transfers a round and their sizes stay close to each other.
@@ -103,13 +121,13 @@ def _by_blocks(
             f"least one. Use num_fragments <= {len(blocks)}"
             + (", or fragment_pattern=whole." if len(blocks) < 2 else ".")
         )
-    groups: list[list[str]] = [[] for _ in range(num_fragments)]
-    for index, names in enumerate(blocks):
-        groups[place(index, len(blocks))] += names
 
     def numel(names: Sequence[str]) -> int:
         return sum(params[name].numel() for name in names)
 
+    groups: list[list[str]] = [[] for _ in range(num_fragments)]
+    for names, fragment in zip(blocks, place([numel(names) for names in blocks]), strict=True):
+        groups[fragment] += names
     for names in sorted(outside.values(), key=numel, reverse=True):
         min(groups, key=numel).extend(names)
     return _build(model, groups)

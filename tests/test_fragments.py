@@ -64,6 +64,19 @@ def test_embedding_and_head_keep_fragments_even() -> None:
     assert max(sizes) < 1.7 * min(sizes)
 
 
+@pytest.mark.parametrize("num_fragments", [2, 4])
+@pytest.mark.parametrize("period", [2, 4])
+def test_strided_deals_out_large_blocks(num_fragments: int, period: int) -> None:
+    """Experts in every second or fourth layer are spread over the fragments; each stride still gives every fragment one."""
+    layers = [9 if i % period == period - 1 else 1 for i in range(16)]
+    fragments = strided(num_fragments)(Blocks([torch.zeros(size) for size in layers]))
+    sizes = [fragment.numel for fragment in fragments]
+    assert max(sizes) == min(sizes)
+    for fragment in fragments:
+        strides = [int(name.split(".")[1]) // num_fragments for name in fragment.names]
+        assert strides == list(range(16 // num_fragments))
+
+
 def test_frozen_parameters_stay_at_home_and_tied_ones_travel_once() -> None:
     """requires_grad=False is left out; a tied head is the embedding."""
     model = llama(tie=True)
