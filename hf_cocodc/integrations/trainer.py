@@ -201,7 +201,9 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         outer = self._running
-        if state.global_step == self._epoch_began_at and not outer.should_stop:  # the data has run dry
+        # Trainer wishes to stop where an epoch had no data left; a resumed one may have had no more than what it skips
+        dry = state.global_step == self._epoch_began_at and control.should_training_stop
+        if dry and not outer.should_stop:
             outer.finish()
         self._hold(control)
         self._end_if_agreed(state, control)
