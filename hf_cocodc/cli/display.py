@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+_ANEW = "no region has a complete checkpoint: training starts from the beginning"
+
 
 class Display:
     """A bar on a terminal, a line now and then elsewhere.
@@ -28,6 +30,8 @@ class Display:
         self._read = [0] * len(journals)
         self._files = [0] * len(journals)
         self._resumed = resumed
+        self._before = journals[0].stat().st_ino if journals[0].is_file() else 0
+        self._begun: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
         self._said = -1
@@ -51,8 +55,13 @@ class Display:
             for event in events:
                 if event["kind"] in ("log", "send", "land"):
                     self._last[index].update(event)
+                if event["kind"] in ("start", "resume") and index == 0:
+                    self._begun = event["step"]
                 if event["kind"] == "evaluate" and index == 0 and not history:
                     self._say_evaluation(event)
+            if self._resumed and events and index == 0 and not history and self._begun is not None:
+                self._say(f"resumed from step {self._begun}" if self._begun else _ANEW)
+                self._begun = None
         if self._bar is not None:
             self._bar.n = self.step
             self._bar.set_postfix_str(self._losses(), refresh=False)
@@ -63,6 +72,11 @@ class Display:
             self._said = self.step
             total = f"/{self._max_steps}" if self._max_steps > 0 else ""
             print(f"step {self.step}{total}  {self._losses()}", flush=True)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether region 0 has begun to train: it puts a journal of its own in the place of the one of before."""
+        return self._files[0] != self._before
 
     def close(self) -> None:
         """Leave the line to others."""
@@ -81,7 +95,9 @@ class Display:
             for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
             if event.get(name) is not None
         )
-        line = f"step {event['step']}: held out, global weights: {shown}"
+        self._say(f"step {event['step']}: held out, global weights: {shown}")
+
+    def _say(self, line: str) -> None:
         if self._bar is not None:
             self._bar.write(line, file=sys.stdout)
         else:

@@ -103,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     display.close()
     if failed is not None:
         return _report_failure(failed, processes)
+    if not display.has_trained:
+        print("the run had finished: nothing was left to train")
     return _report_success(output_dir(recipe), [each.folder for each in processes])
 
 

@@ -1,0 +1,141 @@
+"""`hf-cocodc train RECIPE --resume` after every process of the run was killed: the model file of a run that nobody touched."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import psutil
+import pytest
+
+from hf_cocodc import simulate, state
+from hf_cocodc.journal import read
+from tests.processes.launching import ROOT, environment
+from tests.processes.test_failures import training_processes
+
+TIMEOUT_S = 120
+STEPS = 36
+H = 6
+ENOUGH = 2 * H + 2
+TINY = [
+    *("model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=3"),
+    *("data.block_size=32", "training.eval_strategy=no", "training.eval_on_start=false"),
+    *(f"training.max_steps={STEPS}", "training.warmup_steps=4", "training.logging_steps=3"),
+    f"outer.sync_interval={H}",
+]
+SAVING = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=2"]
+METHODS = {
+    "diloco": [],
+    "streaming": ["outer.num_fragments=3", "outer.codec=fp4"],
+    "dilocox": ["outer.rank=2"],
+    "cocodc": ["outer.num_fragments=3", "outer.overlap_steps=2", "outer.sends_per_interval=3"],
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "cocodc"]
+
+
+def recipe(method: str) -> str:
+    return str(ROOT / "recipes" / "quickstart" / f"{method}.yaml")
+
+
+def overrides(method: str, folder: Path) -> list[str]:
+    """A run of seconds, on little text: it makes more than one epoch."""
+    text = folder.parent / "text"
+    text.mkdir(exist_ok=True)
+    (text / "train.txt").write_text(Path(argparse.__file__).read_text()[:9000])
+    data = ["data.builtin=null", f"data.path={text}"]
+    return [*TINY, *data, *METHODS[method], f"training.output_dir={folder}"]
+
+
+def start(method: str, folder: Path) -> subprocess.Popen:
+    """`hf-cocodc train RECIPE --resume`."""
+    sets = [*overrides(method, folder), *SAVING]
+    arguments = [recipe(method), "--resume", *(part for each in sets for part in ("--set", each))]
+    code = "import sys; from hf_cocodc.cli.main import main; sys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "train", *arguments],
+        env=environment(HF_DATASETS_CACHE=str(folder.parent / "cache")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+
+
+def train(method: str, folder: Path) -> str:
+    """Train to the end; what was printed."""
+    run = start(method, folder)
+    try:
+        output, errors = run.communicate(timeout=TIMEOUT_S)
+    finally:
+        run.kill()
+    assert run.returncode == 0, errors
+    return output
+
+
+def newest(folder: Path, region: int) -> int:
+    found = state.checkpoints(folder / f"region-{region}")
+    return max((step for step, path in found.items() if (path / state.COMPLETE).is_file()), default=0)
+
+
+def kill_all(run: subprocess.Popen, folder: Path) -> str:
+    """SIGKILL to every process of the run, region 0 having come farther than region 1; what was printed until then."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while newest(folder, 1) < ENOUGH:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
+        time.sleep(0.005)
+    behind = training_processes(run.pid)[1]
+    while newest(folder, 0) <= newest(folder, 1):
+        behind.suspend()
+        time.sleep(0.3)  # so that region 0 comes to where it waits for region 1
+        if newest(folder, 0) <= newest(folder, 1):
+            behind.resume()
+            time.sleep(0.02)
+    everyone = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+    for process in everyone:
+        process.kill()
+    psutil.wait_procs(everyone, timeout=30)
+    return run.communicate(timeout=30)[0]
+
+
+def sends(folder: Path, region: int) -> list[tuple[int, int]]:
+    """Step and fragment of every send that the journal tells of."""
+    journal = read(folder / f"region-{region}" / "cocodc" / "journal.jsonl")
+    return [(event["step"], event["fragment"]) for event in journal if event["kind"] == "send"]
+
+
+@pytest.mark.parametrize("method", ["cocodc", *SLOW])
+def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed where nothing was saved, killed while the regions stand at different steps, resumed, and once more at its end."""
+    again, whole = tmp_path / "again", tmp_path / "whole"
+    again.mkdir()
+    printed = kill_all(start(method, again), again)
+    assert "no region has a complete checkpoint: training starts from the beginning" in printed
+    step = newest(again, 1)
+    assert newest(again, 0) > step
+
+    assert f"resumed from step {step}" in train(method, again)
+    resumes = [
+        event["step"]
+        for event in read(again / "region-0" / "cocodc" / "journal.jsonl")
+        if event["kind"] in ("start", "resume")
+    ]
+    assert resumes == [0, step]
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    simulate(recipe(method), overrides=overrides(method, whole))
+    for region in (0, 1):
+        ours, theirs = (folder / f"region-{region}" / "model.safetensors" for folder in (again, whole))
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert sends(again, region) == sends(whole, region)
+
+    model = again / "region-0" / "model.safetensors"
+    before = model.read_bytes()
+    printed = train(method, again)
+    assert "the run had finished: nothing was left to train" in printed
+    assert f"inner steps           {STEPS}" in printed
+    assert model.read_bytes() == before
