@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
@@ -25,22 +26,28 @@ from tests.test_resuming import At
 from tests.toys import llama
 
 
+def shard(accelerator: Accelerator, state_dict_type: str = "FULL_STATE_DICT") -> None:
+    """Let a fresh Accelerator shard with FSDP2 on CPUs; it takes FSDP for DDP where there is no device."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        state_dict_type=state_dict_type,
+        reshard_after_forward=True,
+    )
+
+
 class ShardedTrainer(Trainer):
-    """Accelerate takes FSDP for DDP where there is no accelerator; this makes it shard on CPUs."""
+    """A Trainer that shards on CPUs."""
+
+    state_dict_type = "FULL_STATE_DICT"
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        state = self.accelerator.state
-        state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
-            state_dict_type=f"{sys.argv[4]}_STATE_DICT",
-            reshard_after_forward=True,
-        )
+        shard(self.accelerator, self.state_dict_type)
         self.is_fsdp_enabled = True
 
 
@@ -52,6 +59,7 @@ def main() -> None:
     kind, folder, config = sys.argv[1], Path(sys.argv[2]), OuterConfig(**json.loads(sys.argv[3]))
     steps, stop = int(sys.argv[5]), int(sys.argv[6])
     torch.set_num_threads(1)
+    ShardedTrainer.state_dict_type = f"{sys.argv[4]}_STATE_DICT"
     callback = CoCoDCCallback(config)
     args = TrainingArguments(
         output_dir=str(folder),

@@ -1,0 +1,22 @@
+"""What the matrix in the README is made of: each method with settings for a run of a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_cocodc.config import OuterConfig
+
+STEPS = 7
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diloco": {},
+    "streaming": {"num_fragments": 2},
+    "eager": {"num_fragments": 2, "fragment_pattern": "strided"},
+    "co2": {"outer_momentum": 0.3},
+    "dilocox": {"rank": 2},
+    "cocodc": {"num_fragments": 2, "overlap_steps": 1, "sends_per_interval": 2},
+}
+
+
+def config(method: str) -> OuterConfig:
+    """The method over rounds of 3 inner steps."""
+    return OuterConfig(method=method, sync_interval=3, **SETTINGS[method])
