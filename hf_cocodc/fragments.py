@@ -6,6 +6,7 @@ every trainable parameter exactly once: tied weights once, frozen parameters not
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -93,8 +94,16 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name; `named_parameters` names a tied weight once."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    """Trainable parameters by name, each place in memory once.
+
+    `named_parameters` names a tied weight once, but adapters of tied layers are parameters that are views of each other.
+    """
+    places: dict[Any, tuple[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            shard = local_shard(param)  # an empty one has no place
+            places.setdefault((shard.data_ptr(), shard.numel()) if shard.data_ptr() else name, (name, param))
+    return dict(places.values())
 
 
 def _by_blocks(
@@ -118,8 +127,8 @@ def _by_blocks(
     if num_fragments > len(blocks):
         raise InputError(
             f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks, and a fragment needs at "
-            f"least one. Use num_fragments <= {len(blocks)}"
-            + (", or fragment_pattern=whole." if len(blocks) < 2 else ".")
+            "least one. Use "
+            + (f"num_fragments <= {len(blocks)}." if len(blocks) > 1 else "fragment_pattern=whole.")
         )
 
     def numel(names: Sequence[str]) -> int:
