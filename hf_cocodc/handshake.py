@@ -73,17 +73,26 @@ def _show(mine: Any, theirs: Any) -> tuple[str, str]:
 
 
 def _frozen_digest(model: nn.Module) -> str:
-    """Digest of everything that is not synchronised but has to be equal: frozen parameters, and buffers that are saved."""
+    """Digest of everything that is not synchronised but has to be equal.
+
+    Frozen parameters, buffers that are saved, and whatever else layers save: the scales of quantised weights, say.
+    """
     sha = hashlib.sha256()
-    saved = set(model.state_dict(keep_vars=True))
+    saved = model.state_dict(keep_vars=True)
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
-    for name, tensor in frozen + buffers:
+    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    others = [(name, t) for name, t in saved.items() if isinstance(t, Tensor) and id(t) not in named]
+    for name, tensor in frozen + buffers + others:
         sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        sha.update(_raw(tensor))
+        for part in _parts(local_shard(tensor)):
+            sha.update(memoryview(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return sha.hexdigest()[:16]
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    flat = local_shard(tensor).cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _parts(tensor: Any) -> list[Tensor]:
+    """What a tensor is made of: a quantised weight may be a subclass that holds values and scales, and no bytes itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
