@@ -11,8 +11,12 @@ from . import simulate, store, train
 COMMANDS = (train, simulate, store)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; an error of ours is one paragraph and an exit code (2 input, 1 while running)."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command and its options; what stands behind the first -- is `launcher`.
+
+    argparse itself would take -- only right behind the recipe, not behind options that follow it.
+    """
+    dashes = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="hf-cocodc",
         description="Low-communication training across regions, for the Hugging Face stack.",
@@ -22,7 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.register(subparsers)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(argv[:dashes])
+    options.launcher = list(argv[dashes + 1 :])
+    if options.launcher and options.run is not train.run:
+        parser.error("arguments behind -- are for accelerate launch, which only hf-cocodc train starts.")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; an error of ours is one paragraph and an exit code (2 input, 1 while running)."""
+    options = parse(sys.argv[1:] if argv is None else argv)
     try:
         return options.run(options)
     except CocodcError as error:

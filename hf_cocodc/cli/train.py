@@ -18,6 +18,7 @@ from .display import Display
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
+        usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without a store, all its regions run on this machine, one accelerate launch each; with "
         "--region and --store, this machine runs one of them. Arguments behind -- go to accelerate launch.",
@@ -41,7 +42,6 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="go on from the newest checkpoint that is complete in every region; from the start where there is none",
     )
-    parser.add_argument("launcher", nargs="*", metavar="-- ARGS", help="arguments for accelerate launch")
     parser.set_defaults(run=run)
 
 
