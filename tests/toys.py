@@ -22,7 +22,11 @@ VOCAB = 64
 
 
 def llama(
-    seed: int = 0, tie: bool = False, dtype: torch.dtype = torch.float32, layers: int = 4
+    seed: int = 0,
+    tie: bool = False,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 4,
+    dropout: float = 0.0,
 ) -> LlamaForCausalLM:
     """A Llama of about 30 thousand parameters."""
     torch.manual_seed(seed)
@@ -35,6 +39,7 @@ def llama(
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tie,
+        attention_dropout=dropout,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=0,

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import TCPStore
 
 from tests.processes.launching import environment
 
@@ -30,6 +31,27 @@ def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> Proces
     process = _context.Process(target=_live, args=(body, args, str(log), env), daemon=True)
     process.start()
     return process
+
+
+def region_env(store: TCPStore, region: int, num_regions: int = 2) -> dict[str, str]:
+    """What tells a process its region."""
+    address = f"127.0.0.1:{store.port}"
+    return {
+        "HF_COCODC_REGION": str(region),
+        "HF_COCODC_REGIONS": str(num_regions),
+        "HF_COCODC_STORE": address,
+    }
+
+
+def rank_env(master: TCPStore, rank: int, num_ranks: int) -> dict[str, str]:
+    """What a launcher tells the ranks of one machine, which meet at its store; nothing where there is one rank."""
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    env |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": master.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {name: str(value) for name, value in env.items()} if num_ranks > 1 else {}
 
 
 def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str]) -> None:

@@ -19,16 +19,11 @@ from hf_cocodc import state
 from hf_cocodc.journal import read
 from hf_cocodc.regions import serve_store
 from tests.processes.ending_worker import STEPS, live
-from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
+from tests.processes.forks import TIMEOUT_S, Process, fork, region_env, wait_until
 from tests.processes.launching import environment
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
 SOON_S = 20  # far below the time-out of 60 s
-
-
-def regions_env(store: TCPStore, region: int) -> dict[str, str]:
-    address = f"127.0.0.1:{store.port}"
-    return {"HF_COCODC_REGION": str(region), "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": address}
 
 
 def start(folder: Path, store: TCPStore, *own: dict[str, Any], **common: Any) -> list[Process]:
@@ -36,7 +31,7 @@ def start(folder: Path, store: TCPStore, *own: dict[str, Any], **common: Any) ->
     folder.mkdir(exist_ok=True)
     bodies = [functools.partial(live, **common, **each) for each in (own or ({}, {}))]
     return [
-        fork(body, str(folder), log=folder / f"log-{region}.txt", **regions_env(store, region))
+        fork(body, str(folder), log=folder / f"log-{region}.txt", **region_env(store, region))
         for region, body in enumerate(bodies)
     ]
 
@@ -164,7 +159,7 @@ def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     scripts = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.processes.ending_worker", str(tmp_path), json.dumps(arguments)],
-            env=environment(**regions_env(store, region)),
+            env=environment(**region_env(store, region)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -25,9 +25,7 @@ CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=3, overl
 
 def train(folder: Path, saves: bool) -> None:
     """A lone region's run, from where it stands: dropout and several epochs, so that random numbers and data count."""
-    model = llama(layers=3)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.2
+    model = llama(layers=3, dropout=0.2)
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,

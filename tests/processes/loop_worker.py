@@ -1,0 +1,94 @@
+"""A region's script that saves mid-round and trains on to the end, or loads what was saved and does the same.
+
+Arguments: loop | trainer, an output folder, save | load.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
+from tests.processes.worker import Tokens
+from tests.toys import llama, params_of
+
+STEPS = 21
+SAVED_AT = 13  # fragment 0 is on its way from step 12 to step 14; an epoch has 8 or 4 steps
+BATCH = 4
+CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=2)
+
+
+def with_loop(folder: Path, region: int, loads: bool) -> torch.nn.Module:
+    """A plain loop with a learning rate schedule, dropout and several epochs."""
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    )
+    set_seed(7 * region, device_specific=True)
+    model = llama(layers=2, dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=100)
+    # a loader without a generator of its own takes a number from dropout's whenever it begins, so also where it resumes
+    loader = DataLoader(region_shard(Tokens(64)), batch_size=BATCH, shuffle=True, generator=torch.Generator())
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    with OuterOptimizer(accelerator, model, optimizer, CONFIG, max_steps=STEPS) as outer:
+        if loads:
+            accelerator.load_state(str(folder / f"region-{region}"))
+        epoch, done = divmod(outer.inner_step, len(loader))
+        while outer.inner_step < STEPS:
+            loader.set_epoch(epoch)
+            for batch in skip_first_batches(loader, done):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                outer.step()
+                if outer.inner_step == SAVED_AT and not loads:
+                    accelerator.save_state(str(folder / f"region-{region}"))
+                if outer.inner_step == STEPS:
+                    break
+            epoch, done = epoch + 1, 0
+    return accelerator.unwrap_model(model)
+
+
+def with_trainer(folder: Path, region: int, loads: bool) -> torch.nn.Module:
+    """Trainer, which does all of this by itself."""
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=1e-3,
+        save_strategy="no" if loads else "steps",
+        save_steps=SAVED_AT,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model=llama(layers=2, dropout=0.2),
+        args=args,
+        train_dataset=region_shard(Tokens(64)),
+        callbacks=[CoCoDCCallback(CONFIG)],
+    )
+    checkpoint = folder / f"region-{region}" / f"checkpoint-{SAVED_AT}"
+    trainer.train(resume_from_checkpoint=str(checkpoint) if loads else None)
+    return trainer.model
+
+
+def main(kind: str, folder: str, mode: str) -> None:
+    torch.set_num_threads(1)
+    region, rank = os.environ["HF_COCODC_REGION"], os.environ.get("RANK", "0")
+    body = with_trainer if kind == "trainer" else with_loop
+    model = body(Path(folder), int(region), mode == "load")
+    torch.save({"weights": params_of(model)}, Path(folder) / f"region{region}-rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,58 @@
+"""Saving mid-round and loading in a new launch, with one or two ranks a region: plain loops and Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_cocodc import state
+from hf_cocodc.regions import serve_store
+from tests.processes.forks import TIMEOUT_S, fork, rank_env, region_env
+from tests.processes.launching import outcomes, run_regions
+from tests.processes.loop_worker import SAVED_AT, main
+
+WORKER = str(Path(__file__).with_name("loop_worker.py"))
+CASES = [("loop", 1), ("loop", 2), ("trainer", 2)]
+
+
+def fork_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
+    """What `run_regions` gives, without its launchers: quicker by far."""
+    store, masters = serve_store("127.0.0.1"), [serve_store("127.0.0.1") for _ in range(2)]
+    places = [(region, rank) for region in range(2) for rank in range(ranks)]
+    log = folder / "log.txt"
+    processes = [
+        fork(main, *arguments, log=log, **region_env(store, region), **rank_env(masters[region], rank, ranks))
+        for region, rank in places
+    ]
+    for process in processes:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0, log.read_text()[-4000:]
+    return outcomes(folder)
+
+
+def launch_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
+    return run_regions(2, ranks, arguments, folder, WORKER)
+
+
+Run = Callable[[int, list[str], Path], dict[str, dict]]
+
+
+@pytest.mark.parametrize("run", [fork_regions, pytest.param(launch_regions, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
+def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_path: Path) -> None:
+    """Two regions save with a transfer in flight and train on; another launch loads that and comes to the same end."""
+    whole = run(ranks, [kind, str(tmp_path), "save"], tmp_path)
+    for region in range(2):
+        folder = tmp_path / f"region-{region}"
+        saved, facts = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
+        assert (facts["step"], facts["region"]) == (SAVED_AT, region)
+        assert [len(fragment["in_flight"]) for fragment in saved["fragments"]] == [1, 0]
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    again = run(ranks, [kind, str(tmp_path), "load"], tmp_path)
+    assert len(again) == len(whole) == 2 * ranks
+    for name, found in again.items():
+        assert torch.equal(found["weights"], whole[name]["weights"]), name
