@@ -93,8 +93,9 @@ def streaming(
         fragment p is sent at t with (t - p H / P) mod H = 0 and lands at t + tau:
         Theta_p = Nesterov(Theta_p, mean Delta_p; eta_o, mu) ;  theta_p = alpha theta_p + (1 - alpha) Theta_p
 
-    Differs from the paper: the embedding and the head join the smallest fragments instead of forming one of their own; the
-    4-bit format's block of 64 values with a scale is ours, the paper does not give one.
+    Differs from the paper: the embedding and the head join the smallest fragments instead of forming one of their own, and
+    blocks of unlike sizes (dense and MoE layers) are dealt out evenly; the 4-bit format's block of 64 values with a scale is
+    ours, the paper does not give one.
     """
     _check_overlap(overlap_steps, sync_interval)
     return Method(
