@@ -92,11 +92,13 @@ class _SharedHandle:
         if self._handle is not None:
             arrival = self._handle.wait()
             self._shared.share(arrival.result.mean)
+            self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
             self._shared.share_trailers(arrival.trailers)
             return arrival
         mean = self._shared.share(torch.empty(self._numel, dtype=torch.float32))
+        square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
         trailers = self._shared.share_trailers(())
-        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0)
+        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square)
 
 
 class LaneLink:
@@ -152,8 +154,8 @@ class LaneLink:
         settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
         trailers = tuple(Trailer(*row) for row in rows.tolist())
-        bytes_sent = self.total(torch.tensor([arrival.bytes_sent], dtype=torch.float64))
-        return arrival._replace(trailers=trailers, bytes_sent=int(bytes_sent))
+        sums = self.total(torch.tensor([arrival.bytes_sent, arrival.square], dtype=torch.float64)).tolist()
+        return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         moved = values.to(self._device, copy=True)

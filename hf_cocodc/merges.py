@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .errors import InputError, nearest
@@ -14,7 +15,7 @@ class Merge(NamedTuple):
     """How the local params take in new global params.
 
     Attributes:
-        apply: (local, new global, snapshot, info) -> local; flat fp32 of the fragment's length, inputs not written to.
+        apply: (local, new global, snapshot, info) -> local; flat fp32 of the fragment's length. It may write to local.
         keeps_local_steps: whether inner steps made since the send live on in the result, so that a run that ends after
             the landing still has to send them.
     """
@@ -46,7 +47,7 @@ def mix(alpha: float) -> Merge:
     if alpha == 1:  # not through the formula: 0 * Theta is not 0 where Theta is infinite
         return Merge(lambda local, new_global, snapshot, info: local, keeps_local_steps=True)
     return Merge(
-        lambda local, new_global, snapshot, info: local * alpha + new_global * (1 - alpha),
+        lambda local, new_global, snapshot, info: local.mul_(alpha).add_(new_global, alpha=1 - alpha),
         keeps_local_steps=True,
     )
 
@@ -84,13 +85,13 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
         )
 
     def additive(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
-        return new_global + (local - snapshot) if info.staleness else new_global
+        return local.sub_(snapshot).add_(new_global) if info.staleness else new_global
 
     def compensated(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
         if not info.staleness or (mode == "lr_normalized" and not info.flight_lr):
             return additive(local, new_global, snapshot, info)
-        update = (snapshot - local) / info.staleness
-        curvature = update * update * (new_global - snapshot)
+        update = torch.sub(snapshot, local, out=local).div_(info.staleness)
+        curvature = (new_global - snapshot).mul_(update).mul_(update)
         if mode == "fixed":
             curvature *= strength
         elif mode == "lr_normalized":
@@ -100,7 +101,7 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
             lengths = norms([*terms, *steps], info.total)
             for term, length, wanted in zip(terms, lengths, lengths[len(terms) :], strict=False):
                 term *= strength * wanted / length if length else 0.0
-        return new_global - (update + curvature) * info.staleness
+        return torch.sub(new_global, update.add_(curvature), alpha=info.staleness, out=update)
 
     return Merge(additive if mode == "additive" or strength == 0 else compensated, keeps_local_steps=True)
 

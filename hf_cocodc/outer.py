@@ -22,7 +22,8 @@ class OuterTransform(NamedTuple):
 
     Attributes:
         init: state for a fragment with these global params (flat fp32). Called once, before the first send.
-        update: (outer gradient, state, info) -> (outer gradient, state). Called once a landing.
+        update: (outer gradient, state, info) -> (outer gradient, state). Called once a landing. It may write to the outer
+            gradient and to its state's tensors, for it alone owns them; what it hands on is no part of its state.
         regions_agree: whether equal outer gradients give every region the same result; where not, the global params
             differ between regions and are averaged when training ends, for evaluation and for export.
     """
@@ -51,7 +52,7 @@ def scale(factor: float | Callable[[SyncInfo], float]) -> OuterTransform:
     """g <- factor g, the factor a number or computed at each landing. With the outer learning rate this is plain SGD."""
 
     def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        return grad * (factor(info) if callable(factor) else factor), state
+        return grad.mul_(factor(info) if callable(factor) else factor), state
 
     return OuterTransform(lambda flat: {}, update)
 
@@ -63,8 +64,8 @@ def nesterov(momentum: float) -> OuterTransform:
     """
 
     def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        buffer = state["buffer"] * momentum + grad
-        return grad + buffer * momentum, {"buffer": buffer}
+        buffer = torch.add(grad, state["buffer"], alpha=momentum, out=state["buffer"])
+        return grad.add_(buffer, alpha=momentum), {"buffer": buffer}
 
     return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
 
@@ -78,10 +79,10 @@ def momentum(beta: float, clip: float | None = None) -> OuterTransform:
     """
 
     def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        buffer = state["buffer"] * beta + grad
+        buffer = torch.add(grad, state["buffer"], alpha=beta, out=state["buffer"])
         if clip is not None:
-            buffer = buffer.clamp_(-clip, clip)
-        return buffer, {"buffer": buffer}
+            buffer.clamp_(-clip, clip)
+        return grad.copy_(buffer), {"buffer": buffer}
 
     return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
 
@@ -104,7 +105,7 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
         count = state["count"] + 1
         mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
         penalty = min(max(1 + gap / mean_gap, 1.0), 10.0) if gap else 1.0
-        return grad / penalty, {"count": count, "mean_gap": mean_gap}
+        return grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
 
     if constant is not None:
         return scale(1 / constant)
@@ -120,6 +121,6 @@ def eager() -> OuterTransform:
     def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
         share = 1 / info.num_regions
         # in this order one region alone gets its fresh outer gradient bit for bit
-        return (grad - info.own_outer_grad * share) + info.fresh_outer_grad() * share, state
+        return grad.sub_(info.own_outer_grad, alpha=share).add_(info.fresh_outer_grad(), alpha=share), state
 
     return OuterTransform(lambda flat: {}, update, regions_agree=False)

@@ -25,7 +25,7 @@ from .merges import Merge, additive, replace
 from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
-from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, norms, reshard, tensors_in
+from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, reshard, tensors_in
 from .transfers import (
     FragmentState,
     Here,
@@ -242,7 +242,7 @@ class Synchronizer:
     def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
         """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
         params = [local_shard(named[name]) for name in fragment.names]
-        flat = gather(fragment, params)
+        flat = gather(fragment, params, flat_zeros(fragment.numel))
         if start:
             self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
             scatter(flat, fragment, params)
@@ -258,8 +258,10 @@ class Synchronizer:
 
     def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
         """Global minus local as they are now; zero where a region's local params are not finite."""
-        outer_grad = state.outer_grad(state.gather())
-        return outer_grad if self._everywhere(is_finite(outer_grad)) else torch.zeros_like(outer_grad)
+        local = state.gather()
+        outer_grad = state.outer_grad(local)
+        state.give(local)
+        return outer_grad if self._everywhere(is_finite(outer_grad)) else outer_grad.zero_()
 
     def _send(self, state: FragmentState) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
@@ -279,7 +281,7 @@ class Synchronizer:
                 )
             shares = finite and self.trained_at > state.sent_at
             if not shares:
-                outer_grad = torch.zeros_like(outer_grad)
+                outer_grad.zero_()
             checked = self.method.outer.regions_agree and state.num_sends % self._digest_interval == 0
             trailer = Trailer(
                 weight=float(shares),
@@ -312,8 +314,7 @@ class Synchronizer:
             blocked_s = -self.totals.blocked_s
             arrival = self._wait(transfer.handle)
             blocked_s += self.totals.blocked_s
-            [length] = norms([arrival.result.mean], self.link.total)
-            self._hear(state, transfer, arrival, length)
+            self._hear(state, transfer, arrival)
             state.in_flight = [other for other in state.in_flight if other is not transfer]
             state.codec = arrival.result.state
             staleness = self.inner_step - sent_at
@@ -334,14 +335,17 @@ class Synchronizer:
                 total=self.link.total,
             )
             update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
-            state.global_params = state.global_params - update
+            state.move(update)
             local = state.gather()
             heal = merge if self._everywhere(is_finite(local)) else replace()
             merged = heal.apply(local, state.global_params, transfer.snapshot, info)
             scatter(merged, state.fragment, state.params)
+            state.give(local)
+            if sent_at:
+                state.retire(transfer)
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
-            self._account(state, transfer, arrival, blocked_s, length)
+            self._account(state, transfer, arrival, blocked_s)
 
     def _wait(self, handle: Handle) -> Arrival:
         """Wait for a transfer; what that takes is what the link costs training."""
@@ -353,16 +357,15 @@ class Synchronizer:
     def _nothing_sent(self, state: FragmentState) -> Transfer:
         """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
         zero = flat_zeros(state.fragment.numel)
-        result = Result(zero, lambda: zero, state.codec)
-        return Transfer(
-            0, state.global_params, zero, state.global_params, 0.0, Here(Arrival(result, (), 0, 0.0))
-        )
+        result = Result(flat_zeros(state.fragment.numel), lambda: zero, state.codec)
+        handle = Here(Arrival(result, (), 0, 0.0, 0.0))
+        return Transfer(0, state.global_params, zero, state.global_params, 0.0, handle)
 
     def _everywhere(self, holds: bool) -> bool:
         """Whether it holds in every lane of this region."""
         return not self.link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
 
-    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival, length: float) -> None:
+    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
         """Take in what rode on a transfer; equal in all regions."""
         check_in_step(self.link.region, arrival.trailers, state.fragment.index, transfer.sent_at)
         if not arrival.trailers:
@@ -372,7 +375,8 @@ class Synchronizer:
         if len(saved_at) == 1:
             self.saved_everywhere = max(saved_at)
         self._sync_time_s = arrival.seconds
-        self._change[state.fragment.index] = length / self._lengths[state.fragment.index]
+        index = state.fragment.index
+        self._change[index] = math.sqrt(arrival.square) / self._lengths[index]
         self.stats = AgreedStats(
             step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
             sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
@@ -392,9 +396,7 @@ class Synchronizer:
             for tensor in (state.global_params, *tensors_in(state.outer)):
                 self.link.broadcast(tensor, what)
 
-    def _account(
-        self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float, length: float
-    ) -> None:
+    def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
         losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
         totals = self.totals
         totals.landings += 1
@@ -417,7 +419,7 @@ class Synchronizer:
             blocked_s=round(blocked_s, 6),
             transfer_s=round(arrival.seconds, 6),
             bytes_sent=arrival.bytes_sent,
-            outer_grad_norm=length,
+            outer_grad_norm=math.sqrt(arrival.square),
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
         )
 

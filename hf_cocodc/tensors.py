@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_PIECE = 1 << 15
+"""Values worked on at once: too few for torch to spread over threads, which would cost more than they save."""
+
 
 def local_shard(tensor: Tensor) -> Tensor:
     """The part of `tensor` that this rank holds: its own shard of a DTensor (FSDP2), else the tensor itself."""
@@ -37,8 +40,14 @@ def norms(tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> list[
 
     `total` adds up over the ranks that hold shards of the tensors.
     """
-    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
-    return total(torch.stack(squares)).sqrt().tolist()
+    return total(torch.tensor([square(tensor) for tensor in tensors], dtype=torch.float64)).sqrt().tolist()
+
+
+def square(tensor: Tensor) -> float:
+    """Sum of squares in fp64, piece by piece, so that the fp64 copies stay in the cache."""
+    return sum(
+        float(torch.dot(piece, piece)) for piece in map(Tensor.double, tensor.reshape(-1).split(_PIECE))
+    )
 
 
 def reshard(model: nn.Module) -> None:

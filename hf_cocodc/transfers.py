@@ -36,6 +36,7 @@ class Transfer:
             "trailers": [trailer._asdict() for trailer in arrival.trailers],
             "bytes_sent": arrival.bytes_sent,
             "seconds": arrival.seconds,
+            "square": arrival.square,
         }
 
     def join(self, local: Tensor) -> None:
@@ -49,7 +50,9 @@ class Transfer:
         # who said then that it would leave, and made all stop here, has come back
         trailers = tuple(Trailer(**trailer | {"ending": 0.0}) for trailer in state["trailers"])
         result = Result(mean, lambda: mean, state["codec"])
-        handle = Here(Arrival(result, trailers, state["bytes_sent"], state["seconds"]))
+        handle = Here(
+            Arrival(result, trailers, *(state[name] for name in ("bytes_sent", "seconds", "square")))
+        )
         return cls(**{name: state[name] for name in _KEPT_OF_A_TRANSFER}, handle=handle)
 
 
@@ -60,7 +63,7 @@ _KEPT_OF_A_TRANSFER = ("sent_at", "snapshot", "outer_grad", "global_params", "lr
 class FragmentState:
     """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
 
-    `global_params` is never written to, only replaced, so that transfers may hold on to it.
+    Only `move` writes to `global_params`, and never while a transfer holds on to them.
     """
 
     fragment: Fragment
@@ -78,17 +81,41 @@ class FragmentState:
     lr_sum: float = 0.0
     """Sum of learning rates at the last send."""
     round_lr: float = 0.0
+    _spare: list[Tensor] = field(default_factory=list)
+
+    def take(self) -> Tensor:
+        """A flat buffer of the fragment's length with anything in it; new memory costs more than what is done with it."""
+        return self._spare.pop() if self._spare else flat_zeros(self.fragment.numel)
+
+    def give(self, *buffers: Tensor) -> None:
+        """Hand back buffers that nobody will look at any more."""
+        self._spare += buffers
+
+    def move(self, update: Tensor) -> None:
+        """Subtract from the global params; into another buffer where a transfer in flight holds on to them."""
+        held = any(transfer.global_params is self.global_params for transfer in self.in_flight)
+        target = self.take() if held else self.global_params
+        self.global_params = torch.sub(self.global_params, update, out=target)
+
+    def retire(self, transfer: Transfer) -> None:
+        """Take back the buffers of a transfer that has landed."""
+        self.give(transfer.snapshot, transfer.outer_grad)
+        in_use = [self.global_params, *(other.global_params for other in self.in_flight)]
+        if not any(kept is transfer.global_params for kept in in_use):
+            self.give(transfer.global_params)
 
     def gather(self) -> Tensor:
-        """The local params as one new flat buffer."""
-        return gather(self.fragment, self.params)
+        """The local params as one flat buffer of their own."""
+        return gather(self.fragment, self.params, self.take())
 
     def outer_grad(self, local: Tensor) -> Tensor:
         """Global minus local, the global params rounded as the model stores them.
 
         Against unrounded fp32 a bf16 model that does not move would seem to, and idle regions would drift.
         """
-        shown = flat_zeros(self.fragment.numel)
+        shown = self.take()
+        if all(param.dtype == torch.float32 for param in self.params):
+            return torch.sub(self.global_params, local, out=shown)
         pieces = zip(self.fragment.views(self.global_params), self.params, strict=True)
         copy_all_(self.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
         return shown.sub_(local)
@@ -118,11 +145,12 @@ _KEPT_OF_A_FRAGMENT = (
 )
 
 
-def gather(fragment: Fragment, params: Sequence[Tensor]) -> Tensor:
-    """Parameters as one new flat buffer on the host; from a device in one transfer, not in one a parameter."""
-    flat = torch.zeros(fragment.numel, dtype=torch.float32, device=params[0].device)
+def gather(fragment: Fragment, params: Sequence[Tensor], into: Tensor) -> Tensor:
+    """Parameters in the flat host buffer `into`; from a device in one transfer, not in one a parameter."""
+    device = params[0].device
+    flat = into if device.type == "cpu" else torch.empty_like(into, device=device)
     copy_all_(fragment.views(flat), params)
-    return flat.cpu()
+    return into if flat is into else into.copy_(flat)
 
 
 def scatter(flat: Tensor, fragment: Fragment, params: Sequence[Tensor]) -> None:

@@ -51,7 +51,7 @@ def test_nesterov_is_torch_sgd() -> None:
     state = transform.init(ours)
     for seed in range(1, 6):
         grad = torch.randn(50, generator=torch.Generator().manual_seed(seed))
-        update, state = transform.update(grad, state, None)  # type: ignore[arg-type]
+        update, state = transform.update(grad.clone(), state, None)  # type: ignore[arg-type]
         ours = ours - update
         theirs.grad = grad
         sgd.step()

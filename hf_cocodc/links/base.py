@@ -44,12 +44,14 @@ class Arrival(NamedTuple):
         trailers: one a region, in the order of the regions; equal everywhere.
         bytes_sent: payload bytes that this region sent for it.
         seconds: from the start of the exchange to its end.
+        square: sum of squares of the mean, over all lanes of the region; found while training goes on.
     """
 
     result: Result
     trailers: tuple[Trailer, ...]
     bytes_sent: int
     seconds: float
+    square: float
 
 
 class Handle(Protocol):

@@ -29,6 +29,7 @@ from ..codecs.base import (
     weighted_mean,
 )
 from ..errors import LinkError, RegionLostError
+from ..tensors import square
 from .base import Arrival, Handle, Trailer, drive
 from .heartbeat import Heartbeat
 
@@ -106,7 +107,8 @@ class GlooLink:
                 return reply
 
             result = drive(conversation, exchange)
-            return Arrival(result, trailers, bytes_sent, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            return Arrival(result, trailers, bytes_sent, seconds, square(result.mean))
 
         return self._submit(transfer, what)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..errors import InputError, LinkError
+from ..tensors import square
 from .base import Arrival, Handle, Trailer
 
 T = TypeVar("T")
@@ -278,7 +279,7 @@ def _mean_all(
             replies = mean_of(messages, shares)
     arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s in brought), max(sent))
     return [
-        (Arrival(result, trailers, count, seconds), arrives_at)
+        (Arrival(result, trailers, count, seconds, square(result.mean)), arrives_at)
         for result, count in zip(results, sent, strict=True)
     ]
 

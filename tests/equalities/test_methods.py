@@ -100,8 +100,8 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
         **dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)),  # type: ignore[arg-type]
     )
     info = dataclasses.replace(info, views=views, sent_at=3, landed_at=8, total=lambda values: values)
-    plain = merges.additive().apply(local, new_global, snapshot, info).double()
-    ours = merges.compensate_delay("adaptive", 0.3).apply(local, new_global, snapshot, info).double()
+    plain = merges.additive().apply(local.clone(), new_global, snapshot, info).double()
+    ours = merges.compensate_delay("adaptive", 0.3).apply(local.clone(), new_global, snapshot, info).double()
     for term, step in zip(views(plain - ours), views(local.double() - snapshot.double()), strict=True):
         assert float(term.norm() / step.norm()) == pytest.approx(
             0.3, abs=2e-3
