@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
-from hf_cocodc.errors import LinkError, RunStopped
+from hf_cocodc.errors import RunStopped
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 
@@ -73,6 +73,7 @@ def live(
     *,
     action: str | None = None,
     at: int = 6,
+    on_rank: int = 0,
     step_s: float = 0.0,
     policy: str = "auto",
     resume: bool = False,
@@ -81,7 +82,9 @@ def live(
     lingers: bool = False,
     **training: Any,
 ) -> None:
-    """Train this region; `action` happens to it at the beginning of inner step `at`."""
+    """Train this region; `action` happens to its rank `on_rank` at the beginning of inner step `at`."""
+    rank = int(os.environ.get("RANK", "0"))
+    happens = ACTIONS[action] if action and rank == on_rank else None
     regions = RegionConfig(when_one_ends=policy, timeout_s=REGIONS_TIMEOUT_S)
     callback = CoCoDCCallback(CONFIG, regions)
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
@@ -92,12 +95,12 @@ def live(
         model=llama(layers=2),
         args=TrainingArguments(output_dir=folder, **(common | training)),
         train_dataset=data,
-        callbacks=[callback, At(at, ACTIONS[action] if action else None, step_s)],
+        callbacks=[callback, At(at, happens, step_s)],
     )
     start, error = time.monotonic(), ""
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except (RunStopped, LinkError, ValueError) as caught:
+    except (RunStopped, RuntimeError, ValueError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     except KeyboardInterrupt:
         if not lingers:
@@ -106,7 +109,7 @@ def live(
     assert callback.outer is not None, error
     found = {"step": callback.outer.inner_step, "finished": callback.outer.finished, "error": error}
     found |= {"weights": params_of(trainer.model), "seconds": time.monotonic() - start}
-    torch.save(found, Path(folder) / f"region{callback.region}.pt")
+    torch.save(found, Path(folder) / f"region{callback.region}-rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -19,29 +19,42 @@ from hf_cocodc import state
 from hf_cocodc.journal import read
 from hf_cocodc.regions import serve_store
 from tests.processes.ending_worker import STEPS, live
-from tests.processes.forks import TIMEOUT_S, Process, fork, region_env, wait_until
+from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, wait_until
 from tests.processes.launching import environment
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
 SOON_S = 20  # far below the time-out of 60 s
+_kept_stores: list[TCPStore] = []
 
 
-def start(folder: Path, store: TCPStore, *own: dict[str, Any], **common: Any) -> list[Process]:
+def start(
+    folder: Path, store: TCPStore, *own: dict[str, Any], ranks: int = 1, **common: Any
+) -> list[Process]:
     """Two regions; what is said of each in turn, then of both."""
     folder.mkdir(exist_ok=True)
     bodies = [functools.partial(live, **common, **each) for each in (own or ({}, {}))]
+    masters = [serve_store("127.0.0.1") for _ in bodies]
+    _kept_stores.extend(masters)
     return [
-        fork(body, str(folder), log=folder / f"log-{region}.txt", **region_env(store, region))
+        fork(
+            body,
+            str(folder),
+            log=folder / "log.txt",
+            **region_env(store, region),
+            **rank_env(masters[region], rank, ranks),
+        )
         for region, body in enumerate(bodies)
+        for rank in range(ranks)
     ]
 
 
-def outcomes(folder: Path, processes: list[Process]) -> list[dict[str, Any]]:
-    """What each region came to, all being at their end."""
-    for region, process in enumerate(processes):
+def outcomes(folder: Path, processes: list[Process], ranks: int = 1) -> list[dict[str, Any]]:
+    """What each process came to, all being at their end."""
+    for process in processes:
         process.join(TIMEOUT_S)
-        assert process.exitcode == 0, (folder / f"log-{region}.txt").read_text()[-4000:]
-    return [torch.load(folder / f"region{region}.pt") for region in range(len(processes))]
+        assert process.exitcode == 0, (folder / "log.txt").read_text()[-4000:]
+    places = [divmod(place, ranks) for place in range(len(processes))]
+    return [torch.load(folder / f"region{region}-rank{rank}.pt") for region, rank in places]
 
 
 def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any]]:
@@ -52,6 +65,10 @@ def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any
 def complete(folder: Path, region: int) -> list[int]:
     found = state.checkpoints(folder / f"region-{region}")
     return [step for step, path in found.items() if state.damage(path) is None]
+
+
+def has_come_to(step: int, journal: Path) -> bool:
+    return journal.is_file() and any(event.get("step", 0) >= step for event in read(journal))
 
 
 def assert_finished_together(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -109,9 +126,9 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
     whole = start(tmp_path / "whole", stores[0])
     again = start(tmp_path / "again", stores[1], step_s=0.05)
     wait_until(
-        lambda: journal.is_file() and any(event.get("step", 0) >= 8 for event in read(journal)),
+        functools.partial(has_come_to, 8, journal),
         again[1],
-        tmp_path / "again" / "log-1.txt",
+        tmp_path / "again" / "log.txt",
     )
     again[1].terminate()
     ours, theirs = outcomes(tmp_path / "again", again)
@@ -124,6 +141,29 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
     for found, reference in zip(resumed, expected, strict=True):
         assert found["step"] == reference["step"] == STEPS
         assert torch.equal(found["weights"], reference["weights"])
+
+
+def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
+    """Ranks that hear the signal at different steps leave at the same one, as do those of the other region."""
+    store, journal = serve_store("127.0.0.1"), tmp_path / "region-1" / "cocodc" / "journal.jsonl"
+    processes = start(tmp_path, store, ranks=2, step_s=0.05)
+    for rank, step in ((1, 6), (0, 8)):
+        wait_until(functools.partial(has_come_to, step, journal), processes[2 + rank], tmp_path / "log.txt")
+        processes[2 + rank].terminate()
+    found = outcomes(tmp_path, processes, ranks=2)
+    assert {each["step"] for each in found} == {found[0]["step"]}
+    assert all(each["error"].startswith("RunStopped") for each in found)
+    assert [complete(tmp_path, region) for region in range(2)] == [[found[0]["step"]]] * 2
+
+
+def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
+    """A region that a rank has left cannot go on: nobody waits for it until the time-out."""
+    store = serve_store("127.0.0.1")
+    processes = start(tmp_path, store, {}, {"action": "fail", "on_rank": 1}, ranks=2)
+    ours, _, _, failed = outcomes(tmp_path, processes, ranks=2)
+    assert failed["error"] == "ValueError: the data is broken"
+    assert ours["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
+    assert ours["seconds"] < SOON_S
 
 
 @pytest.mark.parametrize("policy", ["auto", "continue"])
@@ -178,7 +218,7 @@ def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     assert scripts[1].returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert "SIGINT: region 1 trains on until the others have heard of it" in interrupted
     assert scripts[0].returncode == 0, said[-4000:]
-    found = torch.load(tmp_path / "region0.pt")
+    found = torch.load(tmp_path / "region0-rank0.pt")
     assert found["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
     assert "KeyboardInterrupt at step 5" in found["error"]
     assert found["seconds"] < SOON_S
