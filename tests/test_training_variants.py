@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -24,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard, simulate
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard, simulate
 from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
 from tests.processes.worker import Tokens
@@ -350,3 +351,34 @@ REGIONS_DIFFER = pytest.mark.xfail(
 def test_every_method_takes_skipped_steps(name: str, tmp_path: Path) -> None:
     """Regions end equal with every method where steps are skipped, and learning rates come apart."""
     train(tmp_path, config=config_of(name), prepare=overflow, optim="adamw_torch", max_grad_norm=0.0)
+
+
+ONE_GRADIENT_STATE = pytest.mark.xfail(
+    strict=True,
+    reason="Accelerate keeps one GradientState a process, and regions in lockstep hear of each other's data loaders",
+)
+
+
+@pytest.mark.parametrize("num_regions", [1, pytest.param(2, marks=ONE_GRADIENT_STATE)])
+def test_a_plain_loop_whose_last_accumulation_is_short(num_regions: int) -> None:
+    """Five batches by twos: the fifth is a step of its own, in every region."""
+
+    def loop(region: int, link: Link) -> list[int]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = DataLoader(Tokens(10), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        steps = []
+        config = OuterConfig(method="diloco", sync_interval=1)
+        with OuterOptimizer(accelerator, model, optimizer, config, link=link) as outer:
+            for number, batch in enumerate(loader, start=1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    outer.step()
+                steps += [number] if accelerator.sync_gradients else []
+        return steps
+
+    assert simulate(loop, regions=num_regions) == [[2, 4, 5]] * num_regions
