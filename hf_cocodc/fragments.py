@@ -76,13 +76,17 @@ def sequential(num_fragments: int) -> Pattern:
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of the transformer blocks, in order.
 
-    They are the outermost modules whose class stands in a `_no_split_modules`, which every `PreTrainedModel` with
-    blocks declares; else the children of the `ModuleList` with the most parameters.
+    They are the outermost modules whose class (by the name it had before FSDP2 renamed it) stands in a
+    `_no_split_modules`, which every `PreTrainedModel` with blocks declares; else the children of the `ModuleList` with the most parameters.
     """
     classes: set[str] = set()
     for module in model.modules():
         classes.update(getattr(module, "_no_split_modules", None) or ())
-    repeated = [name for name, module in model.named_modules() if type(module).__name__ in classes]
+    repeated = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.removeprefix("FSDP") in classes
+    ]
     blocks = [name for name in repeated if not any(name.startswith(f"{other}.") for other in repeated)]
     if len(blocks) > 1:
         return blocks
