@@ -393,6 +393,32 @@ def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest
     assert torch.equal(torch.stack(again), torch.stack(whole))
 
 
+def test_a_run_that_has_finished_goes_on_where_more_is_asked_for(tmp_path: Path) -> None:
+    """More epochs, as more steps, are trained on top."""
+    epoch = {"max_steps": -1, "save_strategy": "epoch"}
+    assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
+    assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
+    assert resumed(tmp_path, num_train_epochs=2, **epoch)[0].state.global_step == 16
+    assert resumed(tmp_path, max_steps=18)[0].state.global_step == 18
+
+
+def test_the_time_of_the_process_before_is_not_counted(tmp_path: Path) -> None:
+    """Seconds blocked before the checkpoint do not lower the compute utilization after it."""
+    step = stopped(tmp_path, 6)
+    for region in range(2):
+        checkpoint = checkpoint_of(tmp_path, region, step)
+        saved, facts = state.read(checkpoint)
+        saved["totals"]["blocked_s"] = 1000.0
+        state.begin(checkpoint)
+        state.write(checkpoint, saved, facts)
+        state.seal(checkpoint)
+    for trainer in resumed(tmp_path):
+        shares = [
+            entry["outer/compute_utilization"] for entry in trainer.state.log_history if "loss" in entry
+        ]
+        assert all(0 <= share <= 1 for share in shares[-3:])
+
+
 def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another method is refused; another value is taken, with a word."""
     stopped(tmp_path, 6)

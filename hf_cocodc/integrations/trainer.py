@@ -84,7 +84,7 @@ class CoCoDCCallback(TrainerCallback):
         self._trainer: Trainer | None = None
         self._signal: str | None = None
         self._epoch_began_at = 0
-        self._started = 0.0
+        self._started = self._blocked_before = 0.0
 
     @classmethod
     def from_recipe(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "CoCoDCCallback":
@@ -177,6 +177,7 @@ class CoCoDCCallback(TrainerCallback):
         )
         self._saved = None  # its tensors are the outer optimizer's now
         self._started = time.perf_counter()
+        self._blocked_before = self.outer.synchronizer.totals.blocked_s
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -254,7 +255,7 @@ class CoCoDCCallback(TrainerCallback):
         self._link = self._join(trainer, bool(resume_from_checkpoint))
         try:
             checkpoint = self._checkpoint_to_resume(trainer, resume_from_checkpoint)
-            if self._saved is not None and self._has_finished(self._saved, trainer.args):
+            if checkpoint is not None and self._has_finished(trainer.args, Path(checkpoint)):
                 return self._leave_as_it_is(trainer, checkpoint)
             with first_signal(self._note_signal):
                 result = train(checkpoint, *args, **kwargs)
@@ -290,13 +291,18 @@ class CoCoDCCallback(TrainerCallback):
         self._saved = Saved(*read(path, self._link.lane))
         return str(path)
 
-    @staticmethod
-    def _has_finished(saved: Saved, args: TrainingArguments) -> bool:
-        return saved.facts["finished"] and args.max_steps <= saved.facts["step"]
+    def _has_finished(self, args: TrainingArguments, checkpoint: Path) -> bool:
+        """Whether the run of the checkpoint had finished, and no more steps or epochs are asked for now."""
+        assert self._saved is not None
+        facts = self._saved.facts
+        if args.max_steps > 0 or not facts["finished"]:
+            return facts["finished"] and args.max_steps <= facts["step"]
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        return args.num_train_epochs <= state.num_train_epochs
 
-    def _leave_as_it_is(self, trainer: Trainer, checkpoint: str | None) -> TrainOutput:
+    def _leave_as_it_is(self, trainer: Trainer, checkpoint: str) -> TrainOutput:
         """A run that had finished needs no more than its weights."""
-        assert checkpoint is not None and self._link is not None
+        assert self._link is not None
         logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
         self._link.close()
         trainer._load_from_checkpoint(checkpoint)
@@ -427,7 +433,7 @@ class CoCoDCCallback(TrainerCallback):
         if outer is not None and trainer is not None and "loss" in logs:
             outer.synchronizer.loss = float(logs["loss"])
             elapsed = max(time.perf_counter() - self._started, 1e-9)
-            blocked = outer.synchronizer.totals.blocked_s
+            blocked = outer.synchronizer.totals.blocked_s - self._blocked_before
             logs = {
                 **logs,
                 **{f"outer/{name}": value for name, value in outer.report.items()},
