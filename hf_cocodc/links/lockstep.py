@@ -1,6 +1,7 @@
 """Many regions in one process: the numbers of the real link, exactly, without sockets."""
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,13 +80,14 @@ class LockstepHub:
     def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
         """See `run_in_lockstep`."""
         results: dict[int, T] = {}
-        random_state = _random_state()
+        random_state, gradient_state = _random_state(), _gradient_state()
 
         def live(region: int) -> None:
             self._turns[region].acquire()
             try:
                 if not self._errors:
                     _set_random_state(random_state)
+                    _set_gradient_state(gradient_state)
                     results[region] = body(region, self.links[region])
             except BaseException as error:  # raised again below, in the caller's thread
                 self._errors.append(error)
@@ -103,6 +105,7 @@ class LockstepHub:
         for thread in threads:
             thread.join()
         _set_random_state(random_state)
+        _set_gradient_state(gradient_state)
         if self._errors:
             raise self._errors[0]
         return [results[link.region] for link in self.links]
@@ -124,7 +127,7 @@ class LockstepHub:
     def answer(self, region: int, meeting: "_Meeting") -> Any:
         """What region `region` takes away from the meeting, the others running until they have brought their part."""
         if meeting.answers is None:
-            random_state = _random_state()
+            random_state, gradient_state = _random_state(), _gradient_state()
             self._waits[region] = lambda: meeting.answers is not None
             self._pass_the_turn(region)
             self._turns[region].acquire()
@@ -132,6 +135,7 @@ class LockstepHub:
                 raise LinkError(f"another region failed while region {region} waited for {meeting.what}.")
             self._waits[region] = lambda: True
             _set_random_state(random_state)
+            _set_gradient_state(gradient_state)
         assert meeting.answers is not None
         return meeting.answers[region]
 
@@ -295,3 +299,19 @@ def _set_random_state(state: tuple) -> None:
     numpy.random.set_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state_all(state[3])
+
+
+def _gradient_state() -> dict[str, Any]:
+    """Accelerate's word on gradient accumulation and data loaders, of which a process has one: each region has its own."""
+    accelerate = sys.modules.get("accelerate.state")
+    shared = accelerate.GradientState._shared_state if accelerate else {}
+    return {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
+
+
+def _set_gradient_state(state: dict[str, Any]) -> None:
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate:
+        accelerate.GradientState._shared_state.clear()
+        accelerate.GradientState._shared_state.update(
+            {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
+        )
