@@ -77,7 +77,8 @@ def find_blocks(model: nn.Module) -> list[str]:
     """Names of the transformer blocks, in order.
 
     They are the outermost modules whose class (by the name it had before FSDP2 renamed it) stands in a
-    `_no_split_modules`, which every `PreTrainedModel` with blocks declares; else the children of the `ModuleList` with the most parameters.
+    `_no_split_modules`, which every `PreTrainedModel` with blocks declares; else the children of the `ModuleList` with
+    the most parameters.
     """
     classes: set[str] = set()
     for module in model.modules():

@@ -164,7 +164,7 @@ class LaneLink:
 
 
 _SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending"), 1.0),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
 """What the lanes of a region take of a trailer's number: the largest (1), the smallest (-1); else each its own."""

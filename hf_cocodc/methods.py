@@ -163,10 +163,11 @@ def co2(
         x_{t+1} = x_t - alpha gamma_t m_t ;  theta = x_{t+1}
 
     Symbols: the paper's tau is sync_interval, alpha is outer_lr, beta is outer_momentum (the authors: 0 up to 16 workers,
-    0.2 up to 32, 0.5 up to 64, 0.6 above), phi is clip_momentum, Lambda the staleness penalty; gamma is the round's mean
+    0.2 up to 32, 0.5 up to 64, 0.6 above), phi is clip_momentum, Lambda the staleness penalty; gamma is a round's mean
     inner learning rate.
 
-    Differs from the paper: Lambda in its gap-aware form (its printed form was not seen), anchored at x_t.
+    Differs from the paper: Lambda in its gap-aware form (its printed form was not seen), anchored at x_t; gamma is that of
+    the round t-1 whose outer gradient lands, for it has travelled with it and is the same in all regions.
     """
     penalty = {} if staleness_penalty == "none" else {"penalty": _penalty(staleness_penalty)}
     return Method(

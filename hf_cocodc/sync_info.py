@@ -19,7 +19,7 @@ class SyncInfo:
         landed_at: inner step after which it lands.
         num_regions: number of regions M.
         inner_lr: learning rate of the last inner step.
-        round_lr: mean inner learning rate of the steps between the fragment's last two sends.
+        round_lr: mean inner learning rate of the steps whose outer gradient lands; the largest region's, for all alike.
         flight_lr: mean inner learning rate of the steps between this transfer's send and its landing.
         global_at_send: the fragment's global params when the transfer left.
         global_params: the fragment's global params before this landing changes them.

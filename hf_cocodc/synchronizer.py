@@ -294,6 +294,7 @@ class Synchronizer:
                 compression=compression(state.codec),
                 ending=self.ending,
                 saved_at=self.saved_at,
+                round_lr=(self._lr_sum - state.lr_sum) / max(step - state.sent_at, 1),
             )
             conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
             what = f"fragment {fragment.index} sent at step {step}"
@@ -301,7 +302,6 @@ class Synchronizer:
             transfer = Transfer(step, snapshot, outer_grad, state.global_params, self._lr_sum, handle)
             state.in_flight.append(transfer)
             state.num_sends += 1
-            state.round_lr = (self._lr_sum - state.lr_sum) / max(step - state.sent_at, 1)
             state.sent_at, state.lr_sum = step, self._lr_sum
             self.totals.sends += 1
             self._journal.write("send", step=step, fragment=fragment.index, numel=fragment.numel)
@@ -325,7 +325,7 @@ class Synchronizer:
                 landed_at=self.inner_step,
                 num_regions=self.link.num_regions,
                 inner_lr=self._lr,
-                round_lr=state.round_lr,
+                round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
                 flight_lr=(self._lr_sum - transfer.lr_sum) / staleness if staleness else self._lr,
                 global_at_send=transfer.global_params,
                 global_params=state.global_params,

@@ -80,7 +80,6 @@ class FragmentState:
     """Inner step of the last send."""
     lr_sum: float = 0.0
     """Sum of learning rates at the last send."""
-    round_lr: float = 0.0
     _spare: list[Tensor] = field(default_factory=list)
 
     def take(self) -> Tensor:
@@ -141,7 +140,7 @@ class FragmentState:
 
 _KEPT_OF_A_FRAGMENT = (
     *("global_params", "outer", "codec"),
-    *("num_sends", "settled_at", "sent_at", "lr_sum", "round_lr"),
+    *("num_sends", "settled_at", "sent_at", "lr_sum"),
 )
 
 

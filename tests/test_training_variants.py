@@ -339,27 +339,13 @@ def test_scalers_that_skip_at_different_steps(optim: str, tmp_path: Path) -> Non
         assert scale == 2.0 ** (10 - len(OVERFLOWS[region]))
 
 
-REGIONS_DIFFER = pytest.mark.xfail(
-    strict=True,
-    reason="the outer step of CO2 reads the region's own learning rate, and a skipped step puts its decay off",
-)
-
-
-@pytest.mark.parametrize(
-    "name", ["diloco", "eager", pytest.param("co2", marks=REGIONS_DIFFER), "dilocox", "cocodc"]
-)
+@pytest.mark.parametrize("name", ["diloco", "eager", "co2", "dilocox", "cocodc"])
 def test_every_method_takes_skipped_steps(name: str, tmp_path: Path) -> None:
     """Regions end equal with every method where steps are skipped, and learning rates come apart."""
     train(tmp_path, config=config_of(name), prepare=overflow, optim="adamw_torch", max_grad_norm=0.0)
 
 
-ONE_GRADIENT_STATE = pytest.mark.xfail(
-    strict=True,
-    reason="Accelerate keeps one GradientState a process, and regions in lockstep hear of each other's data loaders",
-)
-
-
-@pytest.mark.parametrize("num_regions", [1, pytest.param(2, marks=ONE_GRADIENT_STATE)])
+@pytest.mark.parametrize("num_regions", [1, 2])
 def test_a_plain_loop_whose_last_accumulation_is_short(num_regions: int) -> None:
     """Five batches by twos: the fifth is a step of its own, in every region."""
 

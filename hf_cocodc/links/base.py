@@ -22,6 +22,7 @@ class Trailer(NamedTuple):
         compression: share of its full rank that the codec uses for the fragment.
         ending: the region's word on its own end; see `agreement.Ending`.
         saved_at: step of the region's newest complete checkpoint; 0 if none.
+        round_lr: mean inner learning rate of the region's steps since the fragment's last send.
     """
 
     weight: float = 1.0
@@ -34,6 +35,7 @@ class Trailer(NamedTuple):
     compression: float = 1.0
     ending: float = 0.0
     saved_at: float = 0.0
+    round_lr: float = 0.0
 
 
 class Arrival(NamedTuple):

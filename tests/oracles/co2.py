@@ -39,18 +39,18 @@ def co2(
     theta = [Theta.copy() for _ in range(M)]
     momentum = np.zeros_like(Theta)
     gaps: list[float] = []
-    in_flight: tuple[Vector, Vector] | None = None  # (Dbar, the Theta it was measured from)
+    in_flight: tuple[Vector, Vector, float] | None = None  # (Dbar, the Theta it was measured from)
     trajectory: Trajectory = []
     for round_start in range(0, T, H):
         for t in range(round_start + 1, min(round_start + H, T) + 1):
             for m in range(M):
                 theta[m] = theta[m] - problem.eta(t) * problem.gradient(m, t, theta[m])
             if t == round_start + H:
-                sent = (Theta - np.mean(np.stack(theta), axis=0), Theta.copy())
+                eta = float(np.mean([problem.eta(s) for s in range(t - H + 1, t + 1)]))
+                sent = (Theta - np.mean(np.stack(theta), axis=0), Theta.copy(), eta)
                 landing, in_flight = (in_flight, sent) if delay else (sent, None)
                 if landing is not None:
-                    Dbar, Theta_sent = landing
-                    gamma = float(np.mean([problem.eta(s) for s in range(t - H + 1, t + 1)]))
+                    Dbar, Theta_sent, gamma = landing
                     if gamma == 0:
                         raise ValueError(f"the mean inner learning rate of the round ending at step {t} is 0")
                     gaps.append(float(np.linalg.norm(Theta - Theta_sent)))
