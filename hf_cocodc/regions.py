@@ -151,6 +151,8 @@ def _call_the_roll(store: dist.Store, num_regions: int, deadline: float, timeout
         store.set("roster", json.dumps({"run": run, "entries": [json.loads(entry) for entry in entries]}))
         acks = [f"{run}/ack/{r}" for r in others]
         if not acks or _wait(partial(store.check, acks), min(deadline, time.monotonic() + ACK_S)):
+            for r in range(num_regions):  # the next run on this store is not to meet these
+                store.delete_key(f"hello/{r}")
             store.set(f"{run}/go", "1")
             return Roster(run, [json.loads(entry)["hello"] for entry in entries])
         for r in others:  # a ghost's hello must not be met again
