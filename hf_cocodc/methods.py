@@ -204,8 +204,8 @@ def dilocox(
 
     Symbols: H_1 is sync_interval, r_1 is rank, e the error feedback's residual.
 
-    Differs from the paper: one stage (no pipeline yet); the rank counts the directions that hold 95 % of the energy, over 5
-    rounds; the outer learning rate and momentum are DiLoCo's, the paper gives none that we have seen.
+    Differs from the paper: the rank counts the directions that hold 95 % of the energy, over 5 rounds, in every stage of a
+    pipeline for itself; the outer learning rate and momentum are DiLoCo's, the paper gives none that we have seen.
     """
     return Method(
         fragments=_pattern(fragment_pattern, num_fragments),

@@ -8,27 +8,21 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
 from .. import state
 from ..agreement import Ending, verdict
 from ..config import OuterConfig, RegionConfig
 from ..errors import InputError
-from ..handshake import compare, hello
 from ..journal import Journal
-from ..lanes import LaneLink, SharedLink
 from ..links.base import Link
-from ..links.gloo import GlooLink
-from ..links.loopback import loopback
 from ..methods import from_config, settings
-from ..regions import connect_store, own_address, rendezvous
 from ..synchronizer import Synchronizer
 from ..transfers import memory
 from .card import section
 from .checkpoints import JOINING, Saved, check
+from .joining import join, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +62,17 @@ class OuterOptimizer:
         saved: a checkpoint's part that is ours, to start from; the model has to hold the weights saved with it.
         stage: (index, number of stages) where every rank of the region holds a pipeline stage of its own: `model` is that
             stage, not prepared by Accelerate, and exchanges with the same stage of the other regions only (DiLoCoX's dual
-            optimizer, 2506.21263).
+            optimizer, 2506.21263). See below.
 
     Constructing it is a collective call: it waits for all regions, compares their settings, and starts them from region
     0's parameters.
+
+    With `stage`, what is measured or chosen holds for one stage: times, a low rank and the rounds that follow it, which
+    fragment goes next, whether an outer gradient is finite. Stages of a region may so send and land at different inner
+    steps. Nobody waits for ever for that: a landing waits only for sends of its own step or an earlier one. But they would
+    hear of another region's early end at different steps too, and the first to leave would keep the others waiting for
+    activations: give `max_steps` and make them all, in every region. An error in one stage ends its region, where the
+    launcher ends the other ranks, and so every region.
 
     Raises:
         InputError: settings that cannot work.
@@ -369,80 +370,3 @@ def _hook_into_saving(accelerator: Accelerator, outer: OuterOptimizer) -> list[C
         accelerator.save_state, accelerator.load_state = save_state, load_state
 
     return [unwrap, *(hook.remove for hook in hooks)]
-
-
-def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
-    """Check that a region can be what `accelerate launch` has made it.
-
-    Raises:
-        InputError: it cannot; the message says what to change.
-    """
-    kind = accelerator.distributed_type
-    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if kind is DistributedType.FSDP and accelerator.is_fsdp2:
-        if settings(config)["codec"] == "lowrank":
-            raise InputError(
-                "outer.codec=lowrank with FSDP2: each rank would choose a rank for its own shards, and regions would no longer "
-                "agree on the interval. Use another codec, or DDP."
-            )
-    elif kind not in supported:
-        raise InputError(
-            f"distributed type {kind.value} inside a region is not supported: one process, DDP and FSDP2 are. Launch the region "
-            "with fsdp_version 2 (FSDP1 is not supported), and without DeepSpeed or Megatron."
-        )
-
-
-def join(
-    accelerator: Accelerator,
-    model: nn.Module,
-    config: OuterConfig,
-    regions: RegionConfig,
-    max_steps: int | None,
-    resumes: bool = False,
-    stage: tuple[int, int] | None = None,
-) -> Link:
-    """Meet the other regions, compare settings and connect.
-
-    Where ranks hold the same parameters the leader alone talks; a rank with shards (FSDP2) or a stage of its own reaches
-    the same rank elsewhere.
-    """
-    regions = regions.resolved()
-    region, count = regions.region, regions.count
-    assert region is not None and count is not None
-    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    sharded = accelerator.distributed_type is DistributedType.FSDP
-    lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
-    if count == 1:
-        logger.info(
-            "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."
-        )
-        alone = loopback()
-        return LaneLink(alone, rank, num_ranks, device) if sharded else alone
-    assert regions.store is not None
-    run: str | None = None
-    if accelerator.is_main_process or stage is not None:
-        shared = {
-            "connections": regions.connections,
-            "timeout_s": regions.timeout_s,
-            "when_one_ends": regions.when_one_ends,
-            "resume": resumes,
-        }
-        mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
-        store: dist.Store = connect_store(regions.store, regions.timeout_s)
-        meeting = dist.PrefixStore(f"stage{lane}", store) if stage is not None else store
-        roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
-        compare(roster.hellos)
-        run = roster.run
-        logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
-    if sharded:
-        [run] = broadcast_object_list([run])
-    link: GlooLink | None = None
-    if run is not None:
-        store = connect_store(regions.store, regions.timeout_s)
-        address = own_address(regions.store, regions.interface)
-        prefix = f"{run}/lane{lane}"
-        link = GlooLink(store, prefix, region, count, regions.connections, address, regions.timeout_s)
-        link.lane, link.num_lanes = lane, num_lanes
-    if link is None or (num_ranks > 1 and num_lanes == 1):
-        return SharedLink(link, region, count, device)
-    return LaneLink(link, lane, num_lanes, device) if sharded else link
