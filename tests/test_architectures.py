@@ -155,7 +155,11 @@ class Trained(NamedTuple):
     before: dict[str, Tensor]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("llama", "gpt2", "qwen3_moe", "mamba2", "jamba")
+CHOSEN = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
 def trained(request: pytest.FixtureRequest) -> Trained:
     """Two regions after two rounds on data of their own; they begin with different weights."""
 
@@ -173,7 +177,7 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return Trained(list(models), list(landings), causal_lm(request.param).state_dict())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHOSEN)
 @pytest.mark.parametrize("num_fragments", [2, 3, LAYERS])
 def test_every_weight_travels_once(family: str, num_fragments: int) -> None:
     """Every layer is a block; every trainable tensor is in one fragment, under one name where several share it."""
@@ -191,7 +195,7 @@ def test_every_weight_travels_once(family: str, num_fragments: int) -> None:
     assert len(memory) == len(tensors)  # nor do two tensors share memory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHOSEN)
 def test_fragments_are_even(family: str) -> None:
     """No fragment is EVEN times as large as another, wherever the experts sit."""
     sizes = [fragment.numel for fragment in strided(2)(causal_lm(family))]

@@ -73,6 +73,7 @@ def with_loop(variant: str, outer: OuterConfig, link: Link, folder: Path) -> tup
     return accelerator.unwrap_model(model), regions.synchronizer
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("train", [with_trainer, with_loop], ids=["trainer", "plain loop"])
 @pytest.mark.parametrize("variant", VARIANTS)

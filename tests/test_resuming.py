@@ -74,7 +74,12 @@ def callback_of(trainer: Trainer) -> CoCoDCCallback:
     return next(each for each in trainer.callback_handler.callbacks if isinstance(each, CoCoDCCallback))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = ("streaming", "dilocox")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SETTINGS]
+)
 def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     """Resumed after 3 and after 10 of 14 steps, mid-round and with transfers in flight: the weights of a run never stopped."""
 

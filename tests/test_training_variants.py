@@ -197,6 +197,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_way_to_train_changes_nothing(name: str, tmp_path: Path) -> None:
     """Regions end equal, with the weights of the run that does the same in the plain way; so does what they export."""

@@ -25,7 +25,6 @@ from tests.toys import llama, params_of
 
 STEPS = 30
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
-REGIONS_TIMEOUT_S = 60.0
 
 
 class Dry(IterableDataset):
@@ -76,6 +75,7 @@ def live(
     on_rank: int = 0,
     step_s: float = 0.0,
     policy: str = "auto",
+    timeout_s: float = 60.0,
     resume: bool = False,
     rows: int = 22,
     dry: bool = False,
@@ -85,7 +85,7 @@ def live(
     """Train this region; `action` happens to its rank `on_rank` at the beginning of inner step `at`."""
     rank = int(os.environ.get("RANK", "0"))
     happens = ACTIONS[action] if action and rank == on_rank else None
-    regions = RegionConfig(when_one_ends=policy, timeout_s=REGIONS_TIMEOUT_S)
+    regions = RegionConfig(when_one_ends=policy, timeout_s=timeout_s)
     callback = CoCoDCCallback(CONFIG, regions)
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
     common |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
@@ -105,7 +105,7 @@ def live(
     except KeyboardInterrupt:
         if not lingers:
             raise
-        time.sleep(REGIONS_TIMEOUT_S)
+        time.sleep(60)
     assert callback.outer is not None, error
     found = {"step": callback.outer.inner_step, "finished": callback.outer.finished, "error": error}
     found |= {"weights": params_of(trainer.model), "seconds": time.monotonic() - start}

@@ -181,10 +181,11 @@ def test_epochs_of_unequal_shards(tmp_path: Path) -> None:
     assert ours["step"] == 12
 
 
+@pytest.mark.slow
 def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) -> None:
     """A notebook survives its KeyboardInterrupt: the other region still learns of it, and why."""
     store = serve_store("127.0.0.1")
-    first, second = start(tmp_path, store, {}, {"action": "interrupt twice", "lingers": True})
+    first, second = start(tmp_path, store, {}, {"action": "interrupt twice", "lingers": True}, timeout_s=8.0)
     [ours] = outcomes(tmp_path, [first])
     assert second.is_alive()
     second.kill()
@@ -193,6 +194,7 @@ def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) 
     assert ours["seconds"] < SOON_S
 
 
+@pytest.mark.slow
 def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     """KeyboardInterrupt in region 1 ends its script; region 0's ends soon after and names it."""
     store = serve_store("127.0.0.1")

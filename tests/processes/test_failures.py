@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hf_cocodc.journal import read
 from tests.processes.launching import ROOT, environment
@@ -80,6 +81,7 @@ def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     """A region that is stopped, not dead, costs timeout_s; the message says how long and for what."""
     run = start(tmp_path, "--set", "regions.timeout_s=4")
@@ -106,6 +108,7 @@ def test_ctrl_c_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) 
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
     """Where no transfer is due for long, a second SIGINT ends every process."""
     run = start(tmp_path, "--set", "outer.sync_interval=100000")

@@ -81,6 +81,7 @@ def whole(found: Found, scenario: str, region: int = 0) -> dict[str, Tensor]:
     return {**parts[0], **parts[1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "max_norm"), [("unclipped", float("inf")), ("clipped", MAX_NORM)])
 def test_stages_train_as_the_whole_model_does(scenario: str, max_norm: float, found: Found) -> None:
     """2 regions x 2 stages = 2 regions x 1: weights, bit for bit where no gradient is clipped, losses, and bytes sent.
@@ -132,6 +133,7 @@ def test_stages_resume_bit_for_bit(scenario: str, found: Found) -> None:
             assert torch.equal(again["final"][weight], run["final"][weight]), (name, weight)
 
 
+@pytest.mark.slow
 def test_the_saved_parts_are_one_model(found: Found, folder: Path) -> None:
     """`from_pretrained` loads what the stages of a region saved, the same in both regions."""
     for region in range(REGIONS):

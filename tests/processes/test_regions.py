@@ -105,12 +105,14 @@ def assert_all_ranks_equal(found: dict[str, dict]) -> None:
     assert all(torch.equal(each["final"], found["region0-rank0"]["final"]) for each in found.values())
 
 
+@pytest.mark.slow
 def test_a_codec_with_memory_in_regions_of_two_ranks(tmp_path: Path) -> None:
     """Low rank with error feedback and rounds that follow the rank: only the leader has the codec's state, all follow."""
     config = {"method": "dilocox", "sync_interval": 3, "rank": 2, "outer_lr": 0.3}
     assert_all_ranks_equal(run_regions(2, 2, ["trainer", str(tmp_path), json.dumps(config)], tmp_path))
 
 
+@pytest.mark.slow
 def test_regions_of_unequal_size(tmp_path: Path) -> None:
     """One rank here, two there (DDP): the leaders talk, and all three ranks end with the same global params."""
     found = run_regions(2, [1, 2], ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from hf_cocodc import simulate, state
+from hf_cocodc.cli.main import main
 from hf_cocodc.journal import read
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
@@ -34,7 +36,6 @@ METHODS = {
     "dilocox": ["outer.rank=2"],
     "cocodc": ["outer.num_fragments=3", "outer.overlap_steps=2", "outer.sends_per_interval=3"],
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in METHODS if name != "cocodc"]
 
 
 def recipe(method: str) -> str:
@@ -50,13 +51,16 @@ def overrides(method: str, folder: Path) -> list[str]:
     return [*TINY, *data, *METHODS[method], f"training.output_dir={folder}"]
 
 
+def arguments(method: str, folder: Path) -> list[str]:
+    sets = [*overrides(method, folder), *SAVING]
+    return ["train", recipe(method), "--resume", *(part for each in sets for part in ("--set", each))]
+
+
 def start(method: str, folder: Path) -> subprocess.Popen:
     """`hf-cocodc train RECIPE --resume`."""
-    sets = [*overrides(method, folder), *SAVING]
-    arguments = [recipe(method), "--resume", *(part for each in sets for part in ("--set", each))]
     code = "import sys; from hf_cocodc.cli.main import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", code, "train", *arguments],
+        [sys.executable, "-c", code, *arguments(method, folder)],
         env=environment(HF_DATASETS_CACHE=str(folder.parent / "cache")),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -65,15 +69,20 @@ def start(method: str, folder: Path) -> subprocess.Popen:
     )
 
 
-def train(method: str, folder: Path) -> str:
-    """Train to the end; what was printed."""
-    run = start(method, folder)
-    try:
-        output, errors = run.communicate(timeout=TIMEOUT_S)
-    finally:
-        run.kill()
-    assert run.returncode == 0, errors
-    return output
+@pytest.fixture
+def train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[[str, Path], str]:
+    """The same command from here, to the end of the run; gives what was printed."""
+    for name, value in environment(HF_DATASETS_CACHE=str(tmp_path / "cache")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(method: str, folder: Path) -> str:
+        assert main(arguments(method, folder)) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
 
 
 def newest(folder: Path, region: int) -> int:
@@ -107,9 +116,10 @@ def sends(folder: Path, region: int) -> list[tuple[int, int]]:
     return [(event["step"], event["fragment"]) for event in journal if event["kind"] == "send"]
 
 
-@pytest.mark.parametrize("method", ["cocodc", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, train: Callable[[str, Path], str], tmp_path: Path
 ) -> None:
     """Resumed where nothing was saved, killed while the regions stand at different steps, resumed, and once more at its end."""
     again, whole = tmp_path / "again", tmp_path / "whole"
@@ -126,7 +136,6 @@ def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
         if event["kind"] in ("start", "resume")
     ]
     assert resumes == [0, step]
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     simulate(recipe(method), overrides=overrides(method, whole))
     for region in (0, 1):
         ours, theirs = (folder / f"region-{region}" / "model.safetensors" for folder in (again, whole))

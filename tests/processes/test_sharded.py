@@ -34,6 +34,7 @@ def regions(
     return run_regions(2, 2, [kind, str(folder), config, how, str(STEPS), str(stop)], folder, WORKER)
 
 
+@pytest.mark.slow
 def test_lanes_of_shards_train_as_a_leader_of_replicas_does(tmp_path: Path) -> None:
     """2 regions x 2 ranks, FSDP2 against DDP: the same weights and held-out losses, evaluations in between included.
 
