@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -197,7 +198,17 @@ VARIANTS = {
 }
 
 
+@pytest.fixture
+def fresh_workers() -> Iterator[None]:
+    """Data loaders' workers start anew: forked from a process with threads they may wait for a lock for ever."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_workers")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_way_to_train_changes_nothing(name: str, tmp_path: Path) -> None:
     """Regions end equal, with the weights of the run that does the same in the plain way; so does what they export."""
@@ -242,6 +253,7 @@ def test_rows_of_like_length_share_a_batch(tmp_path: Path) -> None:
         assert 0 < padding(widths[region][:STEPS]) < 0.75 * padding(in_order)
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_stream_over_workers(tmp_path: Path) -> None:
     """Four files, two for each region, one for each of its workers."""
     files = TABLE.to_iterable_dataset(num_shards=4)
