@@ -95,9 +95,8 @@ class GlooLink:
         def transfer() -> Arrival:
             bytes_sent = 0
             trailers = self._swap_trailers(trailer, what)
-            start = (
-                time.perf_counter()
-            )  # not before: until all have come it is a slow region that takes time, not the link
+            # not before: until all have come it is a slow region that takes time, not the link
+            start = time.perf_counter()
             shares = [each.weight for each in trailers]
 
             def exchange(message: Message) -> Reply:
@@ -148,10 +147,10 @@ class GlooLink:
         if not self._groups:
             raise LinkError(f"the link is closed, so {what} cannot travel.")
         job = _Job(call, what)
+        self._jobs.put(job)
+        # looked at last: whoever gives up fails what is in the queue after saying so
         if self._failure is not None:
             job.fail(self._failure)
-        else:
-            self._jobs.put(job)
         return job
 
     def _work(self) -> None:

@@ -95,9 +95,8 @@ class Heartbeat:
                 )
 
     def _tell(self, sign: str) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # without a store nobody hears of us, and all go by time alone
+        # without a store nobody hears of us, and all go by time alone
+        with contextlib.suppress(RuntimeError):
             self._store.set(str(self._region), sign)
 
     def _ask(self, region: int) -> str:
