@@ -233,8 +233,9 @@ class Synchronizer:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Make a state that another region saved this region's own: its residuals and snapshots are forgotten."""
+        """Make a state that another region saved this region's own: global params, and no residuals nor snapshots."""
         for state in self.fragments:
+            scatter(state.global_params, state.fragment, state.params)
             state.codec = forget(state.codec)
             for transfer in state.in_flight:
                 transfer.join(state.gather())
