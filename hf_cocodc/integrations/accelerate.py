@@ -265,7 +265,9 @@ class OuterOptimizer:
             self._finish()
 
     def close(self, reason: str | None = None) -> None:
-        """Leave the other regions without finishing; `reason` is what they are told."""
+        """Leave the other regions without finishing; `reason` is what they are told. Calling it again does nothing."""
+        if not self._undo:
+            return
         for undo in self._undo:
             undo()
         self._undo = []
@@ -327,6 +329,7 @@ class OuterOptimizer:
     ) -> None:
         if kind is None:
             self.finish()
+            self.close()  # where the verdict was to stop, nothing has been closed: there was a checkpoint to save
         else:  # never communicate while an exception passes: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
 
