@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from transformers import TrainingArguments
 
 from hf_cocodc.config import OuterConfig
 
@@ -20,3 +23,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def config(method: str) -> OuterConfig:
     """The method over rounds of 3 inner steps."""
     return OuterConfig(method=method, sync_interval=3, **SETTINGS[method])
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Trainer's for such a run."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+        **more,
+    )

@@ -11,12 +11,12 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, simulate
 from hf_cocodc.links.base import Link
 from hf_cocodc.synchronizer import Synchronizer
-from tests.matrix import SETTINGS, STEPS, config
+from tests.matrix import SETTINGS, STEPS, arguments, config
 from tests.processes.worker import Tokens
 from tests.toys import llama
 
@@ -38,21 +38,14 @@ def build(variant: str) -> nn.Module:
 def with_trainer(
     variant: str, outer: OuterConfig, link: Link, folder: Path
 ) -> tuple[nn.Module, Synchronizer]:
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-        bf16=variant == "bf16 autocast",
-    )
     callback = CoCoDCCallback(outer, link=link)
     data = Tokens(16, seed=link.region)
-    trainer = Trainer(model=build(variant), args=args, train_dataset=data, callbacks=[callback])
+    trainer = Trainer(
+        model=build(variant),
+        args=arguments(folder, bf16=variant == "bf16 autocast"),
+        train_dataset=data,
+        callbacks=[callback],
+    )
     trainer.train()
     assert callback.outer is not None
     return trainer.model, callback.outer.synchronizer

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
-from tests.matrix import STEPS, config
+from tests.matrix import STEPS, arguments, config
 from tests.processes.sharded_worker import ShardedTrainer, shard, whole
 from tests.processes.worker import Tokens
 from tests.toys import llama
@@ -28,19 +28,12 @@ Outcome = tuple[Tensor, int]
 
 
 def with_trainer(sharded: bool, outer: OuterConfig, folder: Path) -> Outcome:
-    args = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        use_cpu=True,
-    )
     callback = CoCoDCCallback(outer)
     trainer = (ShardedTrainer if sharded else Trainer)(
-        model=llama(REGION), args=args, train_dataset=Tokens(64, seed=REGION), callbacks=[callback]
+        model=llama(REGION),
+        args=arguments(folder),
+        train_dataset=Tokens(64, seed=REGION),
+        callbacks=[callback],
     )
     trainer.train()
     assert callback.outer is not None
