@@ -1,6 +1,7 @@
 """What regions settle among themselves beside outer gradients: where to go on from, when to end, and that they are equal."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -35,37 +36,46 @@ def verdict(endings: Sequence[int], policy: str) -> str | None:
     return "stop" if policy == "stop" else "finish"
 
 
-def newest_common(link: Link, own: Sequence[int]) -> tuple[int, list[int]]:
-    """The step to resume from, and the regions that hold a complete checkpoint of it; step 0 where there is none at all.
+def newest_common(link: Link, own: Sequence[int], run: int) -> tuple[int, list[int], int]:
+    """The step to resume from, the regions that hold a complete checkpoint of it, and its run; step 0 where there is none.
 
     The newest step that is complete in every region that has any; where no step is, the newest of all: who lacks it
-    takes it from another region. A collective call.
+    takes it from another region. Regions go on with the run that most of them have checkpoints of; those of another run
+    (a folder that was used before) count as having none. A collective call.
 
     Args:
         link: reaches the other regions.
         own: steps of this region's complete checkpoints.
+        run: number of the run that wrote them.
     """
-    newest = proposal = max(own, default=0)
-    first: list[int] = []
-    while True:
+    trailers = link.gather(
+        Trailer(inner_step=max(own, default=0), digest=run), "the newest complete checkpoint"
+    )
+    runs = Counter(trailer.digest for trailer in trailers if trailer.inner_step)
+    if not runs:
+        return 0, [], 0
+    [(chosen, _)] = runs.most_common(1)  # of equally many that of the first region
+    if own and run != chosen:
+        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
+    own = own if run == chosen else ()
+    first = steps = [int(trailer.inner_step) if trailer.digest == chosen else 0 for trailer in trailers]
+    while len(set(steps) - {0}) > 1:
+        bound = min(step for step in steps if step)
+        proposal = max((step for step in own if step <= bound), default=0)
         trailers = link.gather(Trailer(inner_step=proposal), "the newest complete checkpoint")
         steps = [int(trailer.inner_step) for trailer in trailers]
-        first = first or steps
-        if 0 in (
-            step for step, had in zip(steps, first, strict=True) if had
-        ):  # one that had some has none so old
-            newest = max(first)
-            return newest, [region for region, step in enumerate(first) if step == newest]
-        held = [step for step in steps if step]
-        if len(set(held)) <= 1:
-            return max(steps), [region for region, step in enumerate(steps) if step]
-        proposal = max((step for step in own if step <= min(held)), default=0)
+        if steps.count(0) > first.count(0):  # one that had some has none so old
+            steps = [step if step == max(first) else 0 for step in first]
+    return max(steps), [region for region, step in enumerate(steps) if step], int(chosen)
 
 
-def fewest_steps(link: Link, max_steps: int) -> int:
-    """The smallest `max_steps` of all regions: shards of unequal length give epochs of unequal length."""
-    trailers = link.gather(Trailer(inner_step=max_steps), "the number of inner steps")
-    return int(min(trailer.inner_step for trailer in trailers))
+def agree_on_start(link: Link, max_steps: int, run: int) -> tuple[int, int]:
+    """The smallest `max_steps` of all regions, and region 0's number for the run. A collective call.
+
+    Shards of unequal length give epochs of unequal length.
+    """
+    trailers = link.gather(Trailer(inner_step=max_steps, digest=run), "the number of inner steps")
+    return int(min(trailer.inner_step for trailer in trailers)), int(trailers[0].digest)
 
 
 def check_in_step(region: int, trailers: Sequence[Trailer], fragment: int, sent_at: int) -> None:

@@ -36,6 +36,8 @@ FOLDER = "cocodc"
 EXPORT = "global"
 """Where the global model lies in a checkpoint."""
 COMPLETE = f"{FOLDER}/COMPLETE"
+RUN = f"{FOLDER}/run"
+"""In the folder that the checkpoints lie in: the number of the run that writes there now."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; it is gone when the checkpoint is used."""
 _MARK = "$tensor"
@@ -101,7 +103,7 @@ def seal(checkpoint: Path) -> None:
                 files[name]["sha256"] = _sha256(path)  # type: ignore[assignment]
         for folder in [checkpoint, *(path for path in checkpoint.rglob("*") if path.is_dir())]:
             _sync(folder)
-        text = json.dumps({"format": FORMAT, "files": files}, indent=1)
+        text = json.dumps({"format": FORMAT, "run": run_of(checkpoint.parent), "files": files}, indent=1)
         _replace(checkpoint / COMPLETE, lambda path: path.write_text(text, encoding="utf-8"))
         _sync(checkpoint.parent)
 
@@ -117,7 +119,7 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
         raise CheckpointError(
             f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
         )
-    listed = _listed(checkpoint)
+    listed = _mark(checkpoint)["files"]
     for name in (state_file(lane), tensors_file(lane)):
         if name not in listed:
             raise CheckpointError(
@@ -143,8 +145,8 @@ def damage(checkpoint: Path) -> str | None:
     if not (checkpoint / COMPLETE).is_file():
         return f"{COMPLETE} is missing (its saving was interrupted, or hf_cocodc did not write it)"
     try:
-        listed = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        version, files = listed["format"], listed["files"].items()
+        mark = _mark(checkpoint)
+        version, files = mark["format"], mark["files"].items()
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
         return f"{COMPLETE} is damaged"
     if version > FORMAT:
@@ -156,6 +158,35 @@ def damage(checkpoint: Path) -> str | None:
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {entry['bytes']} were saved"
     return None
+
+
+def unusable(checkpoint: Path) -> str | None:
+    """Why the run that writes to this folder cannot go on from a checkpoint; None where it can."""
+    wrong = damage(checkpoint)
+    if wrong is None and _mark(checkpoint).get("run", 0) != run_of(checkpoint.parent):
+        wrong = "it is of an earlier run in this folder; give its path to go on with that one"
+    return wrong
+
+
+def run_of(folder: Path) -> int:
+    """The number of the run that writes to a folder; 0 where it has none."""
+    return int((folder / RUN).read_text(encoding="utf-8")) if (folder / RUN).is_file() else 0
+
+
+def begin_run(folder: Path, run: int) -> None:
+    """From here on checkpoints in `folder` are those of `run`: ones of an earlier run stay, but are not gone on from.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    with _saving(folder):
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        _replace(folder / RUN, lambda path: path.write_text(str(run), encoding="utf-8"))
+
+
+def continue_run(checkpoint: Path, folder: Path) -> None:
+    """`begin_run` with the run that wrote `checkpoint`."""
+    begin_run(folder, _mark(checkpoint).get("run", 0))
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -191,8 +222,8 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
-def _listed(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    return json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))["files"]
+def _mark(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
 
 
 @contextmanager

@@ -62,6 +62,39 @@ def test_a_checkpoint_that_only_some_regions_have_is_given_up(
     assert resumed(tmp_path)[0].state.global_step == STEPS
 
 
+def test_a_new_run_in_a_folder_that_was_used_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What an earlier run left there, further on, is not what --resume goes on from; its path still is."""
+    resumed(tmp_path)
+    step = stopped(tmp_path, 6)
+    assert step < STEPS
+    with caplog.at_level(logging.INFO):
+        resumed(tmp_path, save_strategy="no")
+    assert f"checkpoint-{STEPS} is not used: it is of an earlier run in this folder" in caplog.text
+    assert f"region 0 resumes from {checkpoint_of(tmp_path, 0, step)}" in caplog.text
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link)
+        trainer.train(resume_from_checkpoint=str(checkpoint_of(tmp_path, region, STEPS - 1)))
+
+    simulate(body, regions=2)
+    assert state.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
+
+
+def test_a_region_that_joins_from_a_folder_of_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own checkpoints are further on; it takes over that of the run which the others have."""
+    resumed(tmp_path / "other")
+    step = stopped(tmp_path, 6)
+    shutil.copytree(tmp_path / "other" / "region-0", tmp_path / "region-2")
+    with caplog.at_level(logging.WARNING):
+        three = resumed(tmp_path, 3)
+    assert "region 2 holds checkpoints of another run" in caplog.text
+    assert f"region 2 has no complete checkpoint of step {step}" in caplog.text
+    assert {trainer.state.global_step for trainer in three} == {STEPS}
+    assert state.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
+
+
 def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second saving of the same step would put the complete checkpoint at risk while the process is being ended."""
     sealed, seal = [], state.seal

@@ -127,10 +127,10 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
 
 def _saved(folder: Path) -> str:
     """What an interrupted run leaves behind."""
-    from ..state import checkpoints, damage
+    from ..state import checkpoints, unusable
 
     complete = [
-        {step for step, path in checkpoints(region).items() if damage(path) is None}
+        {step for step, path in checkpoints(region).items() if unusable(path) is None}
         for region in folder.glob("region-*")
     ]
     common = set.intersection(*complete) if complete else set()

@@ -41,14 +41,16 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     own: list[int] = []
     if accelerator.is_main_process:
         for step, path in state.checkpoints(folder).items():
-            wrong = state.damage(path)
+            wrong = state.unusable(path)
             if wrong is None:
                 own.append(step)
             else:
                 logger.warning("region %d: %s is not used: %s.", link.region, path, wrong)
-    [own] = broadcast_object_list([own]) if accelerator.num_processes > 1 else [own]
-    step, holders = newest_common(link, own)
-    if not holders or not step:
+    run = state.run_of(folder)
+    if accelerator.num_processes > 1:
+        own, run = broadcast_object_list([own, run])
+    step, holders, run = newest_common(link, own, run)
+    if not step:
         return None
     for later in own if accelerator.is_main_process else ():
         if later > step:  # its run ends here: that of step `step` goes on, and may come by other numbers
@@ -60,7 +62,7 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     checkpoint = folder / f"{state.PREFIX}{step}"
     if len(holders) < link.num_regions:
         if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
-            _take_over(link, accelerator.is_main_process, checkpoint, holders)
+            _take_over(link, accelerator.is_main_process, checkpoint, holders, run)
         accelerator.wait_for_everyone()
     return checkpoint
 
@@ -104,7 +106,7 @@ def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
         )
 
 
-def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int]) -> None:
+def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], run: int) -> None:
     """Send a checkpoint from the first region that holds it to those that do not; all regions have to call."""
     source = min(holders)
     lacking = link.region not in holders
@@ -136,6 +138,7 @@ def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int]) 
         _make_own(half)
         shutil.rmtree(checkpoint, ignore_errors=True)
         half.rename(checkpoint)
+        state.begin_run(checkpoint.parent, run)
         state.seal(checkpoint)
 
 

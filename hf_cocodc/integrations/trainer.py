@@ -7,6 +7,7 @@ this one finds its Trainer and wraps some methods of that instance. Everything e
 import contextlib
 import functools
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -18,16 +19,17 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import TrainOutput
 
-from ..agreement import Ending, fewest_steps
+from ..agreement import Ending, agree_on_start
 from ..config import OuterConfig, Recipe, RegionConfig
 from ..errors import InputError, LinkError, RunStopped
 from ..links.base import Link
 from ..methods import from_config
-from ..state import EXPORT, PREFIX, read, remove, rotate
+from ..state import EXPORT, PREFIX, begin_run, continue_run, read, remove, rotate
 from . import card
-from .accelerate import OuterOptimizer, join, refuse_unsupported
+from .accelerate import OuterOptimizer
 from .attaching import find_trainer, refuse
 from .checkpoints import Saved, agree
+from .joining import join, refuse_unsupported
 from .signals import first_signal
 
 logger = logging.getLogger(__name__)
@@ -157,7 +159,9 @@ class CoCoDCCallback(TrainerCallback):
             self._link = self._join(trainer, resumes=False)
         if self.region:  # equal seeds would give every region the same dropout masks
             torch.manual_seed(args.seed + self.region)
-        max_steps = fewest_steps(self._link, state.max_steps)
+        max_steps, run = agree_on_start(self._link, state.max_steps, secrets.randbits(48))
+        if self._saved is None and args.should_save:
+            begin_run(Path(args.output_dir), run)
         if max_steps < state.max_steps:
             logger.warning(
                 "region %d would make %d inner steps, another region %d: all make %d.",
@@ -234,9 +238,8 @@ class CoCoDCCallback(TrainerCallback):
             return
         control.should_training_stop = True
         if not outer.finished:
-            state.global_step = (
-                outer.inner_step
-            )  # a region that coasted made fewer steps than it kept pace with
+            # a region that coasted made fewer steps than it kept pace with
+            state.global_step = outer.inner_step
             control.should_save = outer.synchronizer.saved_at < outer.inner_step
 
     def _join(self, trainer: Trainer, resumes: bool) -> Link:
@@ -289,6 +292,8 @@ class CoCoDCCallback(TrainerCallback):
             return None
         logger.info("region %d resumes from %s", self.region, path)
         self._saved = Saved(*read(path, self._link.lane))
+        if wanted is not True and trainer.args.should_save:
+            continue_run(path, folder)
         return str(path)
 
     def _has_finished(self, args: TrainingArguments, checkpoint: Path) -> bool:
