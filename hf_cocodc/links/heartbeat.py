@@ -53,6 +53,7 @@ class Heartbeat:
     def close(self, gone: bool = False) -> None:
         """No more signs; `gone` tells the others that this region leaves them waiting."""
         self._ended.set()
+        self._thread.join(timeout=1.0)  # not for ever: the store's machine may be gone
         if gone:
             self._tell(_GONE)
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,7 +19,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
 from tests.matrix import STEPS, arguments, config
 from tests.processes.sharded_worker import ShardedTrainer, shard, whole
-from tests.processes.worker import Tokens
+from tests.processes.worker import Tokens, leave
 from tests.toys import llama
 
 REGION = int(os.environ["HF_COCODC_REGION"])
@@ -74,8 +73,7 @@ def main() -> None:
             except InputError as error:
                 outcomes[f"{method}, {name}"] = str(error)
     torch.save(outcomes, folder / f"region{REGION}-rank{os.environ.get('RANK', '0')}.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -21,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.errors import RunStopped
-from tests.processes.worker import Tokens
+from tests.processes.worker import Tokens, leave
 from tests.test_resuming import At
 from tests.toys import llama
 
@@ -104,8 +103,7 @@ def main() -> None:
     torch.save(
         result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
     )
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
