@@ -23,6 +23,9 @@ State = dict[str, Any]
 class Coder(Protocol):
     """Turns fp32 values into bytes and back, exactly alike on every machine.
 
+    The payload of a part of a message stands for that part alone, so both directions can work on one part after
+    another, into parts of one buffer (`out`).
+
     Attributes:
         block: number of neighbouring values encoded together; a message is only ever cut at multiples of it.
         gather: optional; True where the mean of decoded values does not fit the coder again: see `swaps_whole`.
@@ -30,12 +33,18 @@ class Coder(Protocol):
 
     block: int
 
-    def encode(self, values: Tensor) -> Tensor:
-        """Bytes (1-D uint8) for the 1-D fp32 `values`."""
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        """Bytes (1-D uint8) for the 1-D fp32 `values`.
+
+        Written to `out` (1-D uint8 of `num_bytes(values.numel())`) where given; else they may be a view of `values`.
+        """
         ...
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """The `numel` fp32 values that `payload` stands for."""
+    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """The `numel` fp32 values that `payload` stands for.
+
+        Written to `out` (1-D fp32 of `numel`) where given; else they may be a view of `payload`.
+        """
         ...
 
     def num_bytes(self, numel: int) -> int:

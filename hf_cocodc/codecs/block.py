@@ -39,22 +39,22 @@ class Blocks(ABC):
         self.block = block
         self.per_byte = per_byte
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         numel = values.numel()
-        payload = torch.empty(self.num_bytes(numel), dtype=torch.uint8)
+        payload = torch.empty(self.num_bytes(numel), dtype=torch.uint8) if out is None else out
         scales, codes = self._parts(payload, numel)
         width = self.block // self.per_byte
         for first, piece in enumerate(values.split(self._piece)):
             rows = self._rows(piece)
             scale = self._scale(rows.abs().amax(dim=1, keepdim=True))
             start = first * self._piece // self.block
-            scales[start : start + len(rows)] = scale.view(-1)
-            out = codes[start * width : (start + len(rows)) * width]  # shorter where the last block is
-            out.copy_(self._codes(rows, scale).view(-1)[: out.numel()])
+            scales[4 * start : 4 * (start + len(rows))] = scale.view(-1).view(torch.uint8)
+            part = codes[start * width : (start + len(rows)) * width]  # shorter where the last block is
+            part.copy_(self._codes(rows, scale).view(-1)[: part.numel()])
         return payload
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        values = torch.empty(numel, dtype=torch.float32)
+    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        values = torch.empty(numel, dtype=torch.float32) if out is None else out
         scales, codes = self._parts(payload, numel)
         width = self.block // self.per_byte
         for first, piece in enumerate(values.split(self._piece)):
@@ -63,7 +63,9 @@ class Blocks(ABC):
             got = codes[start * width : (start + num_rows) * width]
             if got.numel() < num_rows * width:
                 got = torch.cat([got, got.new_zeros(num_rows * width - got.numel())])
-            rows = self._values(got.view(num_rows, width), scales[start : start + num_rows, None])
+            # a part of a buffer may begin where no fp32 number can be read: hence the clone
+            scale = scales[4 * start : 4 * (start + num_rows)].clone().view(torch.float32)
+            rows = self._values(got.view(num_rows, width), scale[:, None])
             piece.copy_(rows.view(-1)[: piece.numel()])
         return values
 
@@ -77,9 +79,9 @@ class Blocks(ABC):
         return max(1, _PIECE // self.block) * self.block
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales and codes as views of the payload."""
+        """Bytes of the scales and of the codes, as views of the payload."""
         head = 4 * -(-numel // self.block)
-        return payload[:head].view(torch.float32), payload[head:]
+        return payload[:head], payload[head:]
 
     def _rows(self, piece: Tensor) -> Tensor:
         """The values, one block a row, with zeros behind a short last one."""

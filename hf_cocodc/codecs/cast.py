@@ -14,11 +14,15 @@ class Cast:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def encode(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype).contiguous().view(torch.uint8)
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return values.to(self.dtype).contiguous().view(torch.uint8)
+        out.view(self.dtype).copy_(values)
+        return out
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        return payload.view(self.dtype).to(torch.float32)
+    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        values = payload.view(self.dtype)
+        return values.to(torch.float32) if out is None else out.copy_(values)
 
     def num_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize

@@ -45,26 +45,27 @@ class TopK:
         self.k = k
         self.values = values
 
-    def encode(self, values: Tensor) -> Tensor:
-        kept, positions = [], []
+    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
+        kept, positions = [torch.zeros(0)], [torch.zeros(0, dtype=torch.int64)]
         for piece in values.split(max(1, _PIECE // self.block) * self.block):
             missing = -piece.numel() % self.block
             rows = (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(-1, self.block)
             where = self._largest(rows)
             kept.append(rows.gather(1, where).view(-1))
             positions.append(where.view(-1))
-        if not kept:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.cat([self.values.encode(torch.cat(kept)), _pack(torch.cat(positions))])
+        return torch.cat([self.values.encode(torch.cat(kept)), _pack(torch.cat(positions))], out=payload)
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
+    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         num_chunks = -(-numel // self.block)
         num_kept = num_chunks * self.k
         head = self.values.num_bytes(num_kept)
         rows = torch.zeros(num_chunks, self.block)
         positions = _unpack(payload[head:], num_kept).view(num_chunks, self.k)
-        rows.scatter_(1, positions, self.values.decode(payload[:head], num_kept).view(num_chunks, self.k))
-        return rows.view(-1)[:numel]
+        kept = payload[:head].clone()  # the payload may begin where no fp32 number can be read
+        rows.scatter_(1, positions, self.values.decode(kept, num_kept).view(num_chunks, self.k))
+        values = rows.view(-1)[:numel]
+        return values if out is None else out.copy_(values)
 
     def num_bytes(self, numel: int) -> int:
         num_kept = -(-numel // self.block) * self.k
