@@ -41,6 +41,7 @@ FLOORS = {
     "launch": 6,
     "summary": 6,
     "plots": 6,
+    "bench": 6,
     "cli": 7,
 }
 SHARED = {

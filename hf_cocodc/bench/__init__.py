@@ -1,0 +1,1 @@
+"""What a link, a codec and an outer step cost on this machine, as ratios to the physical floor."""
