@@ -68,8 +68,7 @@ class OuterConfig:
     def __post_init__(self) -> None:
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
             _require(self, name, lambda v: v >= 1, "must be at least 1")
-        if isinstance(self.overlap_steps, str) and self.overlap_steps.isdigit():  # from a flag
-            object.__setattr__(self, "overlap_steps", int(self.overlap_steps))
+        _take_number(self, "overlap_steps")
         _require(
             self,
             "overlap_steps",
@@ -102,7 +101,12 @@ class RegionConfig:
     interface: str | None = _help(
         "Network interface of the link, such as wg0; by default the one that reaches the store."
     )
-    connections: int = _help("TCP connections to each other region; more of them fill a long link better.", 4)
+    connections: int | str | None = _help(
+        "TCP connections to each other region; auto takes as many as the round trip asks for.", "auto"
+    )
+    rate_limit: float | None = _help(
+        "Mbit/s that this region sends at most, to leave room on a link that others use; no limit by default."
+    )
     timeout_s: float = _help("Seconds without a sign of life after which a region counts as lost.", 120.0)
     when_one_ends: str = _help(
         "When one region ends early. auto: all finish if its training has come to an end, all stop with a checkpoint if it "
@@ -112,7 +116,15 @@ class RegionConfig:
 
     def __post_init__(self) -> None:
         _require(self, "count", lambda v: v >= 1, "must be at least 1", "regions")
-        _require(self, "connections", lambda v: 1 <= v <= 64, "must lie in 1 .. 64", "regions")
+        _take_number(self, "connections")
+        _require(
+            self,
+            "connections",
+            lambda v: v == "auto" or (isinstance(v, int) and 1 <= v <= 64),
+            "must lie in 1 .. 64, or be auto",
+            "regions",
+        )
+        _require(self, "rate_limit", lambda v: v > 0, "must be positive", "regions")
         _require(self, "timeout_s", lambda v: v > 0, "must be positive", "regions")
         _require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
         _require(
@@ -376,6 +388,13 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
         wanted = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise InputError(f"{where}: {name}={value!r} must be {wanted}, not {type(value).__name__}.")
     return value
+
+
+def _take_number(config: Any, name: str) -> None:
+    """A number in words, as a flag gives it where a word is allowed too."""
+    value = getattr(config, name)
+    if isinstance(value, str) and value.isdigit():
+        object.__setattr__(config, name, int(value))
 
 
 def _require(config: Any, name: str, holds: Any, rule: str, section: str = "outer") -> None:

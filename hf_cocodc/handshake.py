@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .errors import HandshakeError
 from .tensors import local_shard
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of what crosses the link; raised whenever two versions of this package could misunderstand each other."""
 
 

@@ -32,6 +32,10 @@ class SharedLink:
         handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
         return _SharedHandle(self, handle, numel)
 
+    def give(self, mean: Tensor) -> None:
+        if self._link is not None:
+            self._link.give(mean)
+
     def total(self, values: Tensor) -> Tensor:
         return values
 
@@ -122,6 +126,9 @@ class LaneLink:
 
     def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
         return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what))
+
+    def give(self, mean: Tensor) -> None:
+        self._link.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)

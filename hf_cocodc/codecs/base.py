@@ -118,18 +118,26 @@ def message_bytes(coder: Coder, numel: int, region: int, num_regions: int) -> in
     return scattered + (num_regions - 1) * coder.num_bytes(lengths[region])
 
 
-def weighted_mean(payloads: Sequence[Tensor], weights: Sequence[float], coder: Coder, numel: int) -> Tensor:
+def weighted_mean(
+    payloads: Sequence[Tensor],
+    weights: Sequence[float],
+    coder: Coder,
+    numel: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """Mean of decoded payloads, summed in fp32 in the order of the regions, so that it is the same bits everywhere.
 
     A region of weight 0 sits out: its payload is not looked at. With no region left the mean is zero.
     """
-    total = None
-    for payload, weight in zip(payloads, weights, strict=True):
-        if weight:
-            part = coder.decode(payload, numel) * weight
-            total = part if total is None else total.add_(part)
-    if total is None:
-        return torch.zeros(numel, dtype=torch.float32)
+    total = torch.empty(numel, dtype=torch.float32) if out is None else out
+    present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
+    if not present:
+        return total.zero_()
+    (first, weight), *others = present
+    coder.decode(first, numel, out=total).mul_(weight)
+    for payload, weight in others:
+        part = coder.decode(payload, numel)
+        total.add_(part if weight == 1 else part * weight)
     return total.div_(sum(weights))
 
 

@@ -108,7 +108,20 @@ def join(
         store = connect_store(regions.store, regions.timeout_s)
         address = own_address(regions.store, regions.interface)
         prefix = f"{run}/lane{lane}"
-        link = GlooLink(store, prefix, region, count, regions.connections, address, regions.timeout_s)
+        link = GlooLink(
+            store,
+            prefix,
+            region,
+            count,
+            connections=regions.connections if isinstance(regions.connections, int) else None,
+            address=address,
+            timeout_s=regions.timeout_s,
+            rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
+        )
+        logger.info(
+            "%d connections to each other region, round trip %.1f ms",
+            *(link.wire.connections, 1000 * link.wire.rtt_s),
+        )
         link.lane, link.num_lanes = lane, num_lanes
     if link is None or (num_ranks > 1 and num_lanes == 1):
         return SharedLink(link, region, count, device)

@@ -92,6 +92,10 @@ class Link(Protocol):
         """
         ...
 
+    def give(self, mean: Tensor) -> None:
+        """Hand back the mean of an arrival, of which nobody will look at its memory any more."""
+        ...
+
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` (1-D fp64, host) over the lanes of this region."""
         ...

@@ -206,6 +206,9 @@ class LockstepLink:
         meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
         return _Handle(self, self._bring(what, (conversation, trailer, self.now), meet))
 
+    def give(self, mean: Tensor) -> None:
+        """Memory is not kept here."""
+
     def total(self, values: Tensor) -> Tensor:
         return values
 

@@ -14,25 +14,37 @@ import torch
 import torch.distributed as dist
 
 from hf_cocodc import codecs
-from hf_cocodc.codecs.base import Codec
+from hf_cocodc.codecs.base import Codec, Coder
+from hf_cocodc.codecs.block import Float4, Integers
+from hf_cocodc.codecs.cast import Cast
+from hf_cocodc.codecs.topk import TopK
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.fragments import Fragment
-from hf_cocodc.links import heartbeat
-from hf_cocodc.links.base import Link, Trailer
+from hf_cocodc.links import exchange, heartbeat, wire
+from hf_cocodc.links.base import Arrival, Link, Trailer
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.wire import connections_for
 
 SHAPES = ((300, 70), (33,))
 FRAGMENT = Fragment(0, ("matrix", "vector"), SHAPES, 300 * 70 + 33)
 
 
-def run_over_gloo(num_regions: int, body: Callable[[int, Link], Any], timeout_s: float = 30.0) -> list[Any]:
+def run_over_gloo(
+    num_regions: int,
+    body: Callable[[int, GlooLink], Any],
+    timeout_s: float = 30.0,
+    connections: int | None = 2,
+    rate_limit: float | None = None,
+) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def live(region: int) -> Any:
-        link = GlooLink(store, "run", region, num_regions, connections=2, timeout_s=timeout_s)
+        link = GlooLink(
+            store, "run", region, num_regions, connections, timeout_s=timeout_s, rate_limit=rate_limit
+        )
         try:
             return body(region, link)
         finally:
@@ -43,19 +55,23 @@ def run_over_gloo(num_regions: int, body: Callable[[int, Link], Any], timeout_s:
 
 
 @pytest.mark.parametrize("num_regions", [2, 3])
+@pytest.mark.parametrize("piece_bytes", [exchange._SMALLEST, 512])
 @pytest.mark.parametrize(
     "codec",
     [
         codecs.fp32(),
         codecs.int8(),
         codecs.fp4(),
-        codecs.feedback(codecs.topk()),
+        codecs.feedback(codecs.topk(7, 128)),
         codecs.feedback(codecs.lowrank(4)),
     ],
     ids=["fp32", "int8", "fp4", "topk", "lowrank"],
 )
-def test_gloo_is_lockstep(codec: Codec, num_regions: int) -> None:
+def test_gloo_is_lockstep(
+    codec: Codec, piece_bytes: int, num_regions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Means, own parts, bytes and trailers of two rounds are the same bits over sockets and in one process."""
+    monkeypatch.setattr(exchange, "_SMALLEST", piece_bytes)
 
     def body(region: int, link: Link) -> list[Any]:
         state, found = codec.init(FRAGMENT), []
@@ -104,11 +120,78 @@ def test_a_closed_link_refuses_at_once() -> None:
     run_over_gloo(2, body)
 
 
-def meet(link: Link) -> None:
+def meet(link: Link) -> Arrival:
     """One small mean."""
     codec = codecs.fp32()
     conversation = codec.converse(torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
-    link.mean(conversation, FRAGMENT.numel, Trailer(), "step 1").wait()
+    return link.mean(conversation, FRAGMENT.numel, Trailer(), "step 1").wait()
+
+
+@pytest.mark.parametrize("connections", [1, 3, 16])
+@pytest.mark.parametrize(
+    "coder",
+    [Cast(torch.float32), Integers(8, 256), Integers(4, 64), Float4(32), TopK(7, 128, Integers(4, 7 * 2))],
+    ids=["fp32", "int8", "int4", "fp4", "topk"],
+)
+def test_pieces_cover_a_part_and_cost_no_byte_more(coder: Coder, connections: int) -> None:
+    """In order, without gaps, cut where blocks end, and enough of them for every connection."""
+    for start, stop in ((0, 0), (0, 1), (256, 300_007), (0, 9_000_001)):
+        cut = list(exchange.pieces(slice(start, stop), coder, connections))
+        assert [piece.stop for piece in cut[:-1]] == [piece.start for piece in cut[1:]]
+        assert [cut[0].start, cut[-1].stop] == [start, stop] if cut else start == stop
+        assert all((piece.start - start) % coder.block == 0 for piece in cut)
+        sizes = [coder.num_bytes(piece.stop - piece.start) for piece in cut]
+        assert sum(sizes) == coder.num_bytes(stop - start)
+        assert max(sizes, default=0) <= max(exchange._LARGEST, coder.num_bytes(2 * coder.block))
+        assert len(cut) >= min(connections, sum(sizes) // exchange._SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "rate", "window", "expected"),
+    [(0.0, None, 4 << 20, 1), (0.0001, None, 4 << 20, 1), (0.1, None, 4 << 20, 12), (0.3, None, 4 << 20, 16)]
+    + [(0.1, 6.25e6, 4 << 20, 1), (0.1, None, 16 << 20, 3)],
+)
+def test_connections_follow_the_round_trip(
+    rtt_s: float, rate: float | None, window: int, expected: int
+) -> None:
+    """What is in flight, a quarter of a window each; a slow link or a large window needs fewer."""
+    assert connections_for(rtt_s, rate, window) == expected
+
+
+def test_regions_settle_on_the_most_connections_that_any_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks by its own round trip and its own kernel."""
+    asked = iter([2, 3, 1])
+    monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: next(asked))
+    found = run_over_gloo(
+        3, lambda region, link: (meet(link).bytes_sent, link.wire.connections), connections=None
+    )
+    assert [connections for _, connections in found] == [3, 3, 3]
+
+
+def test_a_rate_limit_is_kept() -> None:
+    """However fast the link: the payload takes at least as long as the limit says, but for its first piece."""
+    rate = 400e3
+
+    def body(region: int, link: GlooLink) -> tuple[float, int]:
+        start = time.monotonic()
+        sent = meet(link).bytes_sent
+        return time.monotonic() - start, sent
+
+    for seconds, sent in run_over_gloo(2, body, rate_limit=rate):
+        assert seconds >= (sent - exchange._SMALLEST) / rate > 0
+
+
+def test_memory_that_is_handed_back_is_used_again() -> None:
+    """A round's mean lies where that of the round before lay; one that is still in use is left alone."""
+
+    def body(region: int, link: GlooLink) -> list[int]:
+        first, second = meet(link).result.mean, meet(link).result.mean
+        link.give(first)
+        third = meet(link).result.mean
+        return [mean.data_ptr() for mean in (first, second, third)]
+
+    for first, second, third in run_over_gloo(2, body):
+        assert third == first != second
 
 
 def test_a_region_that_is_late_but_lives_is_waited_for() -> None:

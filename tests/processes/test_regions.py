@@ -25,7 +25,7 @@ CONFIG = {
     "codec": "bf16",
 }
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
-CONNECTIONS = 4  # RegionConfig's default
+CONNECTIONS = 4  # to the other region for payloads and for control messages, and one each to the store to set them up
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 
@@ -82,7 +82,7 @@ def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict],
     assert torch.equal(found["region0-rank0"]["final"], found["region1-rank0"]["final"])
     if kind == "trainer":
         for each in found.values():
-            assert_promise_kept(each["promise"], world_size=0, connections=CONNECTIONS + 1, gathers=2)
+            assert_promise_kept(each["promise"], world_size=0, connections=CONNECTIONS, gathers=2)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1")
         assert torch.equal(
             torch.cat([p.detach().reshape(-1) for p in saved.parameters()]), lockstep[0]["final"]

@@ -1,0 +1,146 @@
+"""One message of a conversation over the wire, in pieces, so that encoding, sending and decoding overlap.
+
+Every pair of regions talks directly. A ring (gloo's all-reduce) pays 2 (M-1) round trips and sums in an order that
+depends on the ring; direct exchanges pay two at most, sum in the order of the regions, so that the bits equal those of
+every other link (`codecs.base.mean_of`), and know which region it is that does not answer.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from ..codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
+from .wire import Pending, Wire
+
+_LARGEST = 1 << 20
+_SMALLEST = 1 << 16
+"""Bytes of a piece: small enough for all connections to have some, and large enough to be worth an operation."""
+
+
+class Buffers:
+    """Memory that was used before: new memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def take(self, length: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A 1-D tensor with anything in it."""
+        spare = self._spare.get((length, dtype))
+        return spare.pop() if spare else torch.empty(length, dtype=dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Hand back a tensor that nobody will look at any more."""
+        self._spare.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+
+class Exchange:
+    """This region's side of `codecs.base.mean_of`: `begin` posts everything that needs no answer, `end` finds the mean.
+
+    Args:
+        wire: reaches the other regions.
+        message: what this region has to say.
+        buffers: where memory comes from.
+        what: names the transfer in messages.
+    """
+
+    def __init__(self, wire: Wire, message: Message, buffers: Buffers, what: str) -> None:
+        self._wire, self._buffers, self._what = wire, buffers, what
+        self._values, self._coder = message.values, message.coder
+        numel, count = self._values.numel(), wire.num_regions
+        self._whole = swaps_whole(self._coder, count)
+        cut = [slice(0, numel)] * count if self._whole else shards(numel, self._coder.block, count)
+        self._pieces = [list(pieces(part, self._coder, wire.connections)) for part in cut]
+        """By region: of what is sent to it, and what it averages."""
+        self._own: dict[int, list[Tensor]] = {}
+        self._sent: list[Pending] = []
+        self.bytes_sent = 0
+
+    def begin(self) -> None:
+        """Post all receives, then encode and send piece by piece: one travels while the next is encoded.
+
+        Receives come first, for gloo sends nothing before the other side has asked for it: the asking then travels
+        while this region encodes.
+        """
+        wire, region = self._wire, self._wire.region
+        scatter, gather = wire.tag(), wire.tag()
+        self._gather_tag = gather
+        self._inbox = {other: self._expect(other, region, scatter) for other in wire.others}
+        if not self._whole:
+            self._means = {other: self._expect(other, other, gather) for other in wire.others}
+        if self._whole:
+            self._own[region] = []
+            for index, piece in enumerate(self._pieces[region]):
+                payload = self._coder.encode(self._values[piece])
+                self._own[region].append(payload)
+                for other in wire.others:
+                    self._send(other, payload, scatter, index)
+            return
+        self._own = {owner: [] for owner in range(wire.num_regions)}
+        for index, row in enumerate(zip_longest(*self._pieces)):  # to all regions in turn
+            for owner, piece in enumerate(row):
+                if piece is not None:
+                    payload = self._coder.encode(self._values[piece])
+                    self._own[owner].append(payload)
+                    if owner != region:
+                        self._send(owner, payload, scatter, index)
+
+    def end(self, shares: Sequence[float]) -> Reply:
+        """The mean, where region r counts `shares[r]`; piece by piece in the order in which they come."""
+        wire, region, coder = self._wire, self._wire.region, self._coder
+        mean = self._buffers.take(self._values.numel(), torch.float32)
+        for index, piece in enumerate(self._pieces[region]):
+            received = {other: self._take(self._inbox[other][index]) for other in wire.others}
+            payloads = [received.get(r, self._own[region][index]) for r in range(wire.num_regions)]
+            numel = piece.stop - piece.start
+            part = weighted_mean(payloads, shares, coder, numel, out=mean[piece])
+            for payload in received.values():
+                self._buffers.give(payload)
+            if not self._whole:
+                reduced = coder.encode(part)
+                for other in wire.others:
+                    self._send(other, reduced, self._gather_tag, index)
+                coder.decode(reduced, numel, out=part)  # the owner too goes by the bytes that all have
+        for other in () if self._whole else wire.others:
+            for piece, expected in zip(self._pieces[other], self._means[other], strict=True):
+                payload = self._take(expected)
+                coder.decode(payload, piece.stop - piece.start, out=mean[piece])
+                self._buffers.give(payload)
+        wire.wait(self._sent, self._what)
+        return Reply(mean, self._decode_own)
+
+    def _expect(self, other: int, owner: int, tag: int) -> list[tuple[Tensor, Pending]]:
+        """Receive from `other` what it says of the pieces that `owner` averages."""
+        expected = []
+        for index, piece in enumerate(self._pieces[owner]):
+            buffer = self._buffers.take(self._coder.num_bytes(piece.stop - piece.start))
+            expected.append((buffer, self._wire.receive(other, buffer, tag, index, self._what)))
+        return expected
+
+    def _take(self, expected: tuple[Tensor, Pending]) -> Tensor:
+        buffer, pending = expected
+        self._wire.wait([pending], self._what)
+        return buffer
+
+    def _send(self, other: int, payload: Tensor, tag: int, index: int) -> None:
+        self._sent.append(self._wire.send(other, payload, tag, index, self._what))
+        self.bytes_sent += payload.numel()
+
+    def _decode_own(self) -> Tensor:
+        """What this region's own payload stands for."""
+        values = torch.empty(self._values.numel(), dtype=torch.float32)
+        for owner, payloads in self._own.items():
+            for piece, payload in zip(self._pieces[owner], payloads, strict=True):
+                self._coder.decode(payload, piece.stop - piece.start, out=values[piece])
+        return values
+
+
+def pieces(part: slice, coder: Coder, connections: int) -> Iterator[slice]:
+    """Cut a part of a message so that all connections are in use; alike in all regions, and no byte longer than uncut."""
+    unit = 2 * coder.block  # an even number of blocks fills whole bytes with any coder
+    numel = part.stop - part.start
+    wanted = min(max(coder.num_bytes(numel) // connections, _SMALLEST), _LARGEST)
+    step = max(1, wanted // max(coder.num_bytes(unit), 1)) * unit
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))

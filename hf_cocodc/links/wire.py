@@ -1,0 +1,257 @@
+"""The TCP connections between regions: gloo groups outside torch.distributed's default one, and what fails on them."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import LinkError, RegionLostError
+from .heartbeat import Heartbeat
+
+MAX_CONNECTIONS = 16
+_ASSUMED_RATE = 125e6
+"""Bytes a second that `connections_for` prepares for where no rate limit is given: 1 Gbit/s."""
+_USABLE = 0.25
+"""Share of a socket's buffer that a connection may count on to be in flight: the kernel's own book-keeping takes a third,
+and a connection that has lost a packet, or has been idle, starts from far below."""
+_FOR_EVER = timedelta(days=365)
+
+_gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
+
+_abandoned: list[Any] = []
+"""Groups that failed: gloo's destructor blocks until their pending operations time out, so they are never destroyed."""
+
+
+class Pending(NamedTuple):
+    """An operation under way with a region."""
+
+    region: int
+    work: Any
+
+
+class Wire:
+    """Connections to every other region: one for control messages, which so never queue behind payloads, and some for these.
+
+    Args:
+        store: reaches all regions; used under `prefix` to set up, and to tell why a region left.
+        prefix: unique to the run (and lane).
+        region: this region.
+        num_regions: number of regions M.
+        connections: for payloads, to each other region; None takes as many as the slowest pair's round trip asks for.
+        address: this machine's own address by which the other regions reach it.
+        timeout_s: seconds after which an operation that another region has begun counts as failed.
+        rate_limit: bytes a second that this region sends at most; None for as many as it can.
+
+    Attributes:
+        others: the other regions.
+        connections: how many there are to each other region, beside the one for control messages.
+        rtt_s: seconds of a round trip to the region that is furthest away.
+
+    Raises:
+        LinkError: the connections could not be made in time.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        prefix: str,
+        region: int,
+        num_regions: int,
+        connections: int | None,
+        address: str,
+        timeout_s: float,
+        rate_limit: float | None,
+    ) -> None:
+        self.region, self.num_regions, self.timeout_s = region, num_regions, timeout_s
+        self.others = [other for other in range(num_regions) if other != region]
+        self._prefix, self._store, self._address = prefix, store, address
+        self._notes = dist.PrefixStore(f"{prefix}/left", store)
+        self._rate_limit = rate_limit
+        self._free_at = 0.0
+        self._tag = 0
+        self._bulk: list[Any] = []
+        self._device = _gloo.create_device(hostname=address)  # one for all: each has a thread of its own
+        self._control = self._group("control")
+        self.rtt_s = self._round_trip_s()
+        if connections is None:
+            mine = torch.tensor([connections_for(self.rtt_s, rate_limit)], dtype=torch.float64)
+            connections = int(max(each.item() for each in self.swap(mine, "the number of connections")))
+        self.connections = connections
+        clones = [store.clone() if hasattr(store, "clone") else None for _ in range(connections)]
+        with ThreadPoolExecutor(1 if None in clones else connections) as pool:
+            self._bulk = list(pool.map(self._group, [f"bulk{i}" for i in range(connections)], clones))
+
+    def tag(self) -> int:
+        """Distinguishes one call's operations from every other's; all regions make the same calls in the same order."""
+        self._tag = (self._tag + 1) % (1 << 24)
+        return self._tag
+
+    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
+        """Start to send bytes, on connection `index` of those for payloads, as soon as the rate limit lets it."""
+        if self._rate_limit:
+            now = time.monotonic()
+            time.sleep(max(self._free_at - now, 0.0))
+            self._free_at = max(self._free_at, now) + payload.numel() / self._rate_limit
+        with self._naming(region, what):
+            return Pending(region, self._bulk[index % self.connections].send([payload], region, tag))
+
+    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
+        """Start to receive bytes into `buffer`, which nobody may touch until they are here."""
+        with self._naming(region, what):
+            return Pending(region, self._bulk[index % self.connections].recv([buffer], region, tag))
+
+    def wait(self, pending: Iterable[Pending], what: str, patience: Heartbeat | None = None) -> None:
+        """Wait for operations; with `patience` another region may be late, and its heartbeat tells how long to wait.
+
+        Raises:
+            LinkError: one failed; the message names the region and what it said when it left.
+        """
+        for region, work in pending:
+            if patience is not None:
+                patience.wait_for(region, what)
+            with self._naming(region, what):
+                work.wait(timedelta(seconds=self.timeout_s) if patience is None else _FOR_EVER)
+        if patience is not None:
+            patience.arrived()
+
+    def begin_swap(self, own: Tensor, what: str) -> "Swap":
+        """Start to send a small tensor to every other region and to receive theirs, on the control connection."""
+        tag = self.tag()
+        got = {other: torch.empty_like(own) for other in self.others}
+        pending = []
+        for other in self.others:
+            with self._naming(other, what):
+                pending.append(Pending(other, self._control.recv([got[other].view(torch.uint8)], other, tag)))
+                pending.append(Pending(other, self._control.send([own.view(torch.uint8)], other, tag)))
+        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
+
+    def swap(self, own: Tensor, what: str) -> list[Tensor]:
+        """Every region's small tensor, in the order of the regions."""
+        values, pending = self.begin_swap(own, what)
+        self.wait(pending, what)
+        return values
+
+    def leave_note(self, reason: str) -> None:
+        """Write down why this region leaves."""
+        with contextlib.suppress(RuntimeError):  # without a store the others still see the connection close
+            self._notes.set(str(self.region), reason)
+
+    def note_of(self, region: int) -> str | None:
+        """What `region` wrote down, if anything."""
+        with contextlib.suppress(RuntimeError):
+            if self._notes.check([str(region)]):
+                return self._notes.get(str(region)).decode()
+        return None
+
+    def close(self, broken: bool) -> None:
+        """Let go of the connections; of broken ones for good."""
+        if broken:
+            _abandon([self._control, *self._bulk])
+        self._control, self._bulk = None, []
+
+    def _round_trip_s(self) -> float:
+        """The shortest of some tries: the first ones set the connections up."""
+        tries = []
+        for _ in range(4 if self.others else 0):
+            start = time.perf_counter()
+            self.swap(torch.zeros(1, dtype=torch.float64), "the first round trip")
+            tries.append(time.perf_counter() - start)
+        return min(tries, default=0.0)
+
+    def _group(self, name: str, store: dist.Store | None = None) -> Any:
+        options = _gloo._Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options._devices = [self._device]
+        prefixed = dist.PrefixStore(f"{self._prefix}/{name}", store or self._store)
+        try:
+            return _gloo(prefixed, self.region, self.num_regions, options)
+        except RuntimeError as error:
+            raise LinkError(
+                f"region {self.region} could not connect to the other regions from its address {self._address}: "
+                f"{str(error).splitlines()[0][:200]}. Every region must reach every other one at the address it has on the "
+                "link; name its network interface with regions.interface."
+            ) from error
+
+    @contextlib.contextmanager
+    def _naming(self, region: int, what: str) -> Iterator[None]:
+        """Turn gloo's errors in the block into one that names the region and what was waited for."""
+        since = time.perf_counter()
+        try:
+            yield
+        except LinkError:
+            raise
+        except RuntimeError as error:
+            raise self._explain(region, what, time.perf_counter() - since, error) from error
+
+    def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
+        """The error for a failed operation with `region`, with what that region said when it left."""
+        reason = self._wait_for_note(region)
+        if reason is not None:
+            return RegionLostError(
+                region, f"region {region} left while region {self.region} waited for {what}: {reason}"
+            )
+        if "timed out" in str(error).lower():
+            return RegionLostError(
+                region,
+                f"region {region} stopped in the middle of {what} and sent nothing more for {waited_s:.0f} s "
+                f"(timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s; if the region is gone, "
+                "start all again with --resume.",
+            )
+        return RegionLostError(
+            region,
+            f"region {region} closed its connection while region {self.region} waited for {what}: its process has died. Look "
+            "at its last output, then start all regions again.",
+        )
+
+    def _wait_for_note(self, region: int) -> str | None:
+        """What `region` wrote down; waits a moment, for a closed connection is seen before the note is."""
+        for _ in range(10):
+            note = self.note_of(region)
+            if note is not None:
+                return note
+            time.sleep(0.05)
+        return None
+
+
+class Swap(NamedTuple):
+    """A swap of small tensors under way: `values` hold, in the order of the regions, once `pending` has been waited for."""
+
+    values: list[Tensor]
+    pending: list[Pending]
+
+
+def connections_for(rtt_s: float, rate: float | None = None, window: int | None = None) -> int:
+    """Connections that keep a link of `rate` (bytes a second; 1 Gbit/s if None) busy over a round trip of `rtt_s`.
+
+    One connection has at most a window of bytes in flight at a time, and the link holds rtt x rate of them.
+
+    Args:
+        rtt_s: seconds of a round trip.
+        rate: bytes a second to be reached.
+        window: bytes of a socket's buffer; by default what this machine's kernel allows a sender.
+    """
+    window = _send_buffer() if window is None else window
+    wanted = math.ceil(rtt_s * (rate or _ASSUMED_RATE) / (_USABLE * window))
+    return min(max(wanted, 1), MAX_CONNECTIONS)
+
+
+def _send_buffer() -> int:
+    """Bytes that the kernel lets a TCP socket's send buffer grow to; Linux's default where it does not say."""
+    limits = Path("/proc/sys/net/ipv4/tcp_wmem")
+    return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
+
+
+def _abandon(groups: Sequence[Any]) -> None:
+    import ctypes
+
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _abandoned.append(group)
