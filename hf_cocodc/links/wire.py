@@ -85,9 +85,11 @@ class Wire:
             mine = torch.tensor([connections_for(self.rtt_s, rate_limit)], dtype=torch.float64)
             connections = int(max(each.item() for each in self.swap(mine, "the number of connections")))
         self.connections = connections
-        clones = [store.clone() if hasattr(store, "clone") else None for _ in range(connections)]
-        with ThreadPoolExecutor(1 if None in clones else connections) as pool:
-            self._bulk = list(pool.map(self._group, [f"bulk{i}" for i in range(connections)], clones))
+        # a store that blocks in one thread's call blocks those of all: side by side each needs a store of its own
+        own_store = getattr(store, "clone", None)
+        with ThreadPoolExecutor(connections if own_store else 1) as pool:
+            names = [f"bulk{index}" for index in range(connections)]
+            self._bulk = list(pool.map(lambda name: self._group(name, own_store and own_store()), names))
 
     def tag(self) -> int:
         """Distinguishes one call's operations from every other's; all regions make the same calls in the same order."""
@@ -170,8 +172,8 @@ class Wire:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=self.timeout_s)
         options._devices = [self._device]
-        prefixed = dist.PrefixStore(f"{self._prefix}/{name}", store or self._store)
         try:
+            prefixed = dist.PrefixStore(f"{self._prefix}/{name}", store or self._store)
             return _gloo(prefixed, self.region, self.num_regions, options)
         except RuntimeError as error:
             raise LinkError(
