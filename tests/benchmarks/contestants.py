@@ -1,0 +1,270 @@
+"""Everybody who trains over the link: one function a contestant, around the same model and inner optimizer.
+
+Each is given its place, the model's shape, how many inner steps lie between two syncs, and its own settings; it connects
+the regions and returns what the common loop calls. Rows that compare the same algorithm have the same settings.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .workload import FRAGMENTS, OVERLAP, Region, inner_optimizer, model_of
+
+TIMEOUT_S = 120
+HIDDEN = {
+    "backward": "in backward",
+    "optimizer": "in the inner optimizer's step",
+    "sync": "in a call of its own",
+}
+"""Where a contestant's communication keeps the training waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What the loop needs of a contestant."""
+
+    model: nn.Module
+    optimizer: Any
+    waits_in: str
+    """One of HIDDEN."""
+    backward: Callable[[Tensor], Any] = lambda loss: loss.backward()
+    sync: Callable[[], Any] = lambda: None
+    weights: Callable[[], list[Tensor]]
+    """Copies of what this contestant would save now as the model."""
+    chunk: int
+    """Inner steps between two looks at the clock."""
+    alive: Any = None
+    """What has to live as long as the part."""
+
+
+def nothing(place: Region, shape: dict[str, int], interval: int) -> Part:
+    """No link: every region trains alone, side by side with the others."""
+    model = model_of(shape)
+    return Part(
+        model=model,
+        optimizer=inner_optimizer(model),
+        waits_in="sync",
+        weights=lambda: _copies(model.parameters()),
+        chunk=interval,
+    )
+
+
+def ddp(place: Region, shape: dict[str, int], interval: int) -> Part:
+    """Accelerate's DDP with its defaults, over gloo: every step crosses the link."""
+    accelerator, model, optimizer = _accelerated(place, shape)
+    return Part(
+        model=model,
+        optimizer=optimizer,
+        waits_in="backward",
+        backward=accelerator.backward,
+        weights=lambda: _copies(model.parameters()),
+        chunk=2,
+    )
+
+
+def local_sgd(place: Region, shape: dict[str, int], interval: int) -> Part:
+    """Accelerate's LocalSGD: the mean of the parameters, one reduce each."""
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator, model, optimizer = _accelerated(place, shape)
+    loop = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=interval, enabled=True)
+    loop.__enter__()
+    return Part(
+        model=model,
+        optimizer=optimizer,
+        waits_in="sync",
+        backward=accelerator.backward,
+        sync=loop.step,
+        weights=lambda: _copies(model.parameters()),
+        chunk=interval,
+    )
+
+
+def torchft(
+    place: Region,
+    shape: dict[str, int],
+    interval: int,
+    fragments: int = 1,
+    buckets: bool = False,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+) -> Part:
+    """torchft's DiLoCo; with several fragments its Streaming DiLoCo. `buckets` joins tensors into one all-reduce."""
+    os.environ["OTEL_SDK_DISABLED"] = "true"
+    import torch.distributed as dist
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    store = dist.TCPStore(place.address, 0, is_master=True, wait_for_workers=False)
+    lighthouse = (
+        LighthouseServer(bind=f"[::]:{place.port}", min_replicas=place.count, join_timeout_ms=10_000)
+        if place.region == 0
+        else None
+    )
+    model = model_of(shape)
+    inner = inner_optimizer(model)
+    parts = [model] if fragments == 1 else _blocks(model, fragments)
+    momentum = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
+    outers = [torch.optim.SGD(part.parameters(), lr=outer_lr, **momentum) for part in parts]
+    timeout = timedelta(seconds=TIMEOUT_S)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        min_replica_size=place.count,
+        use_async_quorum=False,
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        state_dict=lambda: {"model": model.state_dict()},
+        replica_id=f"region_{place.region}",
+        hostname=place.address,
+        store_addr=place.address,
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=f"http://{place.store}:{place.port}",
+        timeout=timeout,
+        quorum_timeout=timeout,
+        init_sync=False,
+    )
+    outer = DiLoCo(
+        manager,
+        parts,
+        inner,
+        outers,
+        sync_every=interval,
+        use_bucketization=buckets,
+        fragment_sync_delay=0 if fragments == 1 else OVERLAP,
+        fragment_update_alpha=0.0 if fragments == 1 else 0.5,
+    )
+    outer.__enter__()
+
+    def weights() -> list[Tensor]:
+        kept = {}
+        for part, fragment in zip(parts, outer._fragments, strict=True):
+            kept.update(
+                {id(param): fragment.original_parameters[name] for name, param in part.named_parameters()}
+            )
+        return _copies(kept[id(param)] for param in model.parameters())
+
+    return Part(
+        model=model,
+        optimizer=inner,
+        waits_in="optimizer",
+        weights=weights,
+        chunk=interval,
+        alive=(store, lighthouse, outer),
+    )
+
+
+def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: Any) -> Part:
+    """hf_cocodc with the plain Accelerate loop and `RegionConfig`'s defaults."""
+    from accelerate import Accelerator
+
+    from hf_cocodc import OuterConfig, OuterOptimizer
+    from hf_cocodc.config import RegionConfig
+    from hf_cocodc.regions import serve_store
+
+    server = serve_store(port=place.port) if place.region == 0 else None
+    accelerator = Accelerator(cpu=True)
+    bare = model_of(shape)
+    model, optimizer = accelerator.prepare(bare, inner_optimizer(bare))
+    regions = RegionConfig(
+        region=place.region, count=place.count, store=f"{place.store}:{place.port}", timeout_s=TIMEOUT_S
+    )
+    config = OuterConfig(sync_interval=interval, **outer_config)
+    outer = OuterOptimizer(accelerator, model, optimizer, config, regions)
+
+    def weights() -> list[Tensor]:
+        with outer.own_global_weights():
+            return _copies(bare.parameters())
+
+    return Part(
+        model=model,
+        optimizer=optimizer,
+        waits_in="sync",
+        backward=accelerator.backward,
+        sync=outer.step,
+        weights=weights,
+        chunk=interval,
+        alive=server,
+    )
+
+
+def _accelerated(place: Region, shape: dict[str, int]) -> tuple[Any, nn.Module, Any]:
+    """One world of all regions, as `accelerate launch` with one process a machine makes it."""
+    os.environ.update(
+        RANK=str(place.region),
+        WORLD_SIZE=str(place.count),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR=place.store,
+        MASTER_PORT=str(place.port),
+        ACCELERATE_USE_CPU="true",
+    )
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == place.count
+    model = model_of(shape)
+    return accelerator, *accelerator.prepare(model, inner_optimizer(model))
+
+
+def _blocks(model: nn.Module, count: int) -> list[nn.Module]:
+    """Every count-th block of a Llama, as our `strided` deals them out; the ends join the first and the last part."""
+    parts = [nn.ModuleList(list(model.model.layers[start::count])) for start in range(count)]
+    parts[0].append(model.model.embed_tokens)
+    parts[-1].extend([model.model.norm, model.lm_head])
+    return list(parts)
+
+
+def _copies(tensors: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row: who, with what settings."""
+
+    by: str
+    method: str
+    make: Callable[..., Part]
+    settings: dict[str, Any]
+    default: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} ({self.by})" if self.by else self.method
+
+
+_STREAM = {"outer_lr": 0.5, "outer_momentum": 0.5}
+_PARTS = {"num_fragments": FRAGMENTS, **_STREAM}
+_ROUND = {"outer_lr": 1.0, "outer_momentum": 0.0}
+_STREAMING = {"method": "streaming", "overlap_steps": OVERLAP, **_PARTS}
+
+CONTESTANTS = [
+    Contestant("", "no link", nothing, {}),
+    Contestant("accelerate", "DDP", ddp, {}),
+    Contestant("accelerate", "LocalSGD", local_sgd, {}),
+    Contestant("torchft", "DiLoCo", torchft, _ROUND),
+    Contestant("torchft", "DiLoCo, buckets", torchft, {"buckets": True, **_ROUND}),
+    Contestant("torchft", "Streaming", torchft, {"fragments": FRAGMENTS, **_STREAM}),
+    Contestant(
+        "torchft", "Streaming, buckets", torchft, {"fragments": FRAGMENTS, "buckets": True, **_STREAM}
+    ),
+    Contestant("ours", "DiLoCo fp32", ours, {"method": "diloco", **_ROUND}),
+    Contestant("ours", "DiLoCo int8", ours, {"method": "diloco", "codec": "int8", **_ROUND}),
+    Contestant("ours", "Streaming fp32", ours, {"codec": "fp32", **_STREAMING}, default=False),
+    Contestant("ours", "Streaming int8", ours, {"codec": "int8", **_STREAMING}, default=False),
+    Contestant("ours", "Streaming fp4", ours, _STREAMING),
+    Contestant("ours", "Eager fp32", ours, {"method": "eager", **_STREAM}),
+    Contestant("ours", "CO2 fp32", ours, {"method": "co2", **_ROUND}),
+    Contestant(
+        "ours", "DiLoCoX lowrank", ours, {"method": "dilocox", "outer_lr": 0.3, "outer_momentum": 0.0}
+    ),
+    Contestant("ours", "CoCoDC fp32", ours, {"method": "cocodc", **_PARTS}),
+    Contestant("ours", "CoCoDC int8", ours, {"method": "cocodc", "codec": "int8", **_PARTS}),
+]

@@ -1,0 +1,79 @@
+"""One picture of a comparison: `python -m tests.benchmarks.picture REPORT.json ... --output FILE.png`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
+BAR = 0.38
+
+
+def draw(reports: list[dict[str, Any]], path: Path) -> None:
+    """A panel a report: tokens/s of every contestant, as a share of what regions without a link reach."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    most = max(len(_contestants(report)) for report in reports)
+    figure, panels = pyplot.subplots(
+        1,
+        len(reports),
+        figsize=(1.5 + 5.5 * len(reports), 1.8 + 0.42 * most),
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, report in zip(panels[0], reports, strict=True):
+        _panel(panel, report)
+    handles = panels[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), frameon=False)
+    setting = reports[0]["setting"]
+    figure.supxlabel(
+        f"Llama of {setting['parameters'] / 1e6:.2f}M parameters, H = {setting['H']} inner steps, a step counts as "
+        f"{setting['seconds a step counts as']:g} s and region at M = 2, TCP {setting['congestion control']}, "
+        f"{reports[0]['machine']['cores']} cores",
+        fontsize=8,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _panel(panel: Any, report: dict[str, Any]) -> None:
+    names = _contestants(report)
+    links = list(dict.fromkeys(row["link"] for row in report["rows"]))
+    for number, link in enumerate(links):
+        rows = {row["contestant"]: row for row in report["rows"] if row["link"] == link}
+        for place, name in enumerate(names):
+            row = rows.get(name)
+            height = place + (number - (len(links) - 1) / 2) * BAR
+            share = 100 * row["share"] if row and row.get("share") is not None else None
+            words = f"{share:.0f} %" if share is not None else "failed" if row else "not run"
+            panel.barh(height, share or 0, BAR, color=COLOURS[number], label=link if place == 0 else None)
+            panel.text((share or 0) + 1, height, words, va="center", fontsize=7)
+    panel.set_yticks(range(len(names)), names, fontsize=9)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 115)
+    panel.set_xticks(range(0, 101, 20))
+    panel.set_xlabel("tokens/s, % of the same regions without a link")
+    panel.set_title(f"{report['rows'][0]['regions']} regions", fontsize=10)
+    panel.axvline(100, color="grey", linewidth=0.8, linestyle="--")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _contestants(report: dict[str, Any]) -> list[str]:
+    """Everybody but the ceiling itself."""
+    return list(dict.fromkeys(row["contestant"] for row in report["rows"] if row["contestant"] != "no link"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    options = parser.parse_args()
+    draw([json.loads(path.read_text(encoding="utf-8")) for path in options.reports], options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
