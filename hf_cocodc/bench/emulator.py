@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,7 @@ from .hub import INTERFACE, SYSCTL, TUN, Counters
 
 MOST_REGIONS = 100
 GRACE_S = 3.0
+CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21  # <linux/capability.h>
 
 
 def obstacle() -> str | None:
@@ -45,12 +47,21 @@ def obstacle() -> str | None:
         )
     if os.geteuid() != 0:
         return "an emulated WAN needs root, to make network namespaces. Use sudo, or `unshare -Urn` before the command."
+    if not _may_administer():
+        return "an emulated WAN needs a root with CAP_SYS_ADMIN and CAP_NET_ADMIN. Give a container --privileged."
     if not os.path.exists(TUN):
         return f"an emulated WAN needs {TUN}, which is not here. Try `modprobe tun`; give a container --device {TUN}."
     for tool, package in (("ip", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(tool) is None:
             return f"an emulated WAN needs the command {tool!r}, which is not here. Install {package}."
     return None
+
+
+def _may_administer() -> bool:
+    """Whether this process has the capabilities to make namespaces and network devices."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.partition("CapEff:")[2].split()[0], 16)
+    return all(effective >> capability & 1 for capability in (CAP_NET_ADMIN, CAP_SYS_ADMIN))
 
 
 class Wan:

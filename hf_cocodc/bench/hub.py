@@ -102,7 +102,8 @@ class _Pair:
         self, delay_s: float, rate: float | None, queue_s: float, loss: float, seed: tuple[int, int]
     ) -> None:
         self.counters = Counters()
-        self._delay_s, self._rate, self._queue_s = delay_s, rate, queue_s
+        self._delay_s, self._queue_s = delay_s, queue_s
+        self._byte_s = 0.0 if rate is None else 8 / rate
         self._free_at = 0.0
         self._random = random.Random(f"{seed}")
         self._log_kept = math.log1p(-loss)
@@ -111,17 +112,15 @@ class _Pair:
     def take(self, packet: bytes, now: float) -> tuple[float, list[bytes]]:
         """What arrives of a packet that leaves at `now`, and when."""
         header, size, segments = _shape(packet)
+        start = max(self._free_at, now)
         fits = segments
-        if self._rate is not None:
-            start = max(self._free_at, now)
-            room = (self._queue_s - (start - now)) * self._rate / 8
-            # Some room is enough for one more: the buffer counts what waits, not what it could just hold.
-            fits = max(0, min(segments, math.ceil(room / (header + size))))
+        if self._byte_s:
+            room_s = self._queue_s - (start - now)
+            # Any room is enough for one more: the buffer is full when what waits fills it.
+            fits = min(segments, max(math.ceil(room_s / (self._byte_s * (header + size))), 0))
         carried = _wire_bytes(packet, header, size, fits)
-        arrives = now + self._delay_s
-        if self._rate is not None:
-            self._free_at = start + carried * 8 / self._rate
-            arrives = self._free_at + self._delay_s
+        self._free_at = start + carried * self._byte_s
+        arrives = self._free_at + self._delay_s
         lost = self._losses(fits)
         self.counters.packets += fits
         self.counters.bytes += carried
@@ -245,9 +244,8 @@ def _kill_inhabitants(namespaces: Sequence[int]) -> None:
 
 
 def _tell(answer: dict[str, Any]) -> None:
-    with contextlib.suppress(
-        BrokenPipeError
-    ):  # whoever asked has gone; the end of standard input will say so
+    # Where whoever asked has gone, the end of standard input will say so.
+    with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

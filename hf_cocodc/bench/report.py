@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,13 @@ class Report:
 
     def write(self, path: Path) -> None:
         """The report as JSON, with the machine in general terms."""
-        content = {
-            "title": self.title,
-            "setting": self.setting,
-            "rows": list(self.rows),
-            "notes": list(self.notes),
-            "machine": machine(),
-        }
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write(path, [self])
+
+
+def write(path: Path, reports: Sequence[Report]) -> None:
+    """Reports as JSON, an object each, in a list where there are several."""
+    found = [{**asdict(report), "machine": machine()} for report in reports]
+    path.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> Row:

@@ -1,0 +1,252 @@
+"""What a link costs: the time of one mean over it, against what its rate and its round trip allow at best."""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..codecs.base import Codec
+from ..config import OuterConfig
+from ..errors import HandshakeError, InputError, LinkError, nearest
+from ..fragments import Fragment
+from ..links.base import Trailer
+from ..links.gloo import GlooLink
+from ..methods import CODECS, from_config
+from ..regions import connect_store, own_address, rendezvous, serve_store
+from ..tensors import digest
+from .emulator import INTERFACE, Wan
+from .report import Report, Row
+from .workers import STORE_PORT, TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
+
+ROUND_TRIPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What crosses the link in a measurement; all regions have to say the same.
+
+    Attributes:
+        megabytes: of the flat fp32 tensor whose mean is found, in 10^6 bytes.
+        codec: what it travels as.
+        connections: TCP connections to each other region; None takes as many as the round trip asks for.
+        repeat: how often.
+
+    Raises:
+        InputError: a value that cannot be.
+    """
+
+    megabytes: float = 64.0
+    codec: str = "fp32"
+    connections: int | None = None
+    repeat: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.megabytes > 0:
+            raise InputError(f"--megabytes {self.megabytes:g} must be positive.")
+        if self.codec not in CODECS:
+            raise InputError(f"--codec {self.codec!r} is not known.{nearest(self.codec, list(CODECS))}")
+        if self.repeat < 1:
+            raise InputError(f"--repeat {self.repeat} must be at least 1.")
+
+    def fragment(self) -> Fragment:
+        """The tensor as a fragment."""
+        numel = max(round(self.megabytes * 1e6 / 4), 1)
+        return Fragment(0, ("flat",), ((numel,),), numel)
+
+    def make_codec(self) -> Codec:
+        """The codec, as a method would use it."""
+        return from_config(OuterConfig(codec=self.codec)).codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured.
+
+    Attributes:
+        regions: number of regions.
+        connections: TCP connections for payloads between two of them.
+        bytes_sent: payload bytes that region 0 sent for one mean, to all others together.
+        seconds: of each mean, in order, in the region that took longest.
+        round_trip_s: seconds of a small message to all others and one from each of them.
+    """
+
+    regions: int
+    connections: int
+    bytes_sent: int
+    seconds: list[float]
+    round_trip_s: float
+
+
+def measure_here(trial: Trial, regions: int) -> Figures:
+    """Measure between `regions` processes on this machine, over its loopback interface.
+
+    Raises:
+        LinkError: a process failed.
+    """
+    store = serve_store("127.0.0.1")
+    spec = {"store": f"127.0.0.1:{store.port}", "interface": None, "alone": False}
+    return _measure_between(trial, regions, start_here, spec)
+
+
+def measure_across(trial: Trial, wan: Wan) -> Figures:
+    """Measure between the regions of an emulated WAN.
+
+    Raises:
+        LinkError: a process failed.
+    """
+    spec = {"store": f"{wan.address(0)}:{STORE_PORT}", "interface": INTERFACE, "alone": True}
+    return _measure_between(trial, wan.regions, wan.popen, spec)
+
+
+def _measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
+    common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions}
+    num_threads = max(len(os.sched_getaffinity(0)) // regions, 1)
+    [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
+    return Figures(**found)
+
+
+def take_part(trial: Trial, store: str, region: int, regions: int, interface: str | None = None) -> Figures:
+    """Be one end of the link; every region calls this at about the same time.
+
+    Args:
+        trial: the same in every region.
+        store: HOST:PORT of a store that all regions reach.
+        region: this one.
+        regions: how many there are.
+        interface: of the link; by default the one that reaches the store.
+
+    Returns:
+        The figures, the same in every region.
+
+    Raises:
+        HandshakeError: another region measures something else.
+        LinkError: the store or a region cannot be reached in time, or failed.
+    """
+    reached = connect_store(store, TIMEOUT_S)
+    mine = dataclasses.asdict(trial)
+    roster = rendezvous(dist.PrefixStore("bench", reached), region, regions, mine, TIMEOUT_S)
+    for other, theirs in enumerate(roster.hellos):
+        if theirs != mine:
+            raise HandshakeError(
+                f"region {region} measures {mine}, but region {other} {theirs}. Start all with the same options."
+            )
+    address = own_address(store, interface)
+    link = GlooLink(
+        reached, roster.run, region, regions, trial.connections, address=address, timeout_s=TIMEOUT_S
+    )
+    try:
+        found = _measure(link, trial)
+    except BaseException as error:
+        link.close(f"{type(error).__name__}: {error}")
+        raise
+    link.close()
+    return found
+
+
+def _measure(link: GlooLink, trial: Trial) -> Figures:
+    fragment, codec = trial.fragment(), trial.make_codec()
+    state = codec.init(fragment)
+    outer_grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(link.region))
+    round_trips = []
+    for _ in range(ROUND_TRIPS):
+        start = time.perf_counter()
+        link.gather(Trailer(), "a round trip")
+        round_trips.append(time.perf_counter() - start)
+    seconds, bytes_sent = [], 0
+    for number in range(1, trial.repeat + 1):
+        what = f"transfer {number} of {trial.repeat}"
+        link.gather(
+            Trailer(), what
+        )  # so that nobody's clock runs while another one is still at the last transfer
+        start = time.perf_counter()
+        conversation = codec.converse(outer_grad, fragment, state)
+        arrival = link.mean(conversation, fragment.numel, Trailer(), what).wait()
+        took = time.perf_counter() - start
+        state, bytes_sent = arrival.result.state, arrival.bytes_sent
+        told = link.gather(Trailer(sync_time_s=took, digest=digest(arrival.result.mean)), what)
+        if len({each.digest for each in told}) > 1:
+            raise LinkError(
+                f"{what} has ended with different means in different regions: its figures mean nothing."
+            )
+        seconds.append(max(each.sync_time_s for each in told))
+        link.give(arrival.result.mean)
+    return Figures(
+        regions=link.num_regions,
+        connections=link.wire.connections,
+        bytes_sent=bytes_sent,
+        seconds=seconds,
+        round_trip_s=statistics.median(round_trips),
+    )
+
+
+def report(
+    trial: Trial,
+    found: Figures,
+    setting: Row,
+    rate: float | None = None,
+    rtt_s: float | None = None,
+) -> Report:
+    """The figures beside the floor: the payload at the link's rate, and a round trip.
+
+    Args:
+        trial: what was measured.
+        found: the figures.
+        setting: where it was measured.
+        rate: bits per second that a region can send to each other one; None takes the best throughput seen.
+        rtt_s: of the link; None takes the round trip that was measured.
+    """
+    bits = found.bytes_sent * 8 / (found.regions - 1)
+    rtt = found.round_trip_s if rtt_s is None else rtt_s
+    fastest = min(found.seconds)
+    floor = bits / rate + rtt if rate is not None else fastest
+    names = {"first": found.seconds[0]}
+    if len(found.seconds) > 1:
+        names[f"median of {len(found.seconds) - 1} more"] = statistics.median(found.seconds[1:])
+    if len(found.seconds) > 2:
+        names["best"] = fastest
+    rows = [
+        {
+            "transfer": name,
+            "seconds": seconds,
+            "floor s": floor,
+            "ratio": seconds / floor,
+            "Mbit/s": bits / seconds / 1e6,
+            "MB sent": found.bytes_sent / 1e6,
+            "RTT ms": 1e3 * found.round_trip_s,
+        }
+        for name, seconds in names.items()
+    ]
+    notes = [
+        "The first transfer meets connections in slow start; later ones find them warm.",
+        "floor: payload bytes to each other region at the link's rate, and one round trip."
+        if rate is not None
+        else "The link's rate is not known: floor is the best transfer. --rate-mbit gives the rate.",
+        "RTT: a small message to the other regions and one from each of them, through the link.",
+    ]
+    setting = {
+        "regions": found.regions,
+        "megabytes": trial.megabytes,
+        "codec": trial.codec,
+        "connections": found.connections,
+        **setting,
+    }
+    return Report("one mean over a link", setting, rows, notes)
+
+
+def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One region of `_measure_between`."""
+    region, regions, store = spec["region"], spec["regions"], spec["store"]
+    with store_in_region_0(store, region, regions) if spec["alone"] else nullcontext():
+        found = take_part(Trial(**spec["trial"]), store, region, regions, spec["interface"])
+    yield dataclasses.asdict(found)
+
+
+if __name__ == "__main__":
+    serve(_one_end)

@@ -1,0 +1,152 @@
+"""The emulated WAN itself: distance, rate, losses, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.bench.emulator import Wan, obstacle
+
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+
+TIMEOUT_S = 60.0
+SERVER = """
+import hashlib, socket, sys, time
+listening = socket.create_server((sys.argv[1], 5001))
+print("ready", flush=True)
+while True:
+    connection, _ = listening.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if connection.recv(1) == b"p":
+        while byte := connection.recv(1):
+            connection.sendall(byte)
+    else:
+        sha = hashlib.sha256()
+        while data := connection.recv(1 << 20):
+            sha.update(data)
+        print(sha.hexdigest(), time.monotonic(), flush=True)
+"""
+CLIENT = """
+import json, random, socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5001))
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+times = []
+connection.sendall(b"p")
+for _ in range(8):
+    start = time.perf_counter()
+    connection.sendall(b"x")
+    connection.recv(1)
+    times.append(time.perf_counter() - start)
+connection.close()
+connection = socket.create_connection((sys.argv[1], 5001))
+control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode()
+data = random.Random(0).randbytes(int(sys.argv[2]))
+start = time.monotonic()
+connection.sendall(b"d" + data)
+print(json.dumps({"rtt_s": min(times), "control": control, "start": start}))
+"""
+OWNER = """
+import subprocess, time
+from hf_cocodc.bench.emulator import Wan
+with Wan(2) as wan:
+    process = wan.popen(0, ["sh", "-c", "echo inside; sleep 600 & sleep 600"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def talk(wan: Wan, num_bytes: int) -> dict[str, Any]:
+    """Ping region 0 and send bytes to it, from region 1: what that found. The bytes have to arrive unharmed."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with wan.popen(0, [sys.executable, "-c", SERVER, wan.address(0)], **options) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        command = [sys.executable, "-c", CLIENT, wan.address(0), str(num_bytes)]
+        with wan.popen(1, command, **options) as client:
+            found = json.loads(client.communicate(timeout=TIMEOUT_S)[0])
+        said, end = server.stdout.readline().split()
+        server.kill()
+    assert said == hashlib.sha256(random.Random(0).randbytes(num_bytes)).hexdigest()
+    return {**found, "rate": num_bytes * 8 / (float(end) - found["start"])}
+
+
+def inhabitants(namespace: str) -> list[str]:
+    """Processes in a network namespace."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(entry / "ns/net") == namespace:
+                found.append(entry.name)
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether it holds within TIMEOUT_S."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def test_a_link_has_its_round_trip_and_its_rate() -> None:
+    """TCP sees the round trip; it gets no more through than the rate, and, slow start included, most of that."""
+    with Wan(2, rtt_s=0.08, rate=40e6, congestion="cubic") as wan:
+        found = talk(wan, 6_000_000)
+        counters = wan.counters()[1, 0]
+    assert found["rtt_s"] == pytest.approx(0.08, rel=0.1)
+    assert found["control"] == wan.congestion == "cubic"
+    assert 0.4 < found["rate"] / 40e6 < 1
+    assert counters.bytes > 6_000_000 and counters.lost == 0
+
+
+def test_losses_are_made_good_by_tcp() -> None:
+    """Segments are lost out of large bundles too, and what is sent still arrives as it was."""
+    with Wan(2, rtt_s=0.005, loss=0.01) as wan:
+        talk(wan, 10_000_000)
+        counters = wan.counters()[1, 0]
+    assert counters.packets > 10_000_000 / 1460
+    assert counters.lost / counters.packets == pytest.approx(0.01, rel=0.5)
+
+
+def test_nothing_is_left_of_a_wan() -> None:
+    """What still runs inside ends with the block, background processes too, and so does the namespace."""
+    command = ["sh", "-c", "echo inside; sleep 600 & sleep 600"]
+    with contextlib.suppress(ZeroDivisionError), Wan(2) as wan:
+        process = wan.popen(1, command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        namespace = os.readlink(f"/proc/{process.pid}/ns/net")
+        assert namespace != os.readlink("/proc/self/ns/net")
+        assert str(process.pid) in inhabitants(namespace)
+        raise ZeroDivisionError
+    process.stdout.close()
+    assert process.returncode == -signal.SIGTERM
+    assert inhabitants(namespace) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_where_the_owner_is_killed(how: signal.Signals) -> None:
+    """The hub hears that its parent has gone, kills what runs inside, and goes too."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        inside = owner.stdout.readline().strip()
+        namespace = os.readlink(f"/proc/{inside}/ns/net")
+        assert inside in inhabitants(namespace)
+        owner.send_signal(how)
+        owner.wait(TIMEOUT_S)
+    assert eventually(lambda: inhabitants(namespace) == [])
