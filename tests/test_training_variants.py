@@ -253,6 +253,7 @@ def test_rows_of_like_length_share_a_batch(tmp_path: Path) -> None:
         assert 0 < padding(widths[region][:STEPS]) < 0.75 * padding(in_order)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_workers")
 def test_a_stream_over_workers(tmp_path: Path) -> None:
     """Four files, two for each region, one for each of its workers."""

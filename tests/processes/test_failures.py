@@ -140,6 +140,7 @@ def test_a_region_that_never_comes(tmp_path: Path) -> None:
     assert store.returncode == 0
 
 
+@pytest.mark.slow
 def test_regions_that_disagree(tmp_path: Path) -> None:
     """Two regions started with another interval end at the handshake: the field and both values are named; exit code 2."""
     store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
@@ -159,6 +160,7 @@ def test_regions_that_disagree(tmp_path: Path) -> None:
         assert "disagree on outer.sync_interval: region 0 has 10, region 1 has 11" in error
 
 
+@pytest.mark.slow
 def test_an_empty_share_of_data_is_said(tmp_path: Path) -> None:
     """Text that does not fill one block is an input error (exit code 2), said once for both regions."""
     run = start(tmp_path, "--set", "data.block_size=100000000")

@@ -6,6 +6,7 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -86,6 +87,7 @@ def kill_while_saving(process: Process, folder: Path, log: Path, moments: random
     return len(found) > len(complete(folder))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_exactly_from_its_newest_complete_checkpoint(tmp_path: Path) -> None:
     """Killed twenty times while it saves, a run ends with the bits of one that nobody touched."""
     log, moments = tmp_path / "log.txt", random.Random(16)

@@ -100,6 +100,7 @@ def test_stages_train_as_the_whole_model_does(scenario: str, max_norm: float, fo
         assert sum(stage["bytes_sent"] for stage in stages) == reference["bytes_sent"]
 
 
+@pytest.mark.slow
 def test_every_stage_agrees_with_the_same_stage_elsewhere(found: Found) -> None:
     """Whatever the method, low rank of each stage's own included, a stage's global params are equal in all regions."""
     for scenario in pipeline_worker.SCENARIOS:
