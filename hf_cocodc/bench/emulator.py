@@ -15,7 +15,7 @@ Nothing is left behind, not even where the process that uses it is killed: the n
 vanish with the processes in them; and the hub, which hears that its parent has gone, kills those.
 
 Segmentation offload (GSO) lets the hub handle up to 64 KB at a time, hence 1 Gbit/s on a fraction of a core. Losses and
-a full buffer still take single segments: a packet that loses some is cut into those that remain.
+a full buffer still take single segments: a bundle that loses some is cut into those that remain.
 """
 
 import contextlib
