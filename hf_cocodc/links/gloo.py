@@ -60,6 +60,7 @@ class GlooLink:
         self._timeout_s = timeout_s
         self.wire = Wire(store, prefix, region, num_regions, connections, address, timeout_s, rate_limit)
         self._buffers = Buffers()
+        self._lent: set[int] = set()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
         )
@@ -85,6 +86,7 @@ class GlooLink:
                     self.wire.wait(swap.pending, what, self._heartbeat)
                     came = time.perf_counter()
                 reply = said.end(weights(_trailers(swap.values)))
+                self._lent.add(reply.mean.data_ptr())
                 bytes_sent += said.bytes_sent
                 return reply
 
@@ -96,7 +98,10 @@ class GlooLink:
         return self._submit(transfer, what)
 
     def give(self, mean: Tensor) -> None:
-        self._buffers.give(mean)
+        # a codec's own mean is none of the link's memory, which would grow with every one it took in
+        if mean.data_ptr() in self._lent:
+            self._lent.remove(mean.data_ptr())
+            self._buffers.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return values

@@ -187,7 +187,9 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
     def body(region: int, link: GlooLink) -> list[int]:
         first, second = meet(link).result.mean, meet(link).result.mean
         link.give(first)
-        third = meet(link).result.mean
+        link.give(torch.empty_like(first))  # what the link has not lent it does not keep
+        third, fourth = meet(link).result.mean, meet(link).result.mean
+        assert len({mean.data_ptr() for mean in (second, third, fourth)}) == 3
         return [mean.data_ptr() for mean in (first, second, third)]
 
     for first, second, third in run_over_gloo(2, body):
