@@ -6,7 +6,7 @@ that depends on it. Most codecs say one message. Links drive the conversation in
 feedback pass it through with `yield from`.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from ..fragments import Fragment
+
+UNSHARED = (1 << 15) - 1
+"""Values in the largest tensor that torch does not share out among its threads."""
 
 State = dict[str, Any]
 """A codec's state for one fragment (a residual, a warm start): named tensors, saved in checkpoints."""
@@ -93,6 +96,15 @@ class Codec(Protocol):
         ...
 
 
+def unshared(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """1-D tensors of one length in parts so small that torch works on them in this thread, however many it has.
+
+    The others are training: waiting for them after every step takes many times longer than doing their share.
+    """
+    size = max(len(tensors[0]), 1) if torch.get_num_threads() == 1 else UNSHARED
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
 def shards(numel: int, block: int, num_regions: int) -> list[slice]:
     """Cut `numel` values at multiples of `block` into one shard a region, as even as blocks allow."""
     blocks = -(-numel // block)
@@ -134,11 +146,15 @@ def weighted_mean(
     if not present:
         return total.zero_()
     (first, weight), *others = present
-    coder.decode(first, numel, out=total).mul_(weight)
+    coder.decode(first, numel, out=total)
+    for (part,) in unshared(total):
+        part.mul_(weight)
     for payload, weight in others:
-        part = coder.decode(payload, numel)
-        total.add_(part if weight == 1 else part * weight)
-    return total.div_(sum(weights))
+        for part, other in unshared(total, coder.decode(payload, numel)):
+            part.add_(other if weight == 1 else other * weight)
+    for (part,) in unshared(total):
+        part.div_(sum(weights))
+    return total
 
 
 def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply]:

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .base import Codec, Plain
+from .base import UNSHARED, Codec, Plain
 
 _GROUP = 1 << 18
 """Values worked on at once, at most: they and what lies between them and their bytes stay in the cache."""
-
-_UNSHARED = (1 << 15) - 1
-"""Values in the largest tensor that torch does not share out among its threads."""
 
 _FLOAT = torch.finfo(torch.float32)
 
@@ -85,7 +82,7 @@ class Blocks(ABC):
         A step on many costs little more than one on few. But it has to stay in this thread, however many torch has: the
         others are training, and waiting for them at every step takes many times longer than doing their share.
         """
-        unshared = max(1, _UNSHARED // self.block)
+        unshared = max(1, UNSHARED // self.block)
         group = unshared * max(1, _GROUP // (unshared * self.block))
         return group, group if torch.get_num_threads() == 1 else unshared
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import Codec, Plain
+from .base import Codec, Plain, unshared
 
 
 class Cast:
@@ -15,14 +15,20 @@ class Cast:
         self.dtype = dtype
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return values.to(self.dtype).contiguous().view(torch.uint8)
-        out.view(self.dtype).copy_(values)
-        return out
+        if out is None and self.dtype == torch.float32:
+            return values.contiguous().view(torch.uint8)
+        payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
+        for part, source in unshared(payload.view(self.dtype), values):
+            part.copy_(source)
+        return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        values = payload.view(self.dtype)
-        return values.to(torch.float32) if out is None else out.copy_(values)
+        if out is None and self.dtype == torch.float32:
+            return payload.view(torch.float32)
+        values = torch.empty(numel, dtype=torch.float32) if out is None else out
+        for part, source in unshared(values, payload.view(self.dtype)):
+            part.copy_(source)
+        return values
 
     def num_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
