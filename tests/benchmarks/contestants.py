@@ -16,12 +16,6 @@ from torch import Tensor, nn
 from .workload import FRAGMENTS, OVERLAP, Region, inner_optimizer, model_of
 
 TIMEOUT_S = 120
-HIDDEN = {
-    "backward": "in backward",
-    "optimizer": "in the inner optimizer's step",
-    "sync": "in a call of its own",
-}
-"""Where a contestant's communication keeps the training waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +24,8 @@ class Part:
 
     model: nn.Module
     optimizer: Any
-    waits_in: str
-    """One of HIDDEN."""
+    waits_in: tuple[str, ...]
+    """Phases of an inner step that communication keeps waiting: forward, backward, optimizer, sync."""
     backward: Callable[[Tensor], Any] = lambda loss: loss.backward()
     sync: Callable[[], Any] = lambda: None
     weights: Callable[[], list[Tensor]]
@@ -48,7 +42,7 @@ def nothing(place: Region, shape: dict[str, int], interval: int) -> Part:
     return Part(
         model=model,
         optimizer=inner_optimizer(model),
-        waits_in="sync",
+        waits_in=("sync",),
         weights=lambda: _copies(model.parameters()),
         chunk=interval,
     )
@@ -60,7 +54,7 @@ def ddp(place: Region, shape: dict[str, int], interval: int) -> Part:
     return Part(
         model=model,
         optimizer=optimizer,
-        waits_in="backward",
+        waits_in=("forward", "backward"),
         backward=accelerator.backward,
         weights=lambda: _copies(model.parameters()),
         chunk=2,
@@ -77,7 +71,7 @@ def local_sgd(place: Region, shape: dict[str, int], interval: int) -> Part:
     return Part(
         model=model,
         optimizer=optimizer,
-        waits_in="sync",
+        waits_in=("sync",),
         backward=accelerator.backward,
         sync=loop.step,
         weights=lambda: _copies(model.parameters()),
@@ -153,7 +147,7 @@ def torchft(
     return Part(
         model=model,
         optimizer=inner,
-        waits_in="optimizer",
+        waits_in=("optimizer",),
         weights=weights,
         chunk=interval,
         alive=(store, lighthouse, outer),
@@ -185,7 +179,7 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
     return Part(
         model=model,
         optimizer=optimizer,
-        waits_in="sync",
+        waits_in=("sync",),
         backward=accelerator.backward,
         sync=outer.step,
         weights=weights,

@@ -17,47 +17,45 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    links = list(dict.fromkeys(row["link"] for report in reports for row in report["rows"]))
     most = max(len(_contestants(report)) for report in reports)
-    figure, panels = pyplot.subplots(
-        1,
-        len(reports),
-        figsize=(1.5 + 5.5 * len(reports), 1.8 + 0.42 * most),
-        squeeze=False,
-        layout="constrained",
-    )
+    size = (1.5 + 5.5 * len(reports), 1.8 + 0.42 * most)
+    figure, panels = pyplot.subplots(1, len(reports), figsize=size, squeeze=False, layout="constrained")
     for panel, report in zip(panels[0], reports, strict=True):
-        _panel(panel, report)
-    handles = panels[0][0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), frameon=False)
+        _panel(panel, report, links)
+    keys = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in zip(links, COLOURS, strict=False)]
+    figure.legend(keys, links, loc="outside upper center", ncols=len(links), frameon=False)
     setting = reports[0]["setting"]
     figure.supxlabel(
-        f"Llama of {setting['parameters'] / 1e6:.2f}M parameters, H = {setting['H']} inner steps, a step counts as "
-        f"{setting['seconds a step counts as']:g} s and region at M = 2, TCP {setting['congestion control']}, "
-        f"{reports[0]['machine']['cores']} cores",
+        f"Llama of {setting['parameters'] / 1e6:.2f}M parameters, H = {setting['H']} inner steps, TCP "
+        f"{setting['congestion control']}, {reports[0]['machine']['cores']} cores",
         fontsize=8,
     )
     figure.savefig(path, dpi=150)
 
 
-def _panel(panel: Any, report: dict[str, Any]) -> None:
+def _panel(panel: Any, report: dict[str, Any], links: list[str]) -> None:
     names = _contestants(report)
-    links = list(dict.fromkeys(row["link"] for row in report["rows"]))
-    for number, link in enumerate(links):
+    here = [link for link in links if any(row["link"] == link for row in report["rows"])]
+    for number, link in enumerate(here):
         rows = {row["contestant"]: row for row in report["rows"] if row["link"] == link}
         for place, name in enumerate(names):
             row = rows.get(name)
-            height = place + (number - (len(links) - 1) / 2) * BAR
+            height = place + (number - (len(here) - 1) / 2) * BAR
             share = 100 * row["share"] if row and row.get("share") is not None else None
             words = f"{share:.0f} %" if share is not None else "failed" if row else "not run"
-            panel.barh(height, share or 0, BAR, color=COLOURS[number], label=link if place == 0 else None)
-            panel.text((share or 0) + 1, height, words, va="center", fontsize=7)
+            panel.barh(height, share or 0, BAR, color=COLOURS[links.index(link)])
+            label = panel.text((share or 0) + 1, height, words, va="center", fontsize=7)
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     panel.set_yticks(range(len(names)), names, fontsize=9)
     panel.invert_yaxis()
     panel.set_xlim(0, 115)
     panel.set_xticks(range(0, 101, 20))
     panel.set_xlabel("tokens/s, % of the same regions without a link")
-    panel.set_title(f"{report['rows'][0]['regions']} regions", fontsize=10)
-    panel.axvline(100, color="grey", linewidth=0.8, linestyle="--")
+    pace = report["setting"]["seconds a step counts as"]
+    regions = next(row["regions"] for row in report["rows"] if row.get("regions"))
+    panel.set_title(f"{regions} regions, {pace:g} s an inner step", fontsize=10)
+    panel.axvline(100, color="grey", linewidth=0.8, linestyle="--", zorder=0)
     panel.spines[["top", "right"]].set_visible(False)
 
 

@@ -73,7 +73,7 @@ class Field:
     """The regions of one profile, with a worker in each."""
 
     def __init__(self, profile: Profile, regions: int, folder: Path, congestion: str) -> None:
-        self._folder, self._regions = folder, regions
+        self._name, self._folder, self._regions = profile.name, folder, regions
         self._wan = Wan(
             regions, rtt_s=profile.rtt_s, rate=profile.rate, loss=profile.loss, congestion=congestion
         )
@@ -96,7 +96,7 @@ class Field:
     def run(self, **row: Any) -> list[dict[str, Any]] | str:
         """The regions' answers, or what went wrong."""
         self._rows += 1
-        name = f"{self._folder.stat().st_ino}-{time.monotonic_ns()}"
+        name = f"{row['kind']}-{self._name}-{self._rows}"
         line = json.dumps({"row": name, "port": PORTS + self._rows, "patience_s": PATIENCE_S, **row}) + "\n"
         for worker in self._workers:
             worker.stdin.write(line)
@@ -142,7 +142,6 @@ def train_row(
     first = answers[0]
     tokens = workload.BATCH * workload.BLOCK
     steps, seconds = first["steps"], max(answer["seconds"] for answer in answers)
-    alone = max(answer["lone_step_s"] for answer in answers)
     sent = max(answer["sent_bytes"] for answer in answers)
     return {
         "contestant": contestant.name,
@@ -150,8 +149,7 @@ def train_row(
         "regions": len(answers),
         "parameters": first["num_params"],
         "tokens/s": round(len(answers) * tokens * steps / seconds),
-        "ceiling": round(len(answers) * tokens / alone),
-        "share": round(steps * alone / seconds, 3),
+        "share": None,
         "steps": steps,
         "seconds": round(seconds, 2),
         "computed s a step": round(max(answer["computed_step_s"] for answer in answers), 3),
@@ -187,17 +185,21 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
     for name in options.profiles:
         profile = PROFILES[name]
         with Field(profile, options.regions, folder, options.congestion) as field:
+            ceiling = 0
             for contestant in chosen:
                 answers = quietest(field, contestant, marks)
                 if isinstance(answers, str):
                     rows.append({"contestant": contestant.name, "link": profile.words, "failed": answers})
                     say(f"{contestant.name}, {profile.words}: {answers}")
                     continue
-                rows.append(train_row(contestant, answers, profile, options))
+                row = train_row(contestant, answers, profile, options)
+                ceiling = ceiling or row["tokens/s"]  # the first one has no link
+                row["share"] = round(row["tokens/s"] / ceiling, 3)
+                rows.append(row)
                 say(progress(rows[-1]))
     late = {row["contestant"] for row in rows if "failed" not in row and row["loss at tokens"] is None}
     if late:
-        marks.update(wall_s=0.0, most_s=PATIENCE_S)
+        marks.update(pace_s=0.0, wall_s=0.0, most_s=PATIENCE_S)
         with Field(NEAR, options.regions, folder, options.congestion) as field:
             for contestant in [each for each in chosen if each.name in late]:
                 answers = field.run(contestant=CONTESTANTS.index(contestant), **marks)
@@ -229,7 +231,7 @@ def quietest(field: Field, contestant: Contestant, row: dict[str, Any]) -> list[
 
 
 def slowness(answers: list[dict[str, Any]]) -> float:
-    return max(max(answer["computed_step_s"], answer["lone_step_s"]) for answer in answers)
+    return max(answer["computed_step_s"] for answer in answers)
 
 
 def progress(row: dict[str, Any]) -> str:
@@ -321,15 +323,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--regions", type=int, default=2, help="M (default: 2)")
     parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
-    parser.add_argument("--seconds", type=float, default=10.0, help="of training for each row (default: 10)")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of training for each row (default: 12)")
     parser.add_argument(
-        "--steps", type=int, default=80, help="step of the loss at equal tokens (default: 80)"
+        "--steps", type=int, default=60, help="step of the loss at equal tokens (default: 60)"
     )
     parser.add_argument(
         "--pace",
         type=float,
-        default=0.1,
-        help="seconds that computing a step counts as (default: 0.1); 0 takes what the CPU takes",
+        default=0.15,
+        help="seconds that computing a step counts as (default: 0.15); 0 takes what the CPU takes",
     )
     parser.add_argument("--congestion", default="cubic", help="TCP congestion control (default: cubic)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="rows whose names contain one of these")
@@ -343,7 +345,7 @@ def main() -> int:
         return 2
     chosen = [each for each in CONTESTANTS if each.default or options.all or options.only]
     if options.only:
-        chosen = [each for each in chosen if any(text in each.name for text in options.only)]
+        chosen = [each for each in chosen if any(text in each.name for text in ("no link", *options.only))]
     notes = []
     if importlib.util.find_spec("torchft") is None:
         out = [each.name for each in chosen if each.by == "torchft"]

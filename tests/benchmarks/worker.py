@@ -20,8 +20,10 @@ from .contestants import CONTESTANTS, Part, nothing
 from .workload import Region, Text
 
 PATIENCE_S = 300
-LONE_STEPS = 10
-PHASES = ("forward", "backward", "optimizer", "sync")
+ALONE_STEPS = 15
+COMPUTING = ("forward", "backward", "optimizer")
+PHASES = (*COMPUTING, "sync")
+NOTHING = dict.fromkeys(PHASES, 0.0)
 
 
 class Gate:
@@ -64,73 +66,67 @@ class Loop:
     slept, so that other load on the machine decides nothing. Waiting for the link comes on top of that.
     """
 
-    def __init__(self, part: Part, text: Text, pace_s: float, alone_s: float = 0.0) -> None:
-        self._part, self._text, self._pace_s, self._alone_s = part, text, pace_s, alone_s
+    def __init__(self, part: Part, text: Text, pace_s: float, cpu_s: dict[str, float]) -> None:
+        self._part, self._text, self._pace_s, self._cpu_s = part, text, pace_s, cpu_s
         self.computed_s = 0.0
         self.steps = 0
         self.seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
     def inner_step(self) -> None:
-        part, seconds = self._part, self.seconds
+        part = self._part
         self.steps += 1
         workload.set_rate(part.optimizer, self.steps)
         batch = self._text.batch(self.steps)
         start = time.perf_counter()
         loss = part.model(input_ids=batch, labels=batch).loss
-        ahead = self.steps * self._pace_s - self.computed_s - self._left(time.perf_counter() - start)
+        times = {"forward": time.perf_counter() - start}
+        ahead = self.steps * self._pace_s - self.computed_s - self._expected(times)
+        start = time.perf_counter()
         time.sleep(max(ahead, 0.0))
-        computed = time.perf_counter()
+        slept = time.perf_counter() - start
+        start = time.perf_counter()
         part.backward(loss)
-        backward = time.perf_counter()
+        times["backward"] = time.perf_counter() - start
         part.optimizer.step()
         part.optimizer.zero_grad()
-        optimizer = time.perf_counter()
+        times["optimizer"] = time.perf_counter() - start - times["backward"]
+        start = time.perf_counter()
         part.sync()
-        times = (computed - start, backward - computed, optimizer - backward, time.perf_counter() - optimizer)
-        for phase, took in zip(PHASES, times, strict=True):
-            seconds[phase].append(took)
-            if phase != "sync":
-                self.computed_s += self._alone_s if phase == part.waits_in else took
+        times["sync"] = time.perf_counter() - start
+        self.computed_s += slept + self._expected(times)
+        for phase, took in times.items():
+            self.seconds[phase].append(took)
 
-    def _left(self, forward_s: float) -> float:
-        """What this step will have taken, as far as one can tell from the one before."""
-        last = [self.seconds[phase][-1:] or [0.0] for phase in ("backward", "optimizer")]
+    def _expected(self, times: dict[str, float]) -> float:
+        """Seconds of computing in a step: as measured, but for phases that wait for the link; the last step's before."""
+        last = {phase: self.seconds[phase][-1] for phase in COMPUTING if self.seconds[phase]}
+        waiting = {phase: self._cpu_s[phase] for phase in self._part.waits_in}
+        known = {**last, **times, **waiting}
+        return sum(known.get(phase, 0.0) for phase in COMPUTING)
+
+    def blocked_s(self) -> float:
+        """Seconds in the phases that wait for the link, less what they take alone."""
         waits = self._part.waits_in
-        known = {"backward": last[0][0], "optimizer": last[1][0]} | (
-            {waits: self._alone_s} if waits != "sync" else {}
-        )
-        return forward_s + sum(known.values())
+        return max(sum(sum(self.seconds[phase]) - self.steps * self._cpu_s[phase] for phase in waits), 0.0)
 
 
-def lone(place: Region, text: Text, gate: Gate, row: dict[str, Any]) -> tuple[dict[str, float], float]:
-    """Train without a link, beside the other regions doing the same.
-
-    Returns:
-        Seconds of a step's phases as the CPU takes them, and of a whole step at the pace.
-    """
-    part = nothing(place, workload.TRAINED, workload.H)
-    loop = Loop(part, text, 0.0)
-    for _ in range(LONE_STEPS):
+def alone(place: Region, text: Text, gate: Gate) -> dict[str, float]:
+    """Seconds that the CPU takes for a step's phases without a link, beside the other regions doing the same."""
+    loop = Loop(nothing(place, workload.TRAINED, workload.H), text, 0.0, NOTHING)
+    gate.meet("alone")
+    for _ in range(ALONE_STEPS):
         loop.inner_step()
-    alone = {phase: statistics.median(took[2:]) for phase, took in loop.seconds.items()}
-    loop = Loop(part, text, row["pace_s"])
-    gate.meet("lone")
-    start = time.perf_counter()
-    for _ in range(LONE_STEPS):
-        loop.inner_step()
-    return alone, (time.perf_counter() - start) / LONE_STEPS
+    return NOTHING | {phase: statistics.median(loop.seconds[phase][2:]) for phase in COMPUTING}
 
 
 def train(place: Region, row: dict[str, Any]) -> dict[str, Any]:
     """Train for `wall_s` seconds and `steps` steps, but not for longer than `most_s`, and tell what came of it."""
     contestant = CONTESTANTS[row["contestant"]]
     text, gate = Text(place), Gate(place, row["row"])
-    alone, lone_step_s = lone(place, text, gate, row)
+    cpu_s = alone(place, text, gate)
     part = contestant.make(place, workload.TRAINED, workload.H, **contestant.settings)
     gate.meet("start")
-    hidden = part.waits_in
-    alone_s = 0.0 if hidden == "sync" else alone[hidden]
-    loop, kept = Loop(part, text, row["pace_s"], alone_s), [(0, 0.0, part.weights())]
+    loop, kept = Loop(part, text, row["pace_s"], cpu_s), [(0, 0.0, part.weights())]
     sent = _sent_bytes()
     start = time.perf_counter()
     chunk, last = 0, False
@@ -148,14 +144,12 @@ def train(place: Region, row: dict[str, Any]) -> dict[str, Any]:
     took_s = time.perf_counter() - start
     sent = _sent_bytes() - sent
     gate.meet("end")
-    computing = ("forward", "backward", "optimizer")
     found = {
         "steps": loop.steps,
         "seconds": took_s,
-        "lone_step_s": lone_step_s,
         "computed_step_s": loop.computed_s / loop.steps,
-        "cpu_step_s": sum(alone[phase] for phase in computing),
-        "blocked_s": max(sum(loop.seconds[hidden]) - loop.steps * alone_s, 0.0),
+        "cpu_step_s": sum(cpu_s[phase] for phase in COMPUTING),
+        "blocked_s": loop.blocked_s(),
         "sent_bytes": sent,
         "num_params": sum(param.numel() for param in part.model.parameters()),
         "num_tensors": sum(1 for _ in part.model.parameters()),
