@@ -1,0 +1,103 @@
+"""What codecs cost: time to encode and to decode, against a copy of the same values, and what they lose."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from .. import codecs
+from ..codecs.base import Codec, Message, Reply, State
+from ..errors import InputError, nearest
+from ..fragments import Fragment
+from ..links.base import drive
+from ..methods import CODECS
+from .report import Report, Row
+
+_SIDE = 1000
+_NOTES = (
+    "GB/s: 10^9 bytes of fp32 a second. Encoding ends with the last byte to send; decoding goes on from there.",
+    "vs copy: speed against one plain copy of the fp32 values, taken in turn with the codec; 1 is the speed of memory.",
+    "CPU s per GB: of all cores, for encoding and decoding; training on the same cores does without them.",
+    "encode GB/s over times smaller is what fills a link: 4 GB/s and 4 times smaller are 8 Gbit/s.",
+    f"relative error: |decoded - values| / |values| of normal values in matrices of {_SIDE} x {_SIDE}. They have neither "
+    "few large values nor few directions, so that topk and lowrank lose most; error feedback brings it back later.",
+)
+
+
+def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Report:
+    """One row a codec.
+
+    Args:
+        numel: fp32 values.
+        repeat: measurements; their medians count.
+        only: names of codecs; None: all that a recipe can name.
+    """
+    known: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
+    for name in only or ():
+        if name not in known:
+            raise InputError(f"--only {name!r} is not a codec.{nearest(name, list(known))}")
+    if numel < 1 or repeat < 1:
+        raise InputError(f"{numel} values and repeat={repeat}: both must be at least 1.")
+    num_matrices, rest = divmod(numel, _SIDE * _SIDE)
+    shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
+    fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    rows = [_row(name, known[name](), fragment, values, repeat) for name in only or known]
+    return Report(
+        "codecs", {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}, rows, _NOTES
+    )
+
+
+def _row(name: str, codec: Codec, fragment: Fragment, values: Tensor, repeat: int) -> Row:
+    target, state, memory = torch.empty_like(values), codec.init(fragment), dict[int, tuple[Tensor, Tensor]]()
+    copies, encodes, decodes, busy = [], [], [], []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        target.copy_(values)
+        copies.append(time.perf_counter() - start)
+        start = time.process_time()
+        encode, decode, mean = _transfer(codec, fragment, values, state, memory)
+        busy.append(time.process_time() - start)
+        encodes.append(encode)
+        decodes.append(decode)
+    # the first of each does not count: its memory is new
+    copy, encode, decode, cpu = (median(seconds[1:]) for seconds in (copies, encodes, decodes, busy))
+    gigabytes, num_bytes = 4e-9 * len(values), codec.wire_bytes(fragment, 0, 2)
+    return {
+        "codec": name,
+        "bits per value": 8 * num_bytes / len(values),
+        "times smaller": 4 * len(values) / num_bytes,
+        "encode GB/s": gigabytes / encode,
+        "decode GB/s": gigabytes / decode,
+        "encode vs copy": copy / encode,
+        "decode vs copy": copy / decode,
+        "CPU s per GB": cpu / gigabytes,
+        "relative error": ((mean - values).norm() / values.norm()).item(),
+    }
+
+
+def _transfer(
+    codec: Codec, fragment: Fragment, values: Tensor, state: State, memory: dict[int, tuple[Tensor, Tensor]]
+) -> tuple[float, float, Tensor]:
+    """One region's side of a transfer: seconds to the last byte encoded, seconds from there on, and what is decoded.
+
+    `memory` is what messages are encoded and decoded into, the first, the second, ...; used again as a link does.
+    """
+    encoded, turns = 0.0, count()
+
+    def exchange(message: Message) -> Reply:
+        nonlocal encoded
+        coder, numel, turn = message.coder, message.values.numel(), next(turns)
+        if turn not in memory:
+            memory[turn] = torch.empty(coder.num_bytes(numel), dtype=torch.uint8), torch.empty(numel)
+        payload, mean = memory[turn]
+        coder.encode(message.values, out=payload)
+        encoded = time.perf_counter()
+        return Reply(coder.decode(payload, numel, out=mean), lambda: mean)
+
+    start = time.perf_counter()
+    mean = drive(codec.converse(values, fragment, state), exchange).mean
+    return encoded - start, time.perf_counter() - encoded, mean
