@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_cocodc import codecs
-from hf_cocodc.codecs.base import Codec, Coder, Plain, State
+from hf_cocodc.codecs.base import Codec, Coder, Plain, State, weighted_mean
 from hf_cocodc.codecs.block import Float4, Integers
 from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.codecs.lowrank import LowRank, _orthonormal, compression, effective_rank, lowrank
@@ -265,6 +265,52 @@ def test_bytes_of_a_block() -> None:
             assert coder.encode(values)[:4].view(torch.float32).item() == FLOAT.tiny
 
 
+def plain_payload(coder: Integers | Float4, values: Tensor) -> bytes:
+    """The payload of whole blocks as the docstrings define it, in fp32, with nothing done for speed."""
+    rows = values.numpy().reshape(-1, coder.block)
+    with np.errstate(all="ignore"):
+        absmax = np.abs(rows).max(axis=1, keepdims=True)
+        finite = np.isfinite(absmax)
+        if isinstance(coder, Integers):
+            limit = np.float32(FLOAT.max / coder.top)
+            if float(limit) * coder.top > FLOAT.max:
+                limit = np.nextafter(limit, np.float32(0))
+            scale = np.clip(absmax / np.float32(coder.top), np.float32(FLOAT.tiny), limit)
+            codes = np.where(finite, np.rint(rows / scale) + (8 if coder.top == 7 else 0), 0).astype(np.int32)
+        else:
+            scale = np.maximum(absmax, np.float32(FLOAT.tiny))
+            borders = np.array([2.0**-7, *(1.5 * 2.0**power for power in range(-6, 0))], dtype=np.float32)
+            magnitudes = (np.abs(rows / scale)[..., None] > borders).sum(axis=-1)
+            codes = np.where(finite, magnitudes, 7) + 8 * np.signbit(rows)
+    if coder.per_byte == 2:
+        codes = codes[:, : coder.block // 2] + 16 * codes[:, coder.block // 2 :]
+    return np.where(finite, scale, np.float32(np.nan)).tobytes() + codes.astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("coder", [Integers(8, 256), Integers(4, 256), Float4(64)], ids=name_of)
+def test_bytes_are_those_of_the_plain_formula(coder: Integers | Float4) -> None:
+    """Bit for bit at every scale, on ties, just beside borders, and in blocks that are not finite."""
+    x = normal(1 << 16, 0)
+    powers = torch.ldexp(x.sign(), normal(1 << 16, 1).mul(4).sub(4).clamp(max=0).round())
+    beside = torch.tensor([1, 0.75, 1 - 2.0**-24, 1 + 2.0**-23, 1.5, 1.5 + 2.0**-23]).repeat(11_000)[: len(x)]
+    hurt = x.clone()
+    hurt[::999], hurt[5::5000], hurt[7::7777] = torch.nan, torch.inf, -torch.inf
+    exponents = normal(256, 2).mul(50).clamp(-149, 126).round().repeat_interleave(256)
+    for values in (
+        x,
+        torch.ldexp(x.clamp(-1, 1), exponents),
+        x * 2.0**-126,
+        x * 2.0**-145,
+        (x * 1e38).clamp(-FLOAT.max, FLOAT.max),
+        torch.where(x > 2, FLOAT.max, x),
+        x.mul(100).round() / 2,
+        powers * beside,
+        x.mul(0),
+        hurt,
+    ):
+        assert coder.encode(values).numpy().tobytes() == plain_payload(coder, values)
+
+
 @pytest.mark.parametrize(
     "coder",
     [Cast(torch.bfloat16), Cast(torch.float16), Integers(8, 256), Integers(4, 256), Float4(64)],
@@ -289,6 +335,22 @@ def test_a_long_vector_is_its_pieces() -> None:
         cut = coder.block * 100
         parts = [round_trip(coder, values[:cut]), round_trip(coder, values[cut:])]
         assert torch.equal(round_trip(coder, values), torch.cat(parts))
+
+
+@pytest.mark.parametrize("coder", [*CODERS, Cast(torch.float16), Integers(8, 40_000)], ids=name_of)
+def test_torch_threads_change_nothing(coder: Coder) -> None:
+    """The steps are larger where torch has one thread only; the bytes and the values are the same."""
+    values, before = normal(300_001, 0), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            payload = coder.encode(values)
+            mean = weighted_mean([payload, payload], [1, 2.5], coder, len(values))
+            found.append((payload, coder.decode(payload, len(values)), mean))
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
 
 
 @quick
