@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 NO_LINK = "no link"
 PACE_STEPS = 30
-COVERS = 2.0
+COVERS = 4.0
 """Times what a transfer takes at best that streaming's overlap is made to cover; the other methods need no such number."""
 
 
@@ -78,7 +78,7 @@ class Plan:
     loss: float = 0.0
     congestion: str | None = None
     methods: Sequence[str] = tuple(SETTINGS)
-    steps: int = 300
+    steps: int = 240
     sync_interval: int = 20
 
     def __post_init__(self) -> None:
