@@ -6,6 +6,7 @@ Needs Linux and root (network namespaces), and for the peers' rows `pip install 
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import select
@@ -168,8 +169,11 @@ def at_step(points: list[list[float]], step: int) -> float | None:
 
 
 def at_time(points: list[list[float]], seconds: float) -> float:
-    """Of the newest weights there were."""
-    return round(next(loss for _, at, loss in reversed(points) if at <= seconds), 3)
+    """Between the model before that moment and the one after it, in proportion."""
+    for (_, left, before), (_, right, after) in itertools.pairwise(points):
+        if left <= seconds < right:
+            return round(before + (after - before) * (seconds - left) / (right - left), 3)
+    return round(points[-1][2], 3)
 
 
 def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path) -> list[dict[str, Any]]:
@@ -185,17 +189,13 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
     for name in options.profiles:
         profile = PROFILES[name]
         with Field(profile, options.regions, folder, options.congestion) as field:
-            ceiling = 0
             for contestant in chosen:
                 answers = quietest(field, contestant, marks)
                 if isinstance(answers, str):
                     rows.append({"contestant": contestant.name, "link": profile.words, "failed": answers})
                     say(f"{contestant.name}, {profile.words}: {answers}")
                     continue
-                row = train_row(contestant, answers, profile, options)
-                ceiling = ceiling or row["tokens/s"]  # the first one has no link
-                row["share"] = round(row["tokens/s"] / ceiling, 3)
-                rows.append(row)
+                rows.append(train_row(contestant, answers, profile, options))
                 say(progress(rows[-1]))
     late = {row["contestant"] for row in rows if "failed" not in row and row["loss at tokens"] is None}
     if late:
@@ -211,7 +211,19 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
                 for row in rows:
                     if row["contestant"] == contestant.name and row.get("loss at tokens", 0) is None:
                         row["loss at tokens"], row["loss from"] = loss, NEAR.words
+    add_shares(rows)
     return rows
+
+
+def add_shares(rows: list[dict[str, Any]]) -> None:
+    """Of the ceiling, which is the same for all links: the fastest of the runs without one."""
+    ceiling = max(
+        (row["tokens/s"] for row in rows if row["contestant"] == "no link" and "failed" not in row),
+        default=None,
+    )
+    for row in rows:
+        if ceiling is not None and "failed" not in row:
+            row["share"] = round(row["tokens/s"] / ceiling, 3)
 
 
 def quietest(field: Field, contestant: Contestant, row: dict[str, Any]) -> list[dict[str, Any]] | str:
@@ -236,7 +248,7 @@ def slowness(answers: list[dict[str, Any]]) -> float:
 
 def progress(row: dict[str, Any]) -> str:
     return (
-        f"{row['contestant']}, {row['link']}, M={row['regions']}: {row['tokens/s']} tokens/s, share {row['share']}, "
+        f"{row['contestant']}, {row['link']}, M={row['regions']}: {row['tokens/s']} tokens/s, "
         f"{row['steps']} steps, blocked {row['blocked s']} s, {row['MB sent']} MB, loss {row['loss at tokens']} / "
         f"{row['loss at time']}"
     )
@@ -323,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--regions", type=int, default=2, help="M (default: 2)")
     parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=list(PROFILES))
-    parser.add_argument("--seconds", type=float, default=12.0, help="of training for each row (default: 12)")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of training for each row (default: 9)")
     parser.add_argument(
         "--steps", type=int, default=60, help="step of the loss at equal tokens (default: 60)"
     )

@@ -164,7 +164,8 @@ def curve(text: Text, kept: list[Any], row: dict[str, Any]) -> list[tuple[int, f
     model = workload.model_of(workload.TRAINED)
     marks = {0, len(kept) - 1, *range(0, len(kept), max(len(kept) // 4, 1))}
     marks |= {index for index, (step, _, _) in enumerate(kept) if step == row["steps"]}
-    marks.add(max(index for index, (_, at, _) in enumerate(kept) if at <= row["wall_s"]))
+    before = max(index for index, (_, at, _) in enumerate(kept) if at <= row["wall_s"])
+    marks |= {before, min(before + 1, len(kept) - 1)}
     points = []
     for index in sorted(marks):
         step, at, weights = kept[index]
