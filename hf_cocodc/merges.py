@@ -7,26 +7,32 @@ import torch
 from torch import Tensor
 
 from .errors import InputError, nearest
-from .sync_info import SyncInfo
-from .tensors import norms
+from .sync_info import Piece, SyncInfo
 
 
 class Merge(NamedTuple):
-    """How the local params take in new global params.
+    """How the local params take in new global params, piece by piece.
 
     Attributes:
-        apply: (local, new global, snapshot, info) -> local; flat fp32 of the fragment's length. It may write to local.
+        apply: (piece, info) -> local params of the piece, element by element; it may write to `local`, `snapshot` and
+            `room`.
         keeps_local_steps: whether inner steps made since the send live on in the result, so that a run that ends after
             the landing still has to send them.
+        reads_local: whether the result depends on the local params; where not, `local` may hold anything.
+        measure: (piece, info) -> two tensors, written over `snapshot` and `room` of the piece. Called for all pieces
+            before `apply`, which finds them there again (but what was in `local` no more), and in `Piece.norms` their
+            norms, parameter by parameter. None where it needs none.
     """
 
-    apply: Callable[[Tensor, Tensor, Tensor, SyncInfo], Tensor]
+    apply: Callable[[Piece, SyncInfo], Tensor]
     keeps_local_steps: bool
+    reads_local: bool = True
+    measure: Callable[[Piece, SyncInfo], tuple[Tensor, Tensor]] | None = None
 
 
 def replace() -> Merge:
     """theta <- Theta (DiLoCo, 2311.08105)."""
-    return Merge(lambda local, new_global, snapshot, info: new_global, keeps_local_steps=False)
+    return Merge(lambda piece, info: piece.new_global, keeps_local_steps=False, reads_local=False)
 
 
 def mix(alpha: float) -> Merge:
@@ -45,9 +51,9 @@ def mix(alpha: float) -> Merge:
     if alpha == 0:
         return replace()
     if alpha == 1:  # not through the formula: 0 * Theta is not 0 where Theta is infinite
-        return Merge(lambda local, new_global, snapshot, info: local, keeps_local_steps=True)
+        return Merge(lambda piece, info: piece.local, keeps_local_steps=True)
     return Merge(
-        lambda local, new_global, snapshot, info: local.mul_(alpha).add_(new_global, alpha=1 - alpha),
+        lambda piece, info: piece.local.mul_(alpha).add_(piece.new_global, alpha=1 - alpha),
         keeps_local_steps=True,
     )
 
@@ -84,26 +90,38 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
             f"outer.compensation_strength={strength} must not be negative; 0 is the additive merge."
         )
 
-    def additive(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
-        return local.sub_(snapshot).add_(new_global) if info.staleness else new_global
+    def additive(piece: Piece, info: SyncInfo) -> Tensor:
+        return piece.local.sub_(piece.snapshot).add_(piece.new_global) if info.staleness else piece.new_global
 
-    def compensated(local: Tensor, new_global: Tensor, snapshot: Tensor, info: SyncInfo) -> Tensor:
-        if not info.staleness or (mode == "lr_normalized" and not info.flight_lr):
-            return additive(local, new_global, snapshot, info)
-        update = torch.sub(snapshot, local, out=local).div_(info.staleness)
-        curvature = (new_global - snapshot).mul_(update).mul_(update)
-        if mode == "fixed":
-            curvature *= strength
-        elif mode == "lr_normalized":
-            curvature *= strength / info.flight_lr
-        else:
-            terms, steps = info.views(curvature), info.views(update)
-            lengths = norms([*terms, *steps], info.total)
-            for term, length, wanted in zip(terms, lengths, lengths[len(terms) :], strict=False):
-                term *= strength * wanted / length if length else 0.0
-        return torch.sub(new_global, update.add_(curvature), alpha=info.staleness, out=update)
+    def terms(piece: Piece, info: SyncInfo) -> tuple[Tensor, Tensor]:
+        """u and u u D."""
+        curvature = torch.sub(piece.new_global, piece.snapshot, out=piece.room)
+        update = torch.sub(piece.snapshot, piece.local, out=piece.snapshot).div_(max(info.staleness, 1))
+        return update, curvature.mul_(update).mul_(update)
 
-    return Merge(additive if mode == "additive" or strength == 0 else compensated, keeps_local_steps=True)
+    def joined(update: Tensor, curvature: Tensor, piece: Piece, info: SyncInfo) -> Tensor:
+        return torch.sub(piece.new_global, update.add_(curvature), alpha=info.staleness, out=piece.local)
+
+    def scaled(piece: Piece, info: SyncInfo) -> Tensor:
+        factor = strength if mode == "fixed" else strength / info.flight_lr if info.flight_lr else 0.0
+        if not info.staleness or not factor:
+            return additive(piece, info)
+        update, curvature = terms(piece, info)
+        return joined(update, curvature.mul_(factor), piece, info)
+
+    def adapted(piece: Piece, info: SyncInfo) -> Tensor:
+        if not info.staleness:
+            return piece.new_global
+        update, curvature = piece.snapshot, piece.room
+        for term, (wanted, length) in zip(curvature.split_with_sizes(piece.sizes), piece.norms, strict=True):
+            term *= strength * wanted / length if length else 0.0
+        return joined(update, curvature, piece, info)
+
+    if mode == "additive" or strength == 0:
+        return Merge(additive, keeps_local_steps=True)
+    if mode == "adaptive":
+        return Merge(adapted, keeps_local_steps=True, measure=terms)
+    return Merge(scaled, keeps_local_steps=True)
 
 
 def additive() -> Merge:

@@ -1,7 +1,8 @@
 """The outer optimizer, as transforms of the averaged outer gradient.
 
 A transform is a pair of functions; `chain` puts them in a row. The engine subtracts what comes out of the chain from
-the global params. Everything is flat fp32 of one fragment's length.
+the global params. Everything is flat fp32 of one fragment's length, and what is done to it is done element by element:
+the engine takes one piece through all of it before the next, so that each value is read from memory once.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,16 @@ import torch
 from torch import Tensor
 
 from .sync_info import SyncInfo
-from .tensors import norms
+from .tensors import norms, square_of_difference
 
 State = dict[str, Any]
 """Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`; saved in checkpoints."""
+
+
+Step = Callable[[Tensor, int], Tensor]
+"""(piece of the outer gradient, its number among the pieces that `SyncInfo.cut` gives) -> that piece, transformed. Called
+for every piece once, in any order and from several threads. It may write to the piece and to that piece of its state's
+tensors, for it alone owns them; what it hands on is no part of its state."""
 
 
 class OuterTransform(NamedTuple):
@@ -22,14 +29,14 @@ class OuterTransform(NamedTuple):
 
     Attributes:
         init: state for a fragment with these global params (flat fp32). Called once, before the first send.
-        update: (outer gradient, state, info) -> (outer gradient, state). Called once a landing. It may write to the outer
-            gradient and to its state's tensors, for it alone owns them; what it hands on is no part of its state.
+        begin: (state, info) -> (step, state). Called once a landing: finds the numbers that hold for the whole fragment,
+            and gives the step that is done to each of its elements. Tensors of the state stay what they are.
         regions_agree: whether equal outer gradients give every region the same result; where not, the global params
             differ between regions and are averaged when training ends, for evaluation and for export.
     """
 
     init: Callable[[Tensor], State]
-    update: Callable[[Tensor, State, SyncInfo], tuple[Tensor, State]]
+    begin: Callable[[State, SyncInfo], tuple[Step, State]]
     regions_agree: bool = True
 
 
@@ -39,22 +46,28 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
     def init(flat: Tensor) -> State:
         return {name: transform.init(flat) for name, transform in transforms.items()}
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        new_state = {}
-        for name, transform in transforms.items():
-            grad, new_state[name] = transform.update(grad, state[name], info)
-        return grad, new_state
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+        begun = {name: transform.begin(state[name], info) for name, transform in transforms.items()}
+        steps = [step for step, _ in begun.values()]
 
-    return OuterTransform(init, update, all(transform.regions_agree for transform in transforms.values()))
+        def step(grad: Tensor, index: int) -> Tensor:
+            for each in steps:
+                grad = each(grad, index)
+            return grad
+
+        return step, {name: new_state for name, (_, new_state) in begun.items()}
+
+    return OuterTransform(init, begin, all(transform.regions_agree for transform in transforms.values()))
 
 
 def scale(factor: float | Callable[[SyncInfo], float]) -> OuterTransform:
     """g <- factor g, the factor a number or computed at each landing. With the outer learning rate this is plain SGD."""
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        return grad.mul_(factor(info) if callable(factor) else factor), state
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+        chosen = factor(info) if callable(factor) else factor
+        return lambda grad, index: grad.mul_(chosen), state
 
-    return OuterTransform(lambda flat: {}, update)
+    return OuterTransform(lambda flat: {}, begin)
 
 
 def nesterov(momentum: float) -> OuterTransform:
@@ -63,11 +76,17 @@ def nesterov(momentum: float) -> OuterTransform:
     buf <- mu buf + g ; g <- g + mu buf, and buf = g at the first call.
     """
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        buffer = torch.add(grad, state["buffer"], alpha=momentum, out=state["buffer"])
-        return grad.add_(buffer, alpha=momentum), {"buffer": buffer}
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+        buffers = info.cut(state["buffer"])
 
-    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
+        def step(grad: Tensor, index: int) -> Tensor:
+            buffer = buffers[index]
+            torch.add(grad, buffer, alpha=momentum, out=buffer)
+            return grad.add_(buffer, alpha=momentum)
+
+        return step, state
+
+    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, begin)
 
 
 def momentum(beta: float, clip: float | None = None) -> OuterTransform:
@@ -78,13 +97,19 @@ def momentum(beta: float, clip: float | None = None) -> OuterTransform:
         clip: phi; None clips nothing.
     """
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        buffer = torch.add(grad, state["buffer"], alpha=beta, out=state["buffer"])
-        if clip is not None:
-            buffer.clamp_(-clip, clip)
-        return grad.copy_(buffer), {"buffer": buffer}
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+        buffers = info.cut(state["buffer"])
 
-    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, update)
+        def step(grad: Tensor, index: int) -> Tensor:
+            buffer = buffers[index]
+            torch.add(grad, buffer, alpha=beta, out=buffer)
+            if clip is not None:
+                buffer.clamp_(-clip, clip)
+            return grad.copy_(buffer)
+
+        return step, state
+
+    return OuterTransform(lambda flat: {"buffer": torch.zeros_like(flat)}, begin)
 
 
 def staleness_penalty(constant: float | None = None) -> OuterTransform:
@@ -100,16 +125,16 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
         constant: a fixed Lambda instead, as in the authors' code.
     """
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
-        [gap] = norms([info.global_params - info.global_at_send], info.total)
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+        [gap] = norms([square_of_difference(info.global_params, info.global_at_send)], info.total)
         count = state["count"] + 1
         mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
         penalty = min(max(1 + gap / mean_gap, 1.0), 10.0) if gap else 1.0
-        return grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
+        return lambda grad, index: grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
 
     if constant is not None:
         return scale(1 / constant)
-    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, update)
+    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, begin)
 
 
 def eager() -> OuterTransform:
@@ -118,9 +143,14 @@ def eager() -> OuterTransform:
     Eager updates, 2502.12996. Regions differ from here on.
     """
 
-    def update(grad: Tensor, state: State, info: SyncInfo) -> tuple[Tensor, State]:
+    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
         share = 1 / info.num_regions
-        # in this order one region alone gets its fresh outer gradient bit for bit
-        return grad.sub_(info.own_outer_grad, alpha=share).add_(info.fresh_outer_grad(), alpha=share), state
+        stale, fresh = info.cut(info.own_outer_grad), info.cut(info.fresh_outer_grad())
 
-    return OuterTransform(lambda flat: {}, update, regions_agree=False)
+        def step(grad: Tensor, index: int) -> Tensor:
+            # in this order one region alone gets its fresh outer gradient bit for bit
+            return grad.sub_(stale[index], alpha=share).add_(fresh[index], alpha=share)
+
+        return step, state
+
+    return OuterTransform(lambda flat: {}, begin, regions_agree=False)

@@ -6,7 +6,6 @@ of one round both fall on one step, and landing first would reset the local para
 """
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 State = dict[str, Any]
@@ -52,7 +51,14 @@ class AgreedStats(NamedTuple):
 
 
 class Schedule(Protocol):
-    """Decides the events of an inner step from values all regions share."""
+    """Decides the events of an inner step from values all regions share.
+
+    Attributes:
+        back_to_back: whether a fragment is sent again in the very step in which its last transfer lands: sends come first,
+            so two of its transfers are there then.
+    """
+
+    back_to_back: bool
 
     def init(self, num_fragments: int) -> State:
         """State before inner step 1. Called once, at the start of training."""
@@ -64,14 +70,23 @@ class Schedule(Protocol):
         """Events after inner step `inner_step` (from 1), all sends before all landings, and the next state."""
         ...
 
+    def next_event(self, inner_step: int, state: State) -> int:
+        """The next inner step that may have events, given the state after `inner_step`; none before it is asked for.
+
+        Whatever is measured meanwhile: it is an event by which regions hear of it.
+        """
+        ...
+
 
 class _Periodic:
-    """Fragments sent at fixed steps and landed `overlap_steps` later."""
+    """Fragments sent at fixed steps, all at once or in turns, and landed `overlap_steps` later."""
 
-    def __init__(self, due: Callable[[int, int], Iterable[int]], overlap_steps: int, primed: bool) -> None:
-        self._due = due
+    def __init__(self, sync_interval: int, overlap_steps: int, primed: bool, in_turns: bool) -> None:
+        self._sync_interval = sync_interval
         self._overlap_steps = overlap_steps
         self._primed = primed
+        self._in_turns = in_turns
+        self.back_to_back = overlap_steps >= sync_interval
 
     def init(self, num_fragments: int) -> State:
         return {"num_fragments": num_fragments, "in_flight": [], "sent": [0] * num_fragments}
@@ -79,9 +94,8 @@ class _Periodic:
     def events(
         self, inner_step: int, stats: AgreedStats, state: State
     ) -> tuple[tuple[Send | Land, ...], State]:
-        due = [Send(fragment) for fragment in self._due(inner_step, state["num_fragments"])]
-        if not due and not state["in_flight"]:
-            return (), state
+        turns = self._next_sends(inner_step - 1, state["num_fragments"])
+        due = [Send(fragment) for fragment, turn in enumerate(turns) if turn == inner_step]
         first = [Land(send.fragment, 0) for send in due if self._primed and not state["sent"][send.fragment]]
         in_flight = state["in_flight"] + [[send.fragment, inner_step] for send in due]
         landing = [Land(*entry) for entry in in_flight if entry[1] + self._overlap_steps == inner_step]
@@ -91,6 +105,16 @@ class _Periodic:
             sent[send.fragment] = inner_step
         return (*due, *first, *landing), {**state, "in_flight": flying, "sent": sent}
 
+    def next_event(self, inner_step: int, state: State) -> int:
+        landings = [sent_at + self._overlap_steps for _, sent_at in state["in_flight"]]
+        return min([*landings, *self._next_sends(inner_step, state["num_fragments"])])
+
+    def _next_sends(self, inner_step: int, num_fragments: int) -> list[int]:
+        """For each fragment the first step after `inner_step` at which it is sent."""
+        interval = self._sync_interval
+        offsets = [p * interval // num_fragments if self._in_turns else 0 for p in range(num_fragments)]
+        return [max((inner_step - offset) // interval + 1, 1) * interval + offset for offset in offsets]
+
 
 def every(sync_interval: int, overlap_steps: int = 0, primed: bool = False) -> Schedule:
     """Every fragment is sent each `sync_interval` (H) inner steps and lands `overlap_steps` (tau) later.
@@ -98,11 +122,7 @@ def every(sync_interval: int, overlap_steps: int = 0, primed: bool = False) -> S
     DiLoCo (2311.08105) has tau = 0; a delay of one round (CO2, Eager updates) has tau = H. `primed` lands a mean of zero at
     a fragment's first send, where a delayed method would have nothing to land yet.
     """
-
-    def due(step: int, num_fragments: int) -> Iterable[int]:
-        return range(num_fragments) if step % sync_interval == 0 else ()
-
-    return _Periodic(due, overlap_steps, primed)
+    return _Periodic(sync_interval, overlap_steps, primed, in_turns=False)
 
 
 def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> Schedule:
@@ -110,19 +130,12 @@ def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> S
 
     Example of the paper, H = 100, P = 2: fragment 0 at 100, 200, ... and fragment 1 at 150, 250, ...
     """
-
-    def due(step: int, num_fragments: int) -> list[int]:
-        offsets = ((p, p * sync_interval // num_fragments) for p in range(num_fragments))
-        return [
-            p
-            for p, offset in offsets
-            if step >= sync_interval + offset and (step - offset) % sync_interval == 0
-        ]
-
-    return _Periodic(due, overlap_steps, primed)
+    return _Periodic(sync_interval, overlap_steps, primed, in_turns=True)
 
 
 class _Rounds:
+    back_to_back = True
+
     def __init__(self, sync_interval: int) -> None:
         self._sync_interval = sync_interval
 
@@ -140,6 +153,9 @@ class _Rounds:
         following = inner_step + min(interval, self._sync_interval)
         return (*map(Send, fragments), *landing), {**state, "sent_at": inner_step, "next": following}
 
+    def next_event(self, inner_step: int, state: State) -> int:
+        return state["next"]
+
 
 def rounds(sync_interval: int) -> Schedule:
     """A delay of one round whose length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
@@ -152,6 +168,8 @@ def rounds(sync_interval: int) -> Schedule:
 
 
 class _Adaptive:
+    back_to_back = False
+
     def __init__(
         self,
         sync_interval: int,
@@ -188,6 +206,9 @@ class _Adaptive:
         ]
         flying = [entry for entry in in_flight if entry[2] > inner_step]
         return (*sends, *landing), {"in_flight": flying, "sent": sent, "next": following}
+
+    def next_event(self, inner_step: int, state: State) -> int:
+        return min([state["next"], *(land_at for _, _, land_at in state["in_flight"])])
 
     def _spacing(self, num_fragments: int, stats: AgreedStats) -> int:
         """h = floor(H / N), N = max(K, floor(gamma H T_c / T_s)): inner steps between two sends."""

@@ -1,7 +1,8 @@
 """What a part may know about the landing it takes part in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ class SyncInfo:
 
     Attributes:
         fragment: index of the fragment.
-        views: cuts a flat tensor of this fragment into one view a parameter, in the parameters' shapes.
+        cut: cuts a flat tensor of this fragment into the pieces that are worked on one by one.
         sent_at: inner step after which the transfer left.
         landed_at: inner step after which it lands.
         num_regions: number of regions M.
@@ -25,13 +26,13 @@ class SyncInfo:
         global_params: the fragment's global params before this landing changes them.
         snapshot: this region's local params when the transfer left.
         own_outer_grad: what this region had to send: global params at the send minus `snapshot`.
-        fresh_outer_grad: computes global params minus local params as they are now.
+        fresh_outer_grad: gives global params minus local params as they are now.
         total: adds up numbers (1-D fp64) over the ranks that hold shards of the fragment, so that a norm is the whole
             tensor's; gives them back as they are where the model is not sharded.
     """
 
     fragment: int
-    views: Callable[[Tensor], list[Tensor]]
+    cut: Callable[[Tensor], Sequence[Tensor]]
     sent_at: int
     landed_at: int
     num_regions: int
@@ -49,3 +50,23 @@ class SyncInfo:
     def staleness(self) -> int:
         """Inner steps between the send and the landing."""
         return self.landed_at - self.sent_at
+
+
+class Piece(NamedTuple):
+    """A stretch of a fragment, short enough for the cache, where local params take in new global ones.
+
+    Attributes:
+        local: local params as they are now, perhaps themselves: to be written to with what they shall become.
+        new_global: global params after this landing; not to be written to.
+        snapshot: local params when the transfer left; nobody needs it any more.
+        room: as long as these, with anything in it, to write to.
+        sizes: how many values there are of each parameter of which any lie here.
+        norms: for each of these, the norms over the whole parameter that the merge asked for.
+    """
+
+    local: Tensor
+    new_global: Tensor
+    snapshot: Tensor
+    room: Tensor
+    sizes: Sequence[int]
+    norms: Sequence[tuple[float, float]] = ()

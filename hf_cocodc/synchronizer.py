@@ -7,6 +7,7 @@ else.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,29 +18,20 @@ from torch import Tensor, nn
 
 from .agreement import Ending, check_in_step, check_same_end, check_same_start
 from .codecs import compression, forget, fp32
-from .codecs.base import Result, State
-from .fragments import Fragment
+from .codecs.base import State
 from .journal import Journal
 from .links.base import Arrival, Handle, Link, Trailer
 from .merges import Merge, additive, replace
 from .methods import Method
 from .schedules import AgreedStats, Send
 from .sync_info import SyncInfo
-from .tensors import copy_all_, digest, flat_zeros, is_finite, local_shard, reshard, tensors_in
-from .transfers import (
-    FragmentState,
-    Here,
-    Totals,
-    Transfer,
-    gather,
-    layout,
-    same_layout,
-    same_structure,
-    scatter,
-)
+from .tensors import copy_all_, digest, is_finite, reshard, tensors_in
+from .transfers import FragmentState, Totals, Transfer, adopt, layout, same_layout, same_structure
 
 logger = logging.getLogger(__name__)
 
+_STEPS_TIMED = 255
+"""Inner steps before an event whose times count."""
 _COUNTERS = ("lr", "lr_sum", "step_time_s", "sync_time_s", "change", "schedule_state")
 
 
@@ -91,15 +83,16 @@ class Synchronizer:
         self._clock = link.clock
         self._lr = self._lr_sum = 0.0
         self._left_at = link.clock()
-        self._durations: list[float] = []
+        self._durations: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._step_time_s = self._sync_time_s = 0.0
-        named = dict(model.named_parameters())
         fragments = method.fragments(model)
-        self.fragments = [self._adopt(fragment, named, state is None) for fragment in fragments]
+        self.fragments = adopt(fragments, model, method, link, start=state is None)
         self._change = [0.0] * len(fragments)
         lengths = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
         self._lengths: list[float] = link.total(lengths).tolist()
         self._schedule_state = method.schedule.init(len(fragments))
+        self._next_event = 0
+        """No inner step before this one has events."""
         if state is not None:
             self.load_state_dict(state)
 
@@ -108,9 +101,8 @@ class Synchronizer:
         """Parameters synchronised from this region."""
         return round(sum(self._lengths))
 
-    @torch.no_grad()
     def step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
-        """To be called after each inner step, with the learning rate it used.
+        """To be called after each inner step, with the learning rate it used; nearly free where no event is due.
 
         Args:
             inner_lr: learning rate of the inner step.
@@ -124,23 +116,30 @@ class Synchronizer:
         if trained:
             self.trained_at = self.inner_step
         self.link.tick()
-        self._durations.append(self._clock() - self._left_at)
-        self._lr, self._lr_sum = inner_lr, self._lr_sum + inner_lr
-        events, self._schedule_state = self.method.schedule.events(
-            self.inner_step, self.stats, self._schedule_state
-        )
-        if not events:
-            self._left_at = self._clock()
-            return
-        self._step_time_s = median(self._durations)  # one evaluation among the steps does not count
-        self._durations.clear()
+        now = self._clock()
+        self._durations.append(now - self._left_at)
+        self._left_at = now
+        self._lr = inner_lr
+        self._lr_sum += inner_lr
+        if self.inner_step >= self._next_event:
+            self._hold_events()
+            self._left_at = self._clock()  # from here on it is the training's time again
+
+    @torch.no_grad()
+    def _hold_events(self) -> None:
+        """Do what the schedule has for this inner step, if anything."""
+        schedule = self.method.schedule
+        events, self._schedule_state = schedule.events(self.inner_step, self.stats, self._schedule_state)
+        self._next_event = schedule.next_event(self.inner_step, self._schedule_state)
+        if events:
+            self._step_time_s = median(self._durations)  # one evaluation among the steps does not count
+            self._durations.clear()
         for event in events:
             state = self.fragments[event.fragment]
             if isinstance(event, Send):
                 self._send(state)
             else:
                 self._land(state, event.sent_at, self.method.merge)
-        self._left_at = self._clock()  # from here on it is the training's time again
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -167,9 +166,10 @@ class Synchronizer:
             for state in self.fragments:
                 state.in_flight.clear()
         for state in self.fragments:
-            scatter(self._agreed_global(state), state.fragment, state.params)
+            state.show(self._agreed_global(state))
         self._check_the_end()
         self._schedule_state = self.method.schedule.init(len(self.fragments))
+        self._next_event = 0
 
     @contextmanager
     def global_weights(self, averaged: bool = True) -> Iterator[None]:
@@ -182,8 +182,7 @@ class Synchronizer:
             reshard(self._model)
             kept = [[param.clone() for param in state.params] for state in self.fragments]
             for state in self.fragments:
-                shown = self._agreed_global(state) if averaged else state.global_params
-                scatter(shown, state.fragment, state.params)
+                state.show(self._agreed_global(state) if averaged else state.global_params)
         try:
             yield
         finally:
@@ -194,7 +193,7 @@ class Synchronizer:
 
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
-        return digest(torch.cat([state.global_params for state in self.fragments]))
+        return digest(*(state.global_params for state in self.fragments))
 
     def state_dict(self) -> State:
         """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
@@ -224,6 +223,7 @@ class Synchronizer:
             fragment.load_state_dict(saved)
         for name in _COUNTERS:
             setattr(self, f"_{name}", state[name])
+        self._next_event = 0
         self.inner_step = self.trained_at = self.saved_at = self.saved_everywhere = state["inner_step"]
         self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
         self.totals = Totals(**state["totals"])
@@ -235,44 +235,30 @@ class Synchronizer:
     def join(self) -> None:
         """Make a state that another region saved this region's own: global params, and no residuals nor snapshots."""
         for state in self.fragments:
-            scatter(state.global_params, state.fragment, state.params)
+            state.show(state.global_params)
             state.codec = forget(state.codec)
             for transfer in state.in_flight:
                 transfer.join(state.gather())
 
-    def _adopt(self, fragment: Fragment, named: dict[str, nn.Parameter], start: bool) -> FragmentState:
-        """A fragment as training begins; at the start of a run with region 0's parameters, in every region."""
-        params = [local_shard(named[name]) for name in fragment.names]
-        flat = gather(fragment, params, flat_zeros(fragment.numel))
-        if start:
-            self.link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-            scatter(flat, fragment, params)
-        memory = self.method.codec.init(fragment)
-        return FragmentState(
-            fragment=fragment,
-            params=params,
-            global_params=flat,
-            outer=self.method.outer.init(flat),
-            codec=memory,
-            codec_remembers=bool(memory),
-        )
-
     def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
         """Global minus local as they are now; zero where a region's local params are not finite."""
-        local = state.gather()
-        outer_grad = state.outer_grad(local)
-        state.give(local)
-        return outer_grad if self._everywhere(is_finite(outer_grad)) else outer_grad.zero_()
+        for transfer in state.in_flight:
+            # what has just left carries exactly that, unless it was sent without training or a landing came between
+            just_left = transfer.sent_at == self.trained_at == self.inner_step
+            if just_left and transfer.global_params is state.global_params:
+                return transfer.outer_grad
+        local, outer_grad, finite = state.prepare()
+        state.buffers.give(local)
+        return outer_grad if self._everywhere(finite) else outer_grad.zero_()
 
     def _send(self, state: FragmentState) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
             fragment, step = state.fragment, self.inner_step
-            snapshot = state.gather()
-            outer_grad = state.outer_grad(snapshot)
+            snapshot, outer_grad, finite = state.prepare()
             # a codec with memory goes on from where its last transfer ended
             if state.codec_remembers and state.in_flight:
                 state.codec = self._wait(state.in_flight[-1].handle).result.state
-            finite = self._everywhere(is_finite(outer_grad))
+            finite = self._everywhere(finite)
             if not finite and self.ending is Ending.NO:
                 logger.warning(
                     "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
@@ -309,9 +295,8 @@ class Synchronizer:
 
     def _land(self, state: FragmentState, sent_at: int, merge: Merge) -> None:
         with torch.profiler.record_function("hf_cocodc::land"):
-            transfer = next((t for t in state.in_flight if t.sent_at == sent_at), None) or self._nothing_sent(
-                state
-            )
+            sent = (transfer for transfer in state.in_flight if transfer.sent_at == sent_at)
+            transfer = next(sent, None) or state.nothing_sent()
             blocked_s = -self.totals.blocked_s
             arrival = self._wait(transfer.handle)
             blocked_s += self.totals.blocked_s
@@ -321,7 +306,7 @@ class Synchronizer:
             staleness = self.inner_step - sent_at
             info = SyncInfo(
                 fragment=state.fragment.index,
-                views=state.fragment.views,
+                cut=state.cut,
                 sent_at=sent_at,
                 landed_at=self.inner_step,
                 num_regions=self.link.num_regions,
@@ -335,15 +320,12 @@ class Synchronizer:
                 fresh_outer_grad=lambda: self._fresh_outer_grad(state),
                 total=self.link.total,
             )
-            update, state.outer = self.method.outer.update(arrival.result.mean, state.outer, info)
-            state.move(update)
-            local = state.gather()
-            heal = merge if self._everywhere(is_finite(local)) else replace()
-            merged = heal.apply(local, state.global_params, transfer.snapshot, info)
-            scatter(merged, state.fragment, state.params)
-            state.give(local)
-            if sent_at:
-                state.retire(transfer)
+            step, state.outer = self.method.outer.begin(state.outer, info)
+            mean = arrival.result.mean
+            finite = state.land(mean, step, merge, transfer.snapshot, info)  # the last that looks at `mean`
+            if merge.reads_local and not self._everywhere(finite):
+                state.show(state.global_params)
+            state.retire(transfer)
             state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
             self._reunite_if_needed(state, arrival)
             self._account(state, transfer, arrival, blocked_s)
@@ -354,13 +336,6 @@ class Synchronizer:
         arrival = handle.wait()
         self.totals.blocked_s += self._clock() - start
         return arrival
-
-    def _nothing_sent(self, state: FragmentState) -> Transfer:
-        """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
-        zero = flat_zeros(state.fragment.numel)
-        result = Result(flat_zeros(state.fragment.numel), lambda: zero, state.codec)
-        handle = Here(Arrival(result, (), 0, 0.0, 0.0))
-        return Transfer(0, state.global_params, zero, state.global_params, 0.0, handle)
 
     def _everywhere(self, holds: bool) -> bool:
         """Whether it holds in every lane of this region."""
@@ -438,7 +413,11 @@ class Synchronizer:
         return arrival.result.mean
 
     def _check_the_end(self) -> None:
-        own = digest(torch.cat([state.gather() for state in self.fragments]))
+        own = 0
+        for state in self.fragments:
+            local = state.gather()
+            own = digest(local, start=own)
+            state.buffers.give(local)
         check_same_end(self.link, self.inner_step, own)
         self._journal.write(
             "finish",

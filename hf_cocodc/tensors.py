@@ -1,14 +1,24 @@
 """Flat fp32 buffers and the few tensor helpers that everything else stands on."""
 
+import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-_PIECE = 1 << 15
-"""Values worked on at once: too few for torch to spread over threads, which would cost more than they save."""
+T = TypeVar("T")
+
+PIECE = 1 << 17
+"""Values taken through all of a send or a landing before the next ones, so that they stay in the cache."""
+_THREADS = 8
+"""More would only wait for the interpreter, which prepares one operation at a time."""
+_WORTH_A_THREAD = 4
+"""Pieces that take longer than starting a thread for them does."""
+_TOO_FEW = (1 << 15) - (1 << 10)
+"""Values that torch does not spread over its threads."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -32,22 +42,109 @@ def split_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target in place, across dtypes and devices."""
-    torch._foreach_copy_(list(targets), list(sources))
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
-def norms(tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> list[float]:
-    """Euclidean norms, summed in fp64: decisions hang on them, and the order of an fp32 sum differs between processors.
+class Cut(NamedTuple):
+    """At most PIECE values of parameters that lie one behind the other in a flat vector.
 
-    `total` adds up over the ranks that hold shards of the tensors.
+    Attributes:
+        params: which parameters these values are of.
+        sizes: how many of each.
     """
-    return total(torch.tensor([square(tensor) for tensor in tensors], dtype=torch.float64)).sqrt().tolist()
+
+    params: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def views(self, piece: Tensor) -> Sequence[Tensor]:
+        """One view of the piece for each parameter."""
+        return piece.split_with_sizes(self.sizes) if len(self.sizes) > 1 else (piece,)
+
+
+def cuts(numels: Sequence[int]) -> list[Cut]:
+    """Cut parameters of these lengths into pieces; small neighbours share one."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for param, numel in enumerate(numels):
+        for start in range(0, numel, PIECE):
+            size = min(PIECE, numel - start)
+            if size > room:
+                groups.append([])
+                room = PIECE
+            groups[-1].append((param, size))
+            room -= size
+    return [Cut(*zip(*group, strict=True)) for group in groups]
+
+
+def spread(work: Callable[[Iterator[T]], None], items: Sequence[T]) -> None:
+    """Let `work` take items until none is left, in several threads where there are many of them; in any order.
+
+    Not with the threads that torch has for each operation: on pieces they cost more than they save, for all of them wait
+    for the slowest after every operation, and very much more where other processes want the cores too. Here whoever is
+    done with a piece takes the next.
+    """
+    queue = iter(items)
+    threads = torch.get_num_threads()
+    helpers = min(threads, _THREADS, len(items) // _WORTH_A_THREAD) - 1
+
+    def alone() -> None:
+        torch.set_num_threads(
+            1
+        )  # holds for operations of the thread that says so, and for threads yet to come
+        work(queue)
+
+    try:
+        if helpers < 1:
+            alone()
+        else:
+            with ThreadPoolExecutor(helpers, "hf_cocodc-pieces") as pool:
+                others = [pool.submit(alone) for _ in range(helpers)]
+                alone()
+            for other in others:
+                other.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[float]:
+    """Euclidean norms of tensors whose sums of squares are given.
+
+    In fp64: decisions hang on them, and the order of an fp32 sum differs between processors. `total` adds up over the
+    ranks that hold shards of the tensors.
+    """
+    return total(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
 
 
 def square(tensor: Tensor) -> float:
-    """Sum of squares in fp64, piece by piece, so that the fp64 copies stay in the cache."""
-    return sum(
-        float(torch.dot(piece, piece)) for piece in map(Tensor.double, tensor.reshape(-1).split(_PIECE))
-    )
+    """Sum of squares in fp64, to the same bits however many threads torch has."""
+    wide = torch.empty(min(_TOO_FEW, tensor.numel()), dtype=torch.float64)
+    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(_TOO_FEW))
+
+
+def square_of(piece: Tensor, wide: Tensor) -> float:
+    """Sum of squares, widened to fp64 in `wide`, which is long enough and stays in the cache from one piece to the next.
+
+    No dot product: the library behind it has threads of its own, and gives other bits with more of them.
+    """
+    return float(wide[: piece.numel()].copy_(piece).square_().sum())
+
+
+def square_of_difference(one: Tensor, other: Tensor) -> float:
+    """Sum of squares of `one - other`, flat, without the memory for the difference."""
+    pieces = list(zip(one.split(PIECE), other.split(PIECE), strict=True))
+    squares = [0.0] * len(pieces)
+
+    def work(queue: Iterator[int]) -> None:
+        room, wide = torch.empty(PIECE), torch.empty(PIECE, dtype=torch.float64)
+        for index in queue:
+            left, right = pieces[index]
+            squares[index] = square_of(torch.sub(left, right, out=room[: left.numel()]), wide)
+
+    spread(work, range(len(pieces)))
+    return sum(squares)
 
 
 def reshard(model: nn.Module) -> None:
@@ -62,14 +159,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def digest(flat: Tensor) -> int:
-    """A checksum of the bytes of a flat host tensor: equal bits give equal values (CRC-32, fits a float64)."""
-    return zlib.crc32(flat.contiguous().numpy())
+def digest(*flats: Tensor, start: int = 0) -> int:
+    """A checksum of the bytes of flat host tensors in a row: equal bits give equal values (CRC-32, fits a float64).
+
+    With the checksum of what comes before them as `start` it is that of all together.
+    """
+    for flat in flats:
+        start = zlib.crc32(flat.numpy(), start)
+    return start
 
 
 def is_finite(flat: Tensor) -> bool:
     """Whether no value is NaN or infinite."""
-    return bool(torch.isfinite(flat.sum()))
+    return math.isfinite(flat.sum())
 
 
 def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:

@@ -1,18 +1,23 @@
 """What the engine keeps of each fragment and of each transfer in flight, and how it is saved."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .codecs.base import Result, State
 from .errors import CheckpointError
 from .fragments import Fragment
-from .links.base import Arrival, Handle, Trailer
-from .tensors import copy_all_, flat_zeros, tensors_in
+from .landing import Landing
+from .links.base import Arrival, Handle, Link, Trailer
+from .merges import Merge
+from .methods import Method
+from .outer import Step
+from .sync_info import SyncInfo
+from .tensors import Cut, copy_all_, cuts, flat_zeros, is_finite, local_shard, spread, tensors_in
 
 
 @dataclass
@@ -59,11 +64,33 @@ class Transfer:
 _KEPT_OF_A_TRANSFER = ("sent_at", "snapshot", "outer_grad", "global_params", "lr_sum")
 
 
+class Buffers:
+    """Flat host buffers that were used before: new memory costs more than what is done with it.
+
+    All are as long as the longest fragment, so that what one fragment's transfer has left serves the next one's. Only
+    the training thread takes and gives.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._spare: list[Tensor] = []
+
+    def take(self, numel: int) -> Tensor:
+        """A flat fp32 buffer with anything in it."""
+        whole = self._spare.pop() if self._spare else torch.empty(self._numel)
+        return whole.as_strided((numel,), (1,))
+
+    def give(self, *buffers: Tensor) -> None:
+        """Hand back buffers that nobody will look at any more; those that came from elsewhere may be too short."""
+        self._spare += [each for each in buffers if each.untyped_storage().nbytes() >= 4 * self._numel]
+
+
 @dataclass
 class FragmentState:
     """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
 
-    Only `move` writes to `global_params`, and never while a transfer holds on to them.
+    What is done to every value at a send or a landing is done piece by piece, so that memory is read and written once.
+    Only `land` writes to `global_params`, and never while a transfer holds on to them.
     """
 
     fragment: Fragment
@@ -72,6 +99,7 @@ class FragmentState:
     outer: State
     codec: State
     codec_remembers: bool
+    buffers: Buffers
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -80,44 +108,120 @@ class FragmentState:
     """Inner step of the last send."""
     lr_sum: float = 0.0
     """Sum of learning rates at the last send."""
-    _spare: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cuts = cuts([param.numel() for param in self.params])
+        self._lengths = [sum(cut.sizes) for cut in self._cuts]
+        self._stored_rounded = any(param.dtype != torch.float32 for param in self.params)
+        in_place = all(param.device.type == "cpu" and param.is_contiguous() for param in self.params)
+        self._own = self._own_pieces() if in_place else None
+        """The parameters themselves, piece by piece, where they can be read and written as they are."""
 
     def take(self) -> Tensor:
-        """A flat buffer of the fragment's length with anything in it; new memory costs more than what is done with it."""
-        return self._spare.pop() if self._spare else flat_zeros(self.fragment.numel)
-
-    def give(self, *buffers: Tensor) -> None:
-        """Hand back buffers that nobody will look at any more."""
-        self._spare += buffers
-
-    def move(self, update: Tensor) -> None:
-        """Subtract from the global params; into another buffer where a transfer in flight holds on to them."""
-        held = any(transfer.global_params is self.global_params for transfer in self.in_flight)
-        target = self.take() if held else self.global_params
-        self.global_params = torch.sub(self.global_params, update, out=target)
+        """A buffer of the fragment's length with anything in it."""
+        return self.buffers.take(self.fragment.numel)
 
     def retire(self, transfer: Transfer) -> None:
         """Take back the buffers of a transfer that has landed."""
-        self.give(transfer.snapshot, transfer.outer_grad)
-        in_use = [self.global_params, *(other.global_params for other in self.in_flight)]
-        if not any(kept is transfer.global_params for kept in in_use):
-            self.give(transfer.global_params)
+        self.buffers.give(transfer.snapshot, transfer.outer_grad)
+        if not self._is_held(transfer.global_params) and transfer.global_params is not self.global_params:
+            self.buffers.give(transfer.global_params)
+
+    def cut(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat tensor of this fragment, piece by piece."""
+        return flat.split_with_sizes(self._lengths)
 
     def gather(self) -> Tensor:
         """The local params as one flat buffer of their own."""
         return gather(self.fragment, self.params, self.take())
 
-    def outer_grad(self, local: Tensor) -> Tensor:
-        """Global minus local, the global params rounded as the model stores them.
+    def show(self, flat: Tensor) -> None:
+        """Make a flat tensor the local params."""
+        scatter(flat, self.fragment, self.params)
 
-        Against unrounded fp32 a bf16 model that does not move would seem to, and idle regions would drift.
+    def prepare(self) -> tuple[Tensor, Tensor, bool]:
+        """For a send: a snapshot of the local params, the outer gradient, and whether that is finite.
+
+        The outer gradient is global minus local, the global params rounded as the model stores them. Against unrounded
+        fp32 a bf16 model that does not move would seem to, and idle regions would drift.
         """
-        shown = self.take()
-        if all(param.dtype == torch.float32 for param in self.params):
-            return torch.sub(self.global_params, local, out=shown)
-        pieces = zip(self.fragment.views(self.global_params), self.params, strict=True)
-        copy_all_(self.fragment.views(shown), [piece.to(param.dtype) for piece, param in pieces])
-        return shown.sub_(local)
+        snapshot, outer_grad = self.take(), self.take()
+        if self._own is None:
+            gather(self.fragment, self.params, snapshot)
+        pieces = list(zip(*map(self.cut, (snapshot, outer_grad, self.global_params)), strict=True))
+        finite = [True] * len(pieces)
+
+        def work(queue: Iterator[int]) -> None:
+            for index in queue:
+                local, grad, shown = pieces[index]
+                if self._own is not None:
+                    copy_all_(self._cuts[index].views(local), self._own[index])
+                if self._stored_rounded:
+                    shown = self._rounded(shown, self._cuts[index], grad)
+                finite[index] = is_finite(torch.sub(shown, local, out=grad))
+
+        spread(work, range(len(pieces)))
+        return snapshot, outer_grad, all(finite)
+
+    def land(self, mean: Tensor, step: Step, merge: Merge, snapshot: Tensor, info: SyncInfo) -> bool:
+        """Let the outer step move the global params, and the merge the local ones; overwrites `mean`.
+
+        Returns:
+            Whether the local params were finite, as far as the merge reads them.
+        """
+        before, after = self.global_params, self.global_params
+        if self._is_held(before):
+            after = self.take()
+        # a flat copy stands in for params that cannot be written piece by piece; where it is not read, any will do
+        stand_in = self.gather() if self._own is None and merge.reads_local else after
+        finite = Landing(
+            self._cuts,
+            self._views(stand_in) if self._own is None else self._own,
+            before=before,
+            after=after,
+            grad=mean,
+            step=step,
+            merge=merge,
+            snapshot=snapshot,
+            info=info,
+            num_params=len(self.params),
+        ).run()
+        self.global_params = after
+        if self._own is None:
+            self.show(stand_in)
+        if stand_in is not after:
+            self.buffers.give(stand_in)
+        return finite
+
+    def _is_held(self, flat: Tensor) -> bool:
+        """Whether a transfer in flight holds on to these global params."""
+        return any(transfer.global_params is flat for transfer in self.in_flight)
+
+    def _rounded(self, piece: Tensor, cut: Cut, into: Tensor) -> Tensor:
+        """A piece of the global params as the model stores them."""
+        parts = zip(cut.views(piece), cut.params, strict=True)
+        copy_all_(cut.views(into), [part.to(self.params[param].dtype) for part, param in parts])
+        return into
+
+    def _views(self, flat: Tensor) -> list[Sequence[Tensor]]:
+        """The parameters as they lie in a flat tensor, piece by piece."""
+        return [cut.views(piece) for cut, piece in zip(self._cuts, self.cut(flat), strict=True)]
+
+    def _own_pieces(self) -> list[Sequence[Tensor]]:
+        rest = [param.view(-1) for param in self.params]
+        found: list[Sequence[Tensor]] = []
+        for cut in self._cuts:
+            found.append([rest[param][:size] for param, size in zip(cut.params, cut.sizes, strict=True)])
+            for param, size in zip(cut.params, cut.sizes, strict=True):
+                rest[param] = rest[param][size:]
+        return found
+
+    def nothing_sent(self) -> Transfer:
+        """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
+        mean = flat_zeros(self.fragment.numel)
+        handle = Here(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0))
+        snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
+        return Transfer(0, snapshot, outer_grad, self.global_params, 0.0, handle)
 
     def state_dict(self) -> State:
         """Everything but the local params, which are the model's; waits for what is in flight."""
@@ -142,6 +246,25 @@ _KEPT_OF_A_FRAGMENT = (
     *("global_params", "outer", "codec"),
     *("num_sends", "settled_at", "sent_at", "lr_sum"),
 )
+
+
+def adopt(
+    fragments: Sequence[Fragment], model: nn.Module, method: Method, link: Link, start: bool
+) -> list[FragmentState]:
+    """The fragments as training begins; at the start of a run with region 0's parameters, in every region."""
+    named = dict(model.named_parameters())
+    buffers = Buffers(max(fragment.numel for fragment in fragments))
+    adopted = []
+    for fragment in fragments:
+        params = [local_shard(named[name]) for name in fragment.names]
+        flat = gather(fragment, params, flat_zeros(fragment.numel))
+        if start:
+            link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
+            scatter(flat, fragment, params)
+        codec = method.codec.init(fragment)
+        outer = method.outer.init(flat)
+        adopted.append(FragmentState(fragment, params, flat, outer, codec, bool(codec), buffers))
+    return adopted
 
 
 def gather(fragment: Fragment, params: Sequence[Tensor], into: Tensor) -> Tensor:
@@ -212,14 +335,29 @@ def same_structure(found: Any, expected: Any, what: str) -> None:
         )
 
 
-def memory(fragments: Sequence[FragmentState]) -> tuple[int, int]:
-    """Bytes on the host: of global params, outer state and residuals; and of the largest transfer while it is in flight."""
-    kept = [[each.global_params, *tensors_in(each.outer), *tensors_in(each.codec)] for each in fragments]
-    copies = 4  # snapshot, outer gradient, payload and mean
-    return (
-        sum(tensor.nbytes for tensors in kept for tensor in tensors),
-        copies * max(each.global_params.nbytes for each in fragments),
-    )
+def memory(fragments: Sequence[FragmentState], method: Method, num_regions: int) -> tuple[int, int]:
+    """Bytes on the host: what is kept throughout, and at most what the largest transfer adds while it is in flight.
+
+    Buffers of transfers that have landed serve later ones, so the second counts as often as transfers ever are in flight
+    at once.
+    """
+
+    def adds(each: FragmentState) -> int:
+        values = each.global_params.nbytes
+        copies = 3  # snapshot, outer gradient, mean
+        if method.schedule.back_to_back:
+            copies += 1  # the global params that it left with, which have moved before it lands
+        received = max(method.codec.wire_bytes(each.fragment, r, num_regions) for r in range(num_regions))
+        sent = received if received < values else 0  # fp32 is sent from where it lies
+        remembered = 2 * _bytes(each.codec)  # what a codec with memory means to send, and its next state
+        return copies * values + received + sent + remembered
+
+    kept = sum(each.global_params.nbytes + _bytes(each.outer) + _bytes(each.codec) for each in fragments)
+    return kept, max(map(adds, fragments))
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(state))
 
 
 @dataclass

@@ -141,7 +141,7 @@ class OuterOptimizer:
         )
         logger.info(
             "outer state: %.4g MB on the host, and up to %.4g MB more for each transfer in flight.",
-            *(count / 1e6 for count in memory(self.synchronizer.fragments)),
+            *(count / 1e6 for count in memory(self.synchronizer.fragments, method, link.num_regions)),
         )
         hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *_hook_into_saving(accelerator, self)]

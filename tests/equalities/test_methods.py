@@ -16,9 +16,10 @@ from hf_cocodc import codecs, merges, schedules
 from hf_cocodc.codecs.base import Plain
 from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.config import OuterConfig
+from hf_cocodc.merges import Merge
 from hf_cocodc.methods import METHODS, Method, from_config
 from hf_cocodc.schedules import AgreedStats, Land, Send
-from hf_cocodc.sync_info import SyncInfo
+from hf_cocodc.sync_info import Piece, SyncInfo
 from tests.equalities.test_equalities import live, locals_of
 from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
 
@@ -93,16 +94,22 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
     local = snapshot + 1e-4 * torch.randn(100, generator=generator)
     new_global = snapshot + 1e-3 * torch.randn(100, generator=generator)
 
-    def views(flat: Tensor) -> list[Tensor]:
-        return [flat[:40].view(4, 10), flat[40:]]
-
+    sizes = (40, 60)
     info = SyncInfo(
         **dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)),  # type: ignore[arg-type]
     )
-    info = dataclasses.replace(info, views=views, sent_at=3, landed_at=8, total=lambda values: values)
-    plain = merges.additive().apply(local.clone(), new_global, snapshot, info).double()
-    ours = merges.compensate_delay("adaptive", 0.3).apply(local.clone(), new_global, snapshot, info).double()
-    for term, step in zip(views(plain - ours), views(local.double() - snapshot.double()), strict=True):
+    info = dataclasses.replace(info, sent_at=3, landed_at=8)
+
+    def merged(merge: Merge) -> Tensor:
+        piece = Piece(local.clone(), new_global, snapshot.clone(), torch.empty(100), sizes)
+        if merge.measure is not None:
+            pairs = zip(*(each.split(sizes) for each in merge.measure(piece, info)), strict=True)
+            piece = piece._replace(norms=[(float(one.norm()), float(other.norm())) for one, other in pairs])
+        return merge.apply(piece, info).double()
+
+    plain, ours = merged(merges.additive()), merged(merges.compensate_delay("adaptive", 0.3))
+    steps = (local.double() - snapshot.double()).split(sizes)
+    for term, step in zip((plain - ours).split(sizes), steps, strict=True):
         assert float(term.norm() / step.norm()) == pytest.approx(
             0.3, abs=2e-3
         )  # fp32 rounding of weights near 1

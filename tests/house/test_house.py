@@ -24,6 +24,7 @@ FLOORS = {
     "merges": 1,
     "config": 1,
     "methods": 2,
+    "landing": 2,
     "links": 3,
     "regions": 3,
     "lanes": 3,

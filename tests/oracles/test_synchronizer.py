@@ -139,6 +139,8 @@ def test_delay_compensation_follows_its_oracle(num_regions: int, mode: str, over
 class KnownTimes:
     """A schedule that is told the same measured times at every step, from the start."""
 
+    back_to_back = False
+
     def __init__(self, schedule: Schedule, step_time_s: float, sync_time_s: float) -> None:
         self.schedule, self.times = schedule, {"step_time_s": step_time_s, "sync_time_s": sync_time_s}
 
@@ -148,6 +150,9 @@ class KnownTimes:
 
     def events(self, inner_step: int, stats: AgreedStats, state: dict) -> tuple:
         return self.schedule.events(inner_step, stats._replace(**self.times), state)
+
+    def next_event(self, inner_step: int, state: dict) -> int:
+        return self.schedule.next_event(inner_step, state)
 
 
 @pytest.mark.parametrize("num_regions", [1, 2, 3])
