@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import CocodcError
-from . import simulate, store, train
+from . import bench, simulate, store, train
 
-COMMANDS = (train, simulate, store)
+COMMANDS = (train, simulate, store, bench)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -1,0 +1,182 @@
+"""`hf-cocodc bench`: what the parts cost here, against the physical floor."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a link, a codec or an outer step before renting GPUs",
+        description="Measure what the parts cost on this machine and on your own links, as ratios to what the hardware "
+        "could do at best.",
+        allow_abbrev=False,
+    )
+    benches = parser.add_subparsers(required=True, metavar="WHAT")
+    outer = _add(benches, "outer", "the outer step, against a copy of the same bytes", _outer)
+    outer.add_argument("--millions", type=int, default=32, help="parameters, in millions (default: 32)")
+    outer.add_argument("--repeat", type=int, default=10, help="measurements; the median counts (default: 10)")
+    codec = _add(benches, "codec", "encoding and decoding, in GB/s of fp32", _codec)
+    codec.add_argument("--millions", type=int, default=32, help="values, in millions (default: 32)")
+    codec.add_argument("--repeat", type=int, default=5, help="measurements; the median counts (default: 5)")
+    codec.add_argument("--only", nargs="+", metavar="CODEC", help="codecs to measure (default: all)")
+    _add_link(benches)
+    _add_wan(benches)
+
+
+def _add_link(benches: Any) -> None:
+    link = _add(
+        benches,
+        "link",
+        "one mean over a link, against its rate and round trip",
+        _link,
+        "Without --store all regions run on this machine, over loopback. With --store and --region this is one end of a "
+        "real link: run the same command, with its own --region, at every end.",
+    )
+    link.add_argument(
+        "--megabytes", type=float, default=64, help="of the fp32 tensor, in 10^6 bytes (default: 64)"
+    )
+    link.add_argument("--codec", default="fp32", help="what it travels as (default: fp32)")
+    link.add_argument(
+        "--connections",
+        default="auto",
+        help="TCP connections to each other region; auto takes as many as the round trip asks for (default: auto)",
+    )
+    link.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
+    link.add_argument("--repeat", type=int, default=5, help="transfers (default: 5)")
+    link.add_argument("--rate-mbit", type=float, help="the link's rate in Mbit/s, where it is known")
+    link.add_argument(
+        "--store", metavar="HOST:PORT", help="store that all regions reach (see hf-cocodc store)"
+    )
+    link.add_argument("--region", type=int, help="which region this is (from 0)")
+    link.add_argument("--interface", help="network interface of the link, such as wg0")
+
+
+def _add_wan(benches: Any) -> None:
+    wan = _add(
+        benches,
+        "wan",
+        "training over a link that is emulated on this machine",
+        _wan,
+        "Regions are network namespaces on this machine, joined by a link with the given round trip, rate and losses; TCP is "
+        "the kernel's own. Needs Linux and root. Takes some minutes: --steps and --methods make it shorter.",
+    )
+    wan.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
+    wan.add_argument("--rtt-ms", type=float, default=100, help="round trip in ms (default: 100)")
+    wan.add_argument(
+        "--rate-mbit",
+        type=float,
+        default=1000,
+        help="Mbit/s of each pair of regions and direction (default: 1000)",
+    )
+    wan.add_argument("--loss", type=float, default=0, help="probability that a packet gets lost (default: 0)")
+    wan.add_argument(
+        "--congestion", help="TCP congestion control, such as cubic or bbr (default: the machine's)"
+    )
+    wan.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to train with (default: all)")
+    wan.add_argument(
+        "--steps", type=int, default=240, help="inner steps of each region and method (default: 240)"
+    )
+    wan.add_argument("--sync-interval", type=int, default=20, help="H of every method (default: 20)")
+
+
+def _add(
+    benches: Any, name: str, what: str, measure: Callable[[argparse.Namespace], Iterable], more: str = ""
+) -> argparse.ArgumentParser:
+    parser = benches.add_parser(
+        name, help=what, description=f"Measure {what}. {more}".strip(), allow_abbrev=False
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.set_defaults(run=_report, measure=measure)
+    return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    from ..bench.report import write
+
+    if options.json is not None and not options.json.parent.is_dir():
+        raise InputError(
+            f"--json {options.json}: the folder {options.json.parent} does not exist. Make it first."
+        )
+    reports = []
+    for report in options.measure(options):
+        print("\n".join(report.lines()), end="\n\n", flush=True)
+        reports.append(report)
+    if options.json is not None:
+        write(options.json, reports)
+    return 0
+
+
+def _outer(options: argparse.Namespace) -> Iterator[Any]:
+    from ..bench import outer
+
+    yield outer.measure(options.millions * 10**6, options.repeat)
+
+
+def _codec(options: argparse.Namespace) -> Iterator[Any]:
+    from ..bench import codec
+
+    yield codec.measure(options.millions * 10**6, options.repeat, options.only)
+
+
+def _link(options: argparse.Namespace) -> Iterator[Any]:
+    from ..bench import link
+    from ..config import RegionConfig
+
+    ends = RegionConfig(  # checks what a run would
+        region=options.region,
+        count=options.regions,
+        store=options.store,
+        interface=options.interface,
+        connections=options.connections,
+    )
+    if options.regions < 2:
+        raise InputError(f"--regions {options.regions}: a link has two ends at least.")
+    if (ends.store is None) != (ends.region is None) or (ends.interface and not ends.store):
+        raise InputError(
+            "--store and --region go together, and --interface with them: give both for one end of a real link, or none of them "
+            "to measure all regions on this machine."
+        )
+    if ends.region is not None and ends.region >= options.regions:
+        raise InputError(
+            f"--region {ends.region} of --regions {options.regions}: they are numbered from 0. Lower it."
+        )
+    if options.rate_mbit is not None and not options.rate_mbit > 0:
+        raise InputError(
+            f"--rate-mbit {options.rate_mbit:g} must be positive. Leave it out where it is not known."
+        )
+    connections = ends.connections
+    trial = link.Trial(
+        megabytes=options.megabytes,
+        codec=options.codec,
+        connections=connections if isinstance(connections, int) else None,
+        repeat=options.repeat,
+    )
+    if ends.store is not None and ends.region is not None:
+        found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface)
+        setting = {"over": ends.interface or ends.store}
+    else:
+        found = link.measure_here(trial, options.regions)
+        setting = {"over": "loopback"}
+    yield link.report(trial, found, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6)
+
+
+def _wan(options: argparse.Namespace) -> Iterator[Any]:
+    from ..bench import wan
+
+    plan = wan.Plan(
+        regions=options.regions,
+        rtt_s=options.rtt_ms / 1e3,
+        rate=options.rate_mbit * 1e6,
+        loss=options.loss,
+        congestion=options.congestion,
+        methods=options.methods or tuple(wan.SETTINGS),
+        steps=options.steps,
+        sync_interval=options.sync_interval,
+    )
+    yield from wan.measure(plan, lambda words: print(words, file=sys.stderr, flush=True))

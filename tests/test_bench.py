@@ -1,0 +1,213 @@
+"""Benchmarks: how figures are told, what the emulated link does to a packet, what the commands refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.bench import emulator, hub, link, workers
+from hf_cocodc.bench.report import Report, write
+from hf_cocodc.cli.main import main
+from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.regions import serve_store
+
+SIZE = 1448
+VNET = struct.Struct("=BBHHHH")
+
+
+def bundle(payload: bytes, sequence: int = 0, flags: int = 0x98) -> bytes:
+    """A TCP/IPv4 bundle as a TUN device gives it: from 198.18.0.1 to 198.18.0.2, flags CWR, PSH and ACK."""
+    ends = bytes([198, 18, 0, 1, 198, 18, 0, 2])
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 40 + len(payload), 7, 0x4000, 64, 6, 0) + ends
+    tcp = struct.pack("!HHIIBBHHH", 1, 2, sequence, 9, 0x50, flags, 512, 0, 0)
+    gso = (1, SIZE) if len(payload) > SIZE else (0, 0)
+    return VNET.pack(1, gso[0], 40, gso[1], 20, 16) + ip + tcp + payload
+
+
+def one_way(**changes: float | None) -> hub._Pair:
+    """A link with 10 ms one way, on which a full packet takes a millisecond."""
+    shape = {"delay_s": 0.01, "rate": (SIZE + 40) * 8e3, "queue_s": 0.05, "loss": 0.0, **changes}
+    return hub._Pair(**shape, seed=(0, 1))  # type: ignore[arg-type]
+
+
+def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
+    """Numbers stand right, texts left, what is not there is a dash; JSON holds all of it and the machine."""
+    rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
+    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."])
+    assert report.lines() == [
+        "a title: rate=1000, loss=0.0001",
+        "",
+        "what    seconds     MB",
+        "----------------------",
+        "a        0.0123      3",
+        "longer        -  12346",
+        "",
+        "A note.",
+    ]
+    report.write(tmp_path / "one.json")
+    write(tmp_path / "two.json", [report, report])
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert (one["rows"], one["notes"], one["machine"]["system"]) == (rows, ["A note."], os.uname().sysname)
+    assert json.loads((tmp_path / "two.json").read_text()) == [one, one]
+
+
+def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
+    """The floor is the payload for each other region at the link's rate and one round trip; without a rate, the best transfer."""
+    found = link.Figures(
+        regions=3, connections=2, bytes_sent=10**6, seconds=[3.0, 1.0, 2.0], round_trip_s=0.1
+    )
+    rows = link.report(link.Trial(), found, {}, rate=4e6, rtt_s=0.2).rows
+    assert [row["transfer"] for row in rows] == ["first", "median of 2 more", "best"]
+    assert [row["seconds"] for row in rows] == [3.0, 1.5, 1.0]
+    assert {row["floor s"] for row in rows} == {1.2}
+    assert [row["Mbit/s"] for row in rows] == [4 / 3, 4 / 1.5, 4.0]
+    assert [row["ratio"] for row in link.report(link.Trial(), found, {}).rows] == [3.0, 1.5, 1.0]
+
+
+def test_a_packet_takes_its_time_at_the_rate_and_the_delay() -> None:
+    """Packets queue behind each other; every segment of a bundle pays for headers of its own."""
+    pair, alone = one_way(), bundle(bytes(SIZE))
+    assert pair.take(alone, 1.0) == (pytest.approx(1.011), [alone])
+    assert pair.take(alone, 1.0)[0] == pytest.approx(1.012)
+    assert pair.take(alone, 2.0)[0] == pytest.approx(2.011)
+    assert pair.take(bundle(bytes(3 * SIZE)), 3.0)[0] == pytest.approx(3.013)
+    assert pair.counters == hub.Counters(packets=6, bytes=6 * (SIZE + 40))
+    assert one_way(rate=None).take(alone, 1.0)[0] == pytest.approx(1.01)
+
+
+def test_a_full_buffer_drops_the_end_of_a_bundle() -> None:
+    """What fits goes on its way, as if the segments had come one by one."""
+    pair = one_way(queue_s=0.0025)
+    arrives, parts = pair.take(bundle(bytes(9 * SIZE)), 1.0)
+    assert (pair.counters.packets, pair.counters.dropped) == (3, 6)
+    assert arrives == pytest.approx(1.013)
+    assert [len(part) for part in parts] == [10 + 40 + 3 * SIZE]
+    assert pair.take(bundle(bytes(SIZE)), 1.0)[1] == []
+
+
+def test_losses_come_as_often_as_asked_for_whatever_the_bundles() -> None:
+    """Each segment is lost with the same probability, alone or in a bundle."""
+    for segments in (1, 40):
+        pair = one_way(loss=0.01, rate=None)
+        for _ in range(40_000 // segments):
+            pair.take(bundle(bytes(segments * SIZE)), 0.0)
+        assert pair.counters.packets == 40_000
+        assert pair.counters.lost == pytest.approx(400, rel=0.2)
+
+
+def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
+    """Lengths, sequence numbers, flags and checksums of the rest are those of bundles of their own."""
+    payload = bytes(range(256)) * 20
+    whole = bundle(payload, sequence=2**32 - 1000)
+    first, second = hub._cut(whole, 40, SIZE, 0, 1), hub._cut(whole, 40, SIZE, 2, 4)
+    for part, offset, flags in ((first, 0, 0x90), (second, 2 * SIZE, 0x18)):
+        ip, tcp = part[10:30], part[30:50]
+        body = payload[offset : offset + 2 * SIZE] if offset else payload[:SIZE]
+        assert part[50:] == body
+        assert struct.unpack_from("!H", ip, 2) == (40 + len(body),)
+        assert hub._ones_sum(ip) == 0xFFFF  # what a correct IPv4 header comes to
+        assert struct.unpack_from("!I", tcp, 4) == ((2**32 - 1000 + offset) % 2**32,)
+        assert tcp[13] == flags
+        pseudo = struct.pack("!8sHH", ip[12:20], 6, 20 + len(body))
+        assert struct.unpack_from("!H", tcp, 16) == (hub._ones_sum(pseudo),)
+    assert VNET.unpack_from(first)[1:4] == (0, 40, 0)  # one segment is no bundle
+    assert VNET.unpack_from(second)[1:4] == (1, 40, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["link", "--codec", "fp23"], "--codec 'fp23' is not known. Did you mean 'fp32'?"),
+        (["link", "--connections", "many"], "connections=many must lie in 1 .. 64, or be auto."),
+        (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be positive."),
+        (["link", "--region", "0"], "--store and --region go together"),
+        (["link", "--interface", "wg0"], "--interface with them"),
+        (["link", "--store", "nowhere"], "must be HOST:PORT"),
+        (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
+        (["link", "--json", "no/such/folder/x.json"], "the folder no/such/folder does not exist."),
+        (["wan", "--rate-mbit", "0"], "rate=0 must lie in 1e4 .. 1e11 bits per second"),
+        (["wan", "--rtt-ms", "-1"], "rtt_s=-0.001 must lie in"),
+        (["wan", "--loss", "5"], "loss=5.0 must be a probability"),
+        (["wan", "--methods", "dilco"], "--methods 'dilco' is not known. Did you mean 'diloco'?"),
+        (["wan", "--steps", "3"], "--steps 3 makes no round of --sync-interval 20"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One paragraph that names the value and the rule, and exit code 2."""
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_wan_needs_root_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing is named, with the way out."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["bench", "wan"]) == 2
+    assert "needs root, to make network namespaces. Use sudo" in capsys.readouterr().err
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(emulator, "TUN", "/dev/net/no-tun")
+    assert "modprobe tun" in str(emulator.obstacle())
+    monkeypatch.setattr(emulator, "TUN", "/dev/null")
+    monkeypatch.setenv("PATH", "")
+    assert "Install iproute2" in str(emulator.obstacle())
+
+
+def test_a_link_is_measured_between_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench link` starts the regions itself and tells what one mean took."""
+    words = ["bench", "link", "--megabytes", "1", "--repeat", "1", "--rate-mbit", "1e6"]
+    assert main([*words, "--json", str(tmp_path / "link.json")]) == 0
+    assert "one mean over a link: regions=2, megabytes=1, codec=fp32" in capsys.readouterr().out
+    [row] = json.loads((tmp_path / "link.json").read_text())["rows"]
+    assert (row["transfer"], row["MB sent"]) == ("first", 1.0)
+    assert row["seconds"] > row["floor s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
+def test_methods_train_over_an_emulated_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench wan` measures the link, then every method on it beside regions that have none."""
+    words = ["bench", "wan", "--rtt-ms", "20", "--steps", "20", "--methods", "diloco", "streaming"]
+    assert main([*words, "--congestion", "cubic", "--json", str(tmp_path / "wan.json")]) == 0
+    over_link, training = json.loads((tmp_path / "wan.json").read_text())
+    assert over_link["setting"]["congestion"] == training["setting"]["congestion"] == "cubic"
+    assert [row["method"] for row in training["rows"]] == ["no link", "diloco", "streaming"]
+    alone, diloco, streaming = training["rows"]
+    assert alone["MB sent"] == 0
+    assert diloco["MB sent"] == pytest.approx(4 * training["setting"]["parameters"] / 1e6)
+    assert 0 < streaming["MB sent"] < diloco["MB sent"] / 4
+    assert all(1 < float(row["held-out loss"]) < 6 for row in training["rows"])
+    assert "3 of 3: streaming" in capsys.readouterr().err
+
+
+def test_the_ends_of_a_real_link_find_each_other() -> None:
+    """Every end gets the same figures; ends that would measure different things say so instead."""
+    store = serve_store("127.0.0.1")
+
+    def meet(region: int, codec: str) -> link.Figures:
+        return link.take_part(
+            link.Trial(megabytes=0.1, codec=codec, repeat=2), f"127.0.0.1:{store.port}", region, 2
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(meet, (0, 1), ("int8", "int8"))
+        assert one == other
+        assert len(one.seconds) == 2
+        assert one.bytes_sent < 0.03e6
+        ends = [pool.submit(meet, region, codec) for region, codec in enumerate(("int8", "fp32"))]
+        for end in ends:
+            with pytest.raises(HandshakeError, match="Start all with the same options"):
+                end.result()
+
+
+def test_a_process_that_fails_is_named_with_its_last_words() -> None:
+    """The others are ended, and the error is the process's own."""
+    with pytest.raises(LinkError, match=r"(?s)region 0 of the measurement failed: .*such file"):
+        list(workers.run("json.tool", [{"no": "such file"}], workers.start_here, num_threads=1))
