@@ -322,7 +322,8 @@ class Synchronizer:
             )
             step, state.outer = self.method.outer.begin(state.outer, info)
             mean = arrival.result.mean
-            finite = state.land(mean, step, merge, transfer.snapshot, info)  # the last that looks at `mean`
+            finite = state.land(mean, step, merge, transfer.snapshot, info)
+            self.link.give(mean)
             if merge.reads_local and not self._everywhere(finite):
                 state.show(state.global_params)
             state.retire(transfer)
