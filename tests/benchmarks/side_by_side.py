@@ -29,6 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 PATIENCE_S = 240
 PORTS = 20_000
 TRIES, TOLERANCE = 3, 1.08
+NO_LINK = CONTESTANTS[0].name
 IDLE_S = 2.0
 """Between two syncs, as while training; TCP forgets meanwhile how much the link takes."""
 SYNCS = {"first s": [0.0], "after idle s": [IDLE_S] * 3, "back to back s": [0.0] * 3}
@@ -190,6 +191,8 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
         profile = PROFILES[name]
         with Field(profile, options.regions, folder, options.congestion) as field:
             for contestant in chosen:
+                if contestant.name == NO_LINK and rows:
+                    continue  # it is the same for every link
                 answers = quietest(field, contestant, marks)
                 if isinstance(answers, str):
                     rows.append({"contestant": contestant.name, "link": profile.words, "failed": answers})
@@ -218,7 +221,7 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
 def add_shares(rows: list[dict[str, Any]]) -> None:
     """Of the ceiling, which is the same for all links: the fastest of the runs without one."""
     ceiling = max(
-        (row["tokens/s"] for row in rows if row["contestant"] == "no link" and "failed" not in row),
+        (row["tokens/s"] for row in rows if row["contestant"] == NO_LINK and "failed" not in row),
         default=None,
     )
     for row in rows:
@@ -357,7 +360,7 @@ def main() -> int:
         return 2
     chosen = [each for each in CONTESTANTS if each.default or options.all or options.only]
     if options.only:
-        chosen = [each for each in chosen if any(text in each.name for text in ("no link", *options.only))]
+        chosen = [each for each in chosen if any(text in each.name for text in (NO_LINK, *options.only))]
     notes = []
     if importlib.util.find_spec("torchft") is None:
         out = [each.name for each in chosen if each.by == "torchft"]
