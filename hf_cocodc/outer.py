@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 Step = Callable[[Tensor, int], Tensor]
 """(piece of the outer gradient, its number among the pieces that `SyncInfo.cut` gives) -> that piece, transformed. Called
-for every piece once, in any order and from several threads. It may write to the piece and to that piece of its state's
+for every piece once, in order. It may write to the piece and to that piece of its state's
 tensors, for it alone owns them; what it hands on is no part of its state."""
 
 

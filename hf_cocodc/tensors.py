@@ -3,22 +3,16 @@
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-T = TypeVar("T")
-
 PIECE = 1 << 17
 """Values taken through all of a send or a landing before the next ones, so that they stay in the cache."""
-_THREADS = 8
-"""More would only wait for the interpreter, which prepares one operation at a time."""
-_WORTH_A_THREAD = 4
-"""Pieces that take longer than starting a thread for them does."""
-_TOO_FEW = (1 << 15) - (1 << 10)
-"""Values that torch does not spread over its threads."""
+_UNDIVIDED = (1 << 15) - (1 << 10)
+"""Values that torch never spreads over its threads."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -79,32 +73,19 @@ def cuts(numels: Sequence[int]) -> list[Cut]:
     return [Cut(*zip(*group, strict=True)) for group in groups]
 
 
-def spread(work: Callable[[Iterator[T]], None], items: Sequence[T]) -> None:
-    """Let `work` take items until none is left, in several threads where there are many of them; in any order.
+@contextmanager
+def in_this_thread() -> Iterator[None]:
+    """Inside the block torch does not spread operations over its threads.
 
-    Not with the threads that torch has for each operation: on pieces they cost more than they save, for all of them wait
-    for the slowest after every operation, and very much more where other processes want the cores too. Here whoever is
-    done with a piece takes the next.
+    On pieces that stay in the cache its threads cost more than they save, for after every operation all wait for the
+    slowest, and very much more where other processes want the cores too; one core alone moves most of what memory gives.
     """
-    queue = iter(items)
     threads = torch.get_num_threads()
-    helpers = min(threads, _THREADS, len(items) // _WORTH_A_THREAD) - 1
-
-    def alone() -> None:
-        torch.set_num_threads(
-            1
-        )  # holds for operations of the thread that says so, and for threads yet to come
-        work(queue)
-
+    torch.set_num_threads(
+        1
+    )  # holds for the thread that says so, and for threads that begin before it is taken back
     try:
-        if helpers < 1:
-            alone()
-        else:
-            with ThreadPoolExecutor(helpers, "hf_cocodc-pieces") as pool:
-                others = [pool.submit(alone) for _ in range(helpers)]
-                alone()
-            for other in others:
-                other.result()
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -120,8 +101,8 @@ def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[f
 
 def square(tensor: Tensor) -> float:
     """Sum of squares in fp64, to the same bits however many threads torch has."""
-    wide = torch.empty(min(_TOO_FEW, tensor.numel()), dtype=torch.float64)
-    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(_TOO_FEW))
+    wide = torch.empty(min(_UNDIVIDED, tensor.numel()), dtype=torch.float64)
+    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(_UNDIVIDED))
 
 
 def square_of(piece: Tensor, wide: Tensor) -> float:
@@ -134,17 +115,10 @@ def square_of(piece: Tensor, wide: Tensor) -> float:
 
 def square_of_difference(one: Tensor, other: Tensor) -> float:
     """Sum of squares of `one - other`, flat, without the memory for the difference."""
-    pieces = list(zip(one.split(PIECE), other.split(PIECE), strict=True))
-    squares = [0.0] * len(pieces)
-
-    def work(queue: Iterator[int]) -> None:
-        room, wide = torch.empty(PIECE), torch.empty(PIECE, dtype=torch.float64)
-        for index in queue:
-            left, right = pieces[index]
-            squares[index] = square_of(torch.sub(left, right, out=room[: left.numel()]), wide)
-
-    spread(work, range(len(pieces)))
-    return sum(squares)
+    room, wide = torch.empty(PIECE), torch.empty(PIECE, dtype=torch.float64)
+    pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
+    with in_this_thread():
+        return sum(square_of(torch.sub(a, b, out=room[: a.numel()]), wide) for a, b in pairs)
 
 
 def reshard(model: nn.Module) -> None:

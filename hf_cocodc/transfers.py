@@ -1,6 +1,6 @@
 """What the engine keeps of each fragment and of each transfer in flight, and how it is saved."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -17,7 +17,7 @@ from .merges import Merge
 from .methods import Method
 from .outer import Step
 from .sync_info import SyncInfo
-from .tensors import Cut, copy_all_, cuts, flat_zeros, is_finite, local_shard, spread, tensors_in
+from .tensors import Cut, copy_all_, cuts, flat_zeros, in_this_thread, is_finite, local_shard, tensors_in
 
 
 @dataclass
@@ -148,20 +148,17 @@ class FragmentState:
         snapshot, outer_grad = self.take(), self.take()
         if self._own is None:
             gather(self.fragment, self.params, snapshot)
-        pieces = list(zip(*map(self.cut, (snapshot, outer_grad, self.global_params)), strict=True))
-        finite = [True] * len(pieces)
-
-        def work(queue: Iterator[int]) -> None:
-            for index in queue:
-                local, grad, shown = pieces[index]
+        finite = True
+        pieces = zip(*map(self.cut, (snapshot, outer_grad, self.global_params)), strict=True)
+        with in_this_thread():
+            for index, (local, grad, shown) in enumerate(pieces):
                 if self._own is not None:
                     copy_all_(self._cuts[index].views(local), self._own[index])
                 if self._stored_rounded:
                     shown = self._rounded(shown, self._cuts[index], grad)
-                finite[index] = is_finite(torch.sub(shown, local, out=grad))
-
-        spread(work, range(len(pieces)))
-        return snapshot, outer_grad, all(finite)
+                torch.sub(shown, local, out=grad)
+                finite = finite and is_finite(grad)
+        return snapshot, outer_grad, finite
 
     def land(self, mean: Tensor, step: Step, merge: Merge, snapshot: Tensor, info: SyncInfo) -> bool:
         """Let the outer step move the global params, and the merge the local ones; overwrites `mean`.
