@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
+import subprocess
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -208,6 +212,17 @@ def test_the_ends_of_a_real_link_find_each_other() -> None:
 
 
 def test_a_process_that_fails_is_named_with_its_last_words() -> None:
-    """The others are ended, and the error is the process's own."""
-    with pytest.raises(LinkError, match=r"(?s)region 0 of the measurement failed: .*such file"):
-        list(workers.run("json.tool", [{"no": "such file"}], workers.start_here, num_threads=1))
+    """The others are ended, although they would run on, and the error is the process's own."""
+    started = []
+
+    def start(
+        region: int, command: Sequence[str], env: Mapping[str, str], **streams: Any
+    ) -> subprocess.Popen:
+        does = "echo it broke >&2; exit 3" if region else "echo '{}'; exec sleep 600"
+        started.append(subprocess.Popen(["sh", "-c", does], **streams))
+        return started[-1]
+
+    found = workers.run("no.module", [{}, {}], start, num_threads=1)
+    with pytest.raises(LinkError, match="region 1 of the measurement failed: it broke"):
+        list(found)
+    assert started[0].returncode == -signal.SIGKILL

@@ -15,7 +15,9 @@ Nothing is left behind, not even where the process that uses it is killed: the n
 vanish with the processes in them; and the hub, which hears that its parent has gone, kills those.
 
 Segmentation offload (GSO) lets the hub handle up to 64 KB at a time, hence 1 Gbit/s on a fraction of a core. Losses and
-a full buffer still take single segments: a bundle that loses some is cut into those that remain.
+a full buffer still take single segments: a bundle that loses some is cut into those that remain. Measured on two cores: a
+round trip takes 0.3 to 0.8 ms more than asked for, TCP's goodput is 96.5 % of the rate (the rest are headers) from 50 Mbit/s
+to 1 Gbit/s, and the hub needs a tenth of a core for 100 Mbit/s, a quarter for 1 Gbit/s one way.
 """
 
 import contextlib

@@ -57,16 +57,16 @@ def run(
             undo.callback(_end, processes[-1])
         position = 0
         while True:
-            running = any(process.poll() is None for process in processes)
-            for region, process in enumerate(processes):
-                if process.returncode:
+            codes = [process.poll() for process in processes]
+            for region, code in enumerate(codes):
+                if code:
                     raise LinkError(
                         f"region {region} of the measurement failed: {_last_words(words[region])}"
                     )
             # looked at before the answers are read: a process that has ended has said all
             found, position = _new_lines(outputs[0], position)
             yield from map(json.loads, found)
-            if not running:
+            if None not in codes:
                 return
             time.sleep(POLL_S)
 
@@ -85,9 +85,8 @@ def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # a gloo group that has failed would hold the interpreter's end until its operations time out
+    # a gloo group that has failed would hold the interpreter's end until its operations time out
+    os._exit(code)
 
 
 @contextmanager
