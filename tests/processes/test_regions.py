@@ -25,7 +25,8 @@ CONFIG = {
     "codec": "bf16",
 }
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
-CONNECTIONS = 4  # to the other region for payloads and for control messages, and one each to the store to set them up
+# to the other region for payloads and for control messages, and one each to the store to set them up
+CONNECTIONS = 4
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 
