@@ -1,0 +1,327 @@
+"""What sends and landings do to memory: piece by piece or whole, in place or through a copy, the numbers are the same; none
+is read after it was given back, and no more is taken than was said. And steps where nothing is due."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_cocodc import landing, schedules, tensors
+from hf_cocodc.codecs.base import Conversation, Result
+from hf_cocodc.config import OuterConfig
+from hf_cocodc.links.base import Arrival, Handle, Trailer
+from hf_cocodc.links.lockstep import LockstepHub, LockstepLink
+from hf_cocodc.links.loopback import loopback
+from hf_cocodc.methods import METHODS, Method, from_config
+from hf_cocodc.schedules import AgreedStats, Land, Schedule
+from hf_cocodc.synchronizer import Synchronizer
+from hf_cocodc.transfers import Buffers, Here, memory
+from tests.toys import Blocks, Region, params_of, run
+
+SHAPES = ((37, 5), (3,), (129, 3), (1,), (64, 2), (11, 7))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diloco": {},
+    "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
+    "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
+    "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
+    "dilocox": {"codec": "fp32", "error_feedback": False},
+    "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
+}
+
+
+def method_of(name: str, **changes: Any) -> Method:
+    return from_config(OuterConfig(method=name, sync_interval=6, **SETTINGS[name] | changes))
+
+
+def crowded(name: str) -> Method:
+    """The method with up to three transfers of every fragment in flight."""
+    return dataclasses.replace(method_of(name), schedule=schedules.every(2, 5))
+
+
+def contiguous(shape: tuple[int, ...], values: Tensor) -> Tensor:
+    return values.view(shape).clone()
+
+
+def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
+    """A view that begins at an odd place of its memory."""
+    return torch.cat([torch.zeros(3, dtype=values.dtype), values])[3:].view(shape)
+
+
+def scattered(shape: tuple[int, ...], values: Tensor) -> Tensor:
+    """Values that do not lie one behind the other."""
+    return torch.stack([values, values], dim=1)[:, 0].view(shape)
+
+
+def trajectory(
+    method: Method,
+    lay: Callable[[tuple[int, ...], Tensor], Tensor] = contiguous,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Region], None] = lambda region: None,
+) -> list[Tensor]:
+    """Local and global params of two regions after every step, and their params after finish()."""
+
+    def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks([])
+        for seed, shape in enumerate(SHAPES):
+            start = torch.randn(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(seed))
+            model.layers.append(nn.ParameterList([nn.Parameter(lay(shape, start.to(dtype)))]))
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def live(region: Region) -> list[Tensor]:
+        prepare(region)
+        states = []
+        for step in range(1, 32):
+            for seed, param in enumerate(region.model.parameters()):
+                generator = torch.Generator().manual_seed(1000 * region.index + 10 * step + seed)
+                # computed apart: torch itself rounds bf16 another way where values are strided
+                own = param.detach().float().contiguous()
+                param.detach().copy_(own - 0.05 * (own + torch.randn(own.shape, generator=generator)))
+            region.synchronizer.step(0.05)
+            states += [
+                params_of(region.model),
+                *(f.global_params.clone() for f in region.synchronizer.fragments),
+            ]
+        region.synchronizer.finish()
+        return [*states, params_of(region.model)]
+
+    return [state for states in run(2, method, build, live) for state in states]
+
+
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", METHODS)
+def test_where_the_params_lie_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    """In place, from odd places in memory on, strided, and through the flat copy that serves a GPU: the same numbers."""
+
+    def through_a_copy(region: Region) -> None:
+        for state in region.synchronizer.fragments:
+            state._own = None
+
+    expected = trajectory(method_of(name), dtype=dtype)
+    assert same(trajectory(method_of(name), unaligned, dtype), expected)
+    assert same(trajectory(method_of(name), scattered, dtype), expected)
+    assert same(trajectory(method_of(name), contiguous, dtype, through_a_copy), expected)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 300])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of any length, ends of parameters in them or not, give what the whole fragment at once gives; but for the last
+    bits where a merge sums over them."""
+    expected = trajectory(method_of(name))
+    for module in (tensors, landing):
+        monkeypatch.setattr(module, "PIECE", piece)
+    found = trajectory(method_of(name))
+    if name == "cocodc":
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    else:
+        assert same(found, expected)
+
+
+def test_pieces_cover_every_value_once() -> None:
+    """In order, none longer than allowed, small neighbours together, empty parameters in none."""
+    lengths = [0, 3, 5, tensors.PIECE - 8, 1, 2 * tensors.PIECE + 1, 0, 2]
+    cuts = tensors.cuts(lengths)
+    assert [sum(cut.sizes) for cut in cuts] == [tensors.PIECE, 1, tensors.PIECE, tensors.PIECE, 3]
+    assert cuts[0].params == (1, 2, 3)
+    covered = [0] * len(lengths)
+    for cut in cuts:
+        for param, size in zip(cut.params, cut.sizes, strict=True):
+            covered[param] += size
+    assert covered == lengths
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_sum_of_squares_is_the_same_on_any_number_of_threads(threads: int) -> None:
+    """Bits of fp64 sums decide outer steps, and regions need not have equally many cores; nor is a thread lost."""
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    expected, before = tensors.square(values), torch.get_num_threads()
+    assert expected == pytest.approx(float(values.double().square().sum()))
+    try:
+        torch.set_num_threads(threads)
+        assert tensors.square(values) == expected
+        zeros = torch.zeros_like(values)
+        assert tensors.square_of_difference(values, zeros) == tensors.square_of_difference(zeros, values)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several transfers of each fragment in flight, memory used again gives the numbers that new memory gives, which
+    holds NaN at first and again as soon as it is given back."""
+    pooled = trajectory(crowded(name))
+
+    def take(self: Buffers, numel: int) -> Tensor:
+        return torch.full((numel,), float("nan"))
+
+    def give(self: Buffers, *buffers: Tensor) -> None:
+        for buffer in buffers:
+            buffer.fill_(float("nan"))
+
+    monkeypatch.setattr(Buffers, "take", take)
+    monkeypatch.setattr(Buffers, "give", give)
+    fresh = trajectory(crowded(name))
+    assert same(pooled, fresh)
+    assert torch.isfinite(torch.cat(fresh)).all()
+
+
+def test_buffers_are_used_again_by_any_fragment() -> None:
+    """A buffer is as long as the longest fragment; what came from elsewhere and is shorter is not taken in."""
+    buffers = Buffers(10)
+    short = buffers.take(4)
+    place = short.data_ptr()
+    assert short.shape == (4,)
+    other = buffers.take(10)
+    assert other.data_ptr() != place
+    buffers.give(short, torch.zeros(9))
+    again = buffers.take(10)
+    assert (again.data_ptr(), again.shape) == (place, (10,))
+    assert buffers.take(10).data_ptr() not in (place, other.data_ptr())
+
+
+class Watched(LockstepLink):
+    """A lone region's link that has one mean for all transfers, and looks at memory while a transfer lands."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__(LockstepHub(1), region=0, num_regions=1)
+        self.look = look
+
+    def give(self, mean: Tensor) -> None:
+        self.look()
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Every memory that a tensor holds, by its address, which is nobody else's as long as the answer is kept."""
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_memory_is_what_was_said_at_the_start(name: str) -> None:
+    """While a transfer lands, which is when most is held, it is exactly what is kept and what the transfers add that are
+    there: never more, at the peak as much."""
+    model = Blocks([torch.randn(1000, 400) for _ in range(3)])
+    before = storages()
+    seen: list[tuple[int, int]] = []
+    scratch = 8 * tensors.PIECE
+
+    def look() -> None:
+        sizes = [storage.nbytes() for place, storage in storages().items() if place not in before]
+        held = sum(size for size in sizes if size > scratch)
+        flying = sum(len(state.in_flight) for state in synchronizer.fragments) + 1  # and the one that lands
+        seen.append((held, flying))
+
+    method = method_of(name)
+    synchronizer = Synchronizer(model, method, Watched(look))
+    kept, each_adds = memory(synchronizer.fragments, method, num_regions=1)
+    for _ in range(30):
+        synchronizer.step(1e-3)
+    most = max(flying for _, flying in seen)
+    assert max(held for held, _ in seen) == kept + most * each_adds
+    assert all(held <= kept + most * each_adds for held, _ in seen)
+
+
+class Answered(LockstepLink):
+    """A lone region's link that answers every transfer of the same length with the same memory."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__(LockstepHub(1), region=0, num_regions=1)
+        self.kept = torch.zeros(numel)
+
+    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+        return Here(Arrival(Result(self.kept, lambda: self.kept, {}), (trailer,), 0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_round_after_the_first_takes_new_memory(name: str) -> None:
+    """Once a fragment's first transfers have landed, no operation of a send or a landing asks for its length of memory."""
+    numel = 5 * tensors.PIECE + 3
+    model = Blocks([torch.randn(numel) for _ in range(3)])
+    method = method_of(name)
+    length = method.fragments(model)[0].numel
+    synchronizer = Synchronizer(model, method, Answered(length))
+    for _ in range(24):
+        synchronizer.step(1e-3)
+    before = synchronizer.totals.landings
+    with torch.profiler.profile(profile_memory=True) as profile:
+        for _ in range(12):
+            synchronizer.step(1e-3)
+    assert synchronizer.totals.landings >= before + 2
+    events = profile.events()
+    assert events is not None
+    largest = max(event.self_cpu_memory_usage for event in events)
+    assert 0 < largest <= 8 * tensors.PIECE < 4 * numel
+
+
+def every_schedule() -> list[tuple[Schedule, int]]:
+    return [
+        (schedules.every(4), 2),
+        (schedules.every(5, 5, primed=True), 1),
+        (schedules.every(3, 7), 2),
+        (schedules.staggered(9, 2), 4),
+        (schedules.staggered(7, 7, primed=True), 3),
+        (schedules.rounds(12), 2),
+        (schedules.adaptive(13), 3),
+        (schedules.adaptive(12, 3, sends_per_interval=5), 3),
+        (schedules.adaptive(20, None, 0.9), 2),
+    ]
+
+
+@pytest.mark.parametrize(("schedule", "num_fragments"), every_schedule())
+def test_a_schedule_has_nothing_to_do_before_it_says(schedule: Schedule, num_fragments: int) -> None:
+    """Asked at every step it gives what it gives where it is asked at its own next events only, whatever is measured at
+    landings, which are where regions hear of it."""
+    generator = random.Random(0)
+    asked = rarely = schedule.init(num_fragments)
+    stats, due, skipped = AgreedStats(), 0, 0
+    for step in range(1, 300):
+        events, asked = schedule.events(step, stats, asked)
+        if step >= due:
+            assert schedule.events(step, stats, rarely)[0] == events
+            _, rarely = schedule.events(step, stats, rarely)
+            due = schedule.next_event(step, rarely)
+            assert due > step
+        else:
+            assert not events
+            skipped += 1
+        assert asked == rarely
+        if any(isinstance(event, Land) for event in events):
+            change = tuple(generator.random() for _ in range(num_fragments))
+            stats = AgreedStats(1.0, generator.uniform(0.1, 6.0), change, generator.uniform(0.2, 1.0))
+    assert skipped
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_idle_step_leaves_nothing_behind(name: str) -> None:
+    """Ten thousand steps with nothing due, a transfer in flight or not, need no memory."""
+    method = from_config(OuterConfig(method=name, sync_interval=10**6))
+    synchronizer = Synchronizer(Blocks([torch.zeros(8)] * 4), method, loopback())
+    for _ in range(1000):
+        synchronizer.step(1e-3)
+    tracemalloc.start()
+    try:
+        start, _ = tracemalloc.get_traced_memory()
+        for _ in range(10_000):
+            synchronizer.step(1e-3)
+        end, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert synchronizer.totals.sends == 0
+    assert end - start < 20_000 and peak - start < 40_000
