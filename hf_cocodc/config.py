@@ -22,6 +22,7 @@ T = TypeVar("T")
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_STORE = "HF_COCODC_STORE"
+DEVICES = ("host", "model")
 ENDINGS = ("auto", "finish", "stop", "continue")
 
 
@@ -64,6 +65,10 @@ class OuterConfig:
     digest_interval: int = _help(
         "Rounds between two checks that all regions hold the same global params.", 10
     )
+    device: str = _help(
+        "Where global params and outer state are kept: host (the CPU's memory) or model (with the model's parameters).",
+        "host",
+    )
 
     def __post_init__(self) -> None:
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
@@ -81,13 +86,14 @@ class OuterConfig:
         _require(self, "outer_lr", lambda v: v > 0, "must be positive")
         _require(self, "outer_momentum", lambda v: 0 <= v < 1, "must lie in [0, 1)")
         _require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
+        _require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
 
     def given(self) -> dict[str, Any]:
         """The method's arguments that are not left to its defaults."""
         return {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            if value is not None and name not in ("method", "digest_interval")
+            if value is not None and name not in ("method", "digest_interval", "device")
         }
 
 

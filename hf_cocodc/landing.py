@@ -8,7 +8,7 @@ from torch import Tensor
 from .merges import Merge
 from .outer import Step
 from .sync_info import Piece, SyncInfo
-from .tensors import PIECE, Cut, copy_all_, in_this_thread, is_finite, norms, square_of
+from .tensors import PIECE, Cut, copy_all_, in_this_thread, is_finite, norms, squares_of
 
 
 class Landing:
@@ -16,7 +16,7 @@ class Landing:
 
     Args:
         cuts: how the fragment is cut into pieces.
-        local: the local params, piece by piece.
+        local: the local params, piece by piece; None where the merge does not read them, and the caller writes them.
         before: global params; `after` is where they go, which may be the same.
         grad: averaged outer gradient, overwritten.
         step: what the outer optimizer does to it.
@@ -27,7 +27,7 @@ class Landing:
     def __init__(
         self,
         cuts: Sequence[Cut],
-        local: Sequence[Sequence[Tensor]],
+        local: Sequence[Sequence[Tensor]] | None,
         *,
         before: Tensor,
         after: Tensor,
@@ -65,20 +65,26 @@ class Landing:
         """Move the global params of a piece; what the merge works on then, the used up outer gradient giving room."""
         grad, new_global, cut = self._grad[index], self._after[index], self._cuts[index]
         torch.sub(self._before[index], self._step(grad, index), out=new_global)
-        own = self._local[index]
-        in_place = len(own) == 1 and own[0].dtype == torch.float32
-        local = own[0] if in_place else self._copies[: new_global.numel()]
+        local = new_global
         if self._merge.reads_local:
-            if not in_place:
+            assert self._local is not None
+            own = self._local[index]
+            if len(own) == 1 and own[0].dtype == torch.float32:
+                local = own[0]
+            else:
+                local = self._copies[: new_global.numel()]
                 copy_all_(cut.views(local), own)
             self._finite = self._finite and is_finite(local)
         return Piece(local, new_global, self._snapshot[index], grad, cut.sizes)
 
     def _take_in(self, index: int, piece: Piece) -> None:
         """Let the local params of a piece take in the new global ones."""
-        merged = self._merge.apply(piece, self._info)
-        if merged is not self._local[index][0]:  # else they have been changed where they are
-            copy_all_(self._local[index], self._cuts[index].views(merged))
+        if self._local is None:
+            return
+        merged, own = self._merge.apply(piece, self._info), self._local[index]
+        if merged is own[0]:  # changed where it is
+            return
+        copy_all_(own, self._cuts[index].views(merged) if len(own) > 1 else (merged,))
 
     def _measured(self) -> list[Piece]:
         """Move all of the global params, measuring for the merge; the pieces with the norms that it asked for."""
@@ -88,9 +94,10 @@ class Landing:
         for index, cut in enumerate(self._cuts):
             piece = self._move(index)
             pieces.append(piece)
-            pairs = zip(*map(cut.views, self._merge.measure(piece, self._info)), strict=True)
-            for param, (one, other) in zip(cut.params, pairs, strict=True):
-                squares[param].append((square_of(one, self._wide), square_of(other, self._wide)))
+            measured = self._merge.measure(piece, self._info)
+            pairs = zip(*(squares_of(cut.views(each), self._wide) for each in measured), strict=True)
+            for param, pair in zip(cut.params, pairs, strict=True):
+                squares[param].append(pair)
         sums = [sum(pair[which] for pair in pairs) for which in (0, 1) for pairs in squares]
         found = norms(sums, self._info.total)  # over all pieces, and all ranks that hold shards
         of_param = list(zip(found[: self._num_params], found[self._num_params :], strict=True))

@@ -18,7 +18,7 @@ class Merge(NamedTuple):
             `room`.
         keeps_local_steps: whether inner steps made since the send live on in the result, so that a run that ends after
             the landing still has to send them.
-        reads_local: whether the result depends on the local params; where not, `local` may hold anything.
+        reads_local: whether the result depends on the local params; where not, it is the new global ones.
         measure: (piece, info) -> two tensors, written over `snapshot` and `room` of the piece. Called for all pieces
             before `apply`, which finds them there again (but what was in `local` no more), and in `Piece.norms` their
             norms, parameter by parameter. None where it needs none.

@@ -270,8 +270,9 @@ def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[in
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = name
-            alone = value.untyped_storage().nbytes() == value.nbytes
-            tensors[name] = value if alone else value.clone()  # safetensors refuses views of one memory
+            on_host = value.cpu()
+            alone = on_host.untyped_storage().nbytes() == on_host.nbytes
+            tensors[name] = on_host if alone else on_host.clone()  # safetensors refuses views of one memory
         return {_MARK: seen[id(value)]}
     if isinstance(value, dict):
         return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}

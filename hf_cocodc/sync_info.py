@@ -11,7 +11,7 @@ from torch import Tensor
 class SyncInfo:
     """Facts of one landing, handed to every outer transform and merge; a part says what it needs by reading it.
 
-    Flat tensors are fp32 of the fragment's length, on the host, and must not be written to.
+    Flat tensors are fp32 of the fragment's length, where the outer state is kept, and must not be written to.
 
     Attributes:
         fragment: index of the fragment.

@@ -1,8 +1,8 @@
 """The engine: the only loop over events.
 
 It owns the global params, the outer state and the transfers in flight, asks the method's parts what to do, and knows no
-method by name. All tensors it keeps are flat fp32 on the host; local params are written in place, here and nowhere
-else.
+method by name. All tensors it keeps are flat fp32, on the host or with the params; local params are written in place, here and
+nowhere else.
 """
 
 import logging
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import Ending, check_in_step, check_same_end, check_same_start
+from .buffers import HOST
 from .codecs import compression, forget, fp32
 from .codecs.base import State
 from .journal import Journal
@@ -45,6 +46,7 @@ class Synchronizer:
         journal: where sends and landings are recorded.
         digest_interval: sends of a fragment between two checks that its global params are equal everywhere.
         state: what `state_dict` gave, to go on from there with the model's parameters as they are.
+        device: where global params, outer state and transfers are kept; what the link and codecs need is on the host.
 
     Without `state` all regions start from region 0's parameters. Constructing is a collective call.
 
@@ -61,6 +63,7 @@ class Synchronizer:
         journal: Journal | None = None,
         digest_interval: int = 10,
         state: State | None = None,
+        device: torch.device = HOST,
     ) -> None:
         self.method = method
         self.link = link
@@ -86,7 +89,7 @@ class Synchronizer:
         self._durations: deque[float] = deque(maxlen=_STEPS_TIMED)
         self._step_time_s = self._sync_time_s = 0.0
         fragments = method.fragments(model)
-        self.fragments = adopt(fragments, model, method, link, start=state is None)
+        self.fragments = adopt(fragments, model, method, link, device, start=state is None)
         self._change = [0.0] * len(fragments)
         lengths = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
         self._lengths: list[float] = link.total(lengths).tolist()
@@ -283,10 +286,11 @@ class Synchronizer:
                 saved_at=self.saved_at,
                 round_lr=(self._lr_sum - state.lr_sum) / max(step - state.sent_at, 1),
             )
-            conversation = self.method.codec.converse(outer_grad, fragment, state.codec)
+            conversation, departure = state.converse(self.method.codec, outer_grad, state.codec)
             what = f"fragment {fragment.index} sent at step {step}"
             handle = self.link.mean(conversation, fragment.numel, trailer, what)
-            transfer = Transfer(step, snapshot, outer_grad, state.global_params, self._lr_sum, handle)
+            kept = (snapshot, outer_grad, state.global_params, self._lr_sum)
+            transfer = Transfer(step, *kept, handle, departure)
             state.in_flight.append(transfer)
             state.num_sends += 1
             state.sent_at, state.lr_sum = step, self._lr_sum
@@ -371,7 +375,9 @@ class Synchronizer:
             )
             what = f"region 0's global params of fragment {index}"
             for tensor in (state.global_params, *tensors_in(state.outer)):
-                self.link.broadcast(tensor, what)
+                on_host = tensor.cpu()
+                self.link.broadcast(on_host, what)
+                tensor.copy_(on_host)
 
     def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
         losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
@@ -406,7 +412,7 @@ class Synchronizer:
             return state.global_params
         index = state.fragment.index
         codec = fp32()
-        conversation = codec.converse(state.global_params, state.fragment, codec.init(state.fragment))
+        conversation, _ = state.converse(codec, state.global_params, codec.init(state.fragment))
         trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         what = f"the mean of the global params of fragment {index}"
         arrival = self._wait(self.link.mean(conversation, state.fragment.numel, trailer, what))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, linalg, nn
 
 PIECE = 1 << 17
 """Values taken through all of a send or a landing before the next ones, so that they stay in the cache."""
@@ -43,7 +43,7 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class Cut(NamedTuple):
-    """At most PIECE values of parameters that lie one behind the other in a flat vector.
+    """Some values of parameters that lie one behind the other in a flat vector.
 
     Attributes:
         params: which parameters these values are of.
@@ -58,16 +58,16 @@ class Cut(NamedTuple):
         return piece.split_with_sizes(self.sizes) if len(self.sizes) > 1 else (piece,)
 
 
-def cuts(numels: Sequence[int]) -> list[Cut]:
-    """Cut parameters of these lengths into pieces; small neighbours share one."""
+def cuts(numels: Sequence[int], longest: int) -> list[Cut]:
+    """Cut parameters of these lengths into pieces of at most `longest` values; small neighbours share one."""
     groups: list[list[tuple[int, int]]] = []
     room = 0
     for param, numel in enumerate(numels):
-        for start in range(0, numel, PIECE):
-            size = min(PIECE, numel - start)
+        for start in range(0, numel, longest):
+            size = min(longest, numel - start)
             if size > room:
                 groups.append([])
-                room = PIECE
+                room = longest
             groups[-1].append((param, size))
             room -= size
     return [Cut(*zip(*group, strict=True)) for group in groups]
@@ -81,9 +81,8 @@ def in_this_thread() -> Iterator[None]:
     slowest, and very much more where other processes want the cores too; one core alone moves most of what memory gives.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # holds for the thread that says so, and for threads that begin before it is taken back
+    # holds for the thread that says so, and for threads that begin before it is taken back
+    torch.set_num_threads(1)
     try:
         yield
     finally:
@@ -113,8 +112,20 @@ def square_of(piece: Tensor, wide: Tensor) -> float:
     return float(wide[: piece.numel()].copy_(piece).square_().sum())
 
 
+def squares_of(parts: Sequence[Tensor], wide: Tensor) -> list[float]:
+    """Sum of squares of each, as `square_of` finds it; a device is waited for once, not once a part."""
+    if parts[0].device.type == "cpu":
+        return [square_of(part, wide) for part in parts]
+    return (
+        torch.stack([linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).cpu().tolist()
+    )
+
+
 def square_of_difference(one: Tensor, other: Tensor) -> float:
-    """Sum of squares of `one - other`, flat, without the memory for the difference."""
+    """Sum of squares of `one - other`, flat, on the host without the memory for the difference."""
+    if one.device.type != "cpu":
+        [found] = squares_of([one - other], one)
+        return found
     room, wide = torch.empty(PIECE), torch.empty(PIECE, dtype=torch.float64)
     pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
     with in_this_thread():
@@ -134,12 +145,12 @@ def reshard(model: nn.Module) -> None:
 
 
 def digest(*flats: Tensor, start: int = 0) -> int:
-    """A checksum of the bytes of flat host tensors in a row: equal bits give equal values (CRC-32, fits a float64).
+    """A checksum of the bytes of flat tensors in a row: equal bits give equal values (CRC-32, fits a float64).
 
     With the checksum of what comes before them as `start` it is that of all together.
     """
     for flat in flats:
-        start = zlib.crc32(flat.numpy(), start)
+        start = zlib.crc32(flat.cpu().numpy(), start)
     return start
 
 

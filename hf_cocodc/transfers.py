@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .codecs.base import Result, State
+from .buffers import HOST, Buffers, Departure
+from .codecs.base import Codec, Conversation, Result, State
 from .errors import CheckpointError
 from .fragments import Fragment
 from .landing import Landing
@@ -17,7 +18,17 @@ from .merges import Merge
 from .methods import Method
 from .outer import Step
 from .sync_info import SyncInfo
-from .tensors import Cut, copy_all_, cuts, flat_zeros, in_this_thread, is_finite, local_shard, tensors_in
+from .tensors import (
+    PIECE,
+    Cut,
+    copy_all_,
+    cuts,
+    flat_zeros,
+    in_this_thread,
+    is_finite,
+    local_shard,
+    tensors_in,
+)
 
 
 @dataclass
@@ -30,6 +41,7 @@ class Transfer:
     global_params: Tensor
     lr_sum: float
     handle: Handle
+    departure: Departure | None = None
 
     def state_dict(self) -> State:
         """The transfer with its result, un-landed: waits for it."""
@@ -64,33 +76,17 @@ class Transfer:
 _KEPT_OF_A_TRANSFER = ("sent_at", "snapshot", "outer_grad", "global_params", "lr_sum")
 
 
-class Buffers:
-    """Flat host buffers that were used before: new memory costs more than what is done with it.
-
-    All are as long as the longest fragment, so that what one fragment's transfer has left serves the next one's. Only
-    the training thread takes and gives.
-    """
-
-    def __init__(self, numel: int) -> None:
-        self._numel = numel
-        self._spare: list[Tensor] = []
-
-    def take(self, numel: int) -> Tensor:
-        """A flat fp32 buffer with anything in it."""
-        whole = self._spare.pop() if self._spare else torch.empty(self._numel)
-        return whole.as_strided((numel,), (1,))
-
-    def give(self, *buffers: Tensor) -> None:
-        """Hand back buffers that nobody will look at any more; those that came from elsewhere may be too short."""
-        self._spare += [each for each in buffers if each.untyped_storage().nbytes() >= 4 * self._numel]
-
-
 @dataclass
 class FragmentState:
     """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
 
-    What is done to every value at a send or a landing is done piece by piece, so that memory is read and written once.
-    Only `land` writes to `global_params`, and never while a transfer holds on to them.
+    What is done to every value at a send or a landing is done on the device where the outer state is kept; on the host
+    piece by piece, so that memory is read and written once. Only `land` writes to `global_params`, and never while a
+    transfer holds on to them.
+
+    Attributes:
+        buffers: memory on that device.
+        host: memory for what the link reads.
     """
 
     fragment: Fragment
@@ -100,6 +96,7 @@ class FragmentState:
     codec: State
     codec_remembers: bool
     buffers: Buffers
+    host: Buffers
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
@@ -110,10 +107,13 @@ class FragmentState:
     """Sum of learning rates at the last send."""
 
     def __post_init__(self) -> None:
-        self._cuts = cuts([param.numel() for param in self.params])
+        self._on_host = self.buffers.device == HOST
+        # another device has no use for pieces: its memory is as fast as its cache is here
+        piece = PIECE if self._on_host else max(self.fragment.numel, 1)
+        self._cuts = cuts([param.numel() for param in self.params], piece)
         self._lengths = [sum(cut.sizes) for cut in self._cuts]
         self._stored_rounded = any(param.dtype != torch.float32 for param in self.params)
-        in_place = all(param.device.type == "cpu" and param.is_contiguous() for param in self.params)
+        in_place = self._on_host and all(p.device == HOST and p.is_contiguous() for p in self.params)
         self._own = self._own_pieces() if in_place else None
         """The parameters themselves, piece by piece, where they can be read and written as they are."""
 
@@ -124,8 +124,19 @@ class FragmentState:
     def retire(self, transfer: Transfer) -> None:
         """Take back the buffers of a transfer that has landed."""
         self.buffers.give(transfer.snapshot, transfer.outer_grad)
+        if transfer.departure is not None:
+            transfer.departure.end()
         if not self._is_held(transfer.global_params) and transfer.global_params is not self.global_params:
             self.buffers.give(transfer.global_params)
+
+    def converse(self, codec: Codec, flat: Tensor, state: State) -> tuple[Conversation, Departure]:
+        """A codec's conversation about a flat tensor of this fragment, and how that leaves the device where it lies."""
+        departure = Departure(flat, self.host)
+
+        def conversation() -> Conversation:
+            return (yield from codec.converse(departure.fetch(), self.fragment, state))
+
+        return conversation(), departure
 
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, piece by piece."""
@@ -169,14 +180,17 @@ class FragmentState:
         before, after = self.global_params, self.global_params
         if self._is_held(before):
             after = self.take()
-        # a flat copy stands in for params that cannot be written piece by piece; where it is not read, any will do
-        stand_in = self.gather() if self._own is None and merge.reads_local else after
+        local, stand_in = self._own, None
+        if self._own is None and merge.reads_local:  # params that cannot be written piece by piece
+            stand_in = self.gather()
+            local = [(piece,) for piece in self.cut(stand_in)]
+        grad = mean if self._on_host else self.take().copy_(mean)
         finite = Landing(
             self._cuts,
-            self._views(stand_in) if self._own is None else self._own,
+            local,
             before=before,
             after=after,
-            grad=mean,
+            grad=grad,
             step=step,
             merge=merge,
             snapshot=snapshot,
@@ -185,9 +199,8 @@ class FragmentState:
         ).run()
         self.global_params = after
         if self._own is None:
-            self.show(stand_in)
-        if stand_in is not after:
-            self.buffers.give(stand_in)
+            self.show(after if stand_in is None else stand_in)
+        self.buffers.give(*(each for each in (stand_in, grad) if each is not None and each is not mean))
         return finite
 
     def _is_held(self, flat: Tensor) -> bool:
@@ -199,10 +212,6 @@ class FragmentState:
         parts = zip(cut.views(piece), cut.params, strict=True)
         copy_all_(cut.views(into), [part.to(self.params[param].dtype) for part, param in parts])
         return into
-
-    def _views(self, flat: Tensor) -> list[Sequence[Tensor]]:
-        """The parameters as they lie in a flat tensor, piece by piece."""
-        return [cut.views(piece) for cut, piece in zip(self._cuts, self.cut(flat), strict=True)]
 
     def _own_pieces(self) -> list[Sequence[Tensor]]:
         rest = [param.view(-1) for param in self.params]
@@ -234,9 +243,22 @@ class FragmentState:
         index = self.fragment.index
         for part in ("outer", "codec", "global_params"):
             same_structure(state[part], getattr(self, part), f"the {part} state of fragment {index}")
+        moved: dict[int, Tensor] = {}  # what is shared stays so
+
+        def here(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: here(each) for key, each in value.items()}
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in moved:
+                moved[id(value)] = value.to(self.buffers.device)
+            return moved[id(value)]
+
         for name in _KEPT_OF_A_FRAGMENT:
-            setattr(self, name, state[name])
-        self.in_flight = [Transfer.from_state(transfer) for transfer in state["in_flight"]]
+            setattr(self, name, state[name] if name == "codec" else here(state[name]))
+        for transfer in state["in_flight"]:
+            kept = {name: here(transfer[name]) for name in _KEPT_OF_A_TRANSFER}
+            self.in_flight.append(Transfer.from_state({**transfer, **kept}))
 
 
 _KEPT_OF_A_FRAGMENT = (
@@ -246,11 +268,18 @@ _KEPT_OF_A_FRAGMENT = (
 
 
 def adopt(
-    fragments: Sequence[Fragment], model: nn.Module, method: Method, link: Link, start: bool
+    fragments: Sequence[Fragment],
+    model: nn.Module,
+    method: Method,
+    link: Link,
+    device: torch.device,
+    start: bool,
 ) -> list[FragmentState]:
-    """The fragments as training begins; at the start of a run with region 0's parameters, in every region."""
+    """The fragments as training begins, with outer state on `device`; at the start of a run with region 0's parameters."""
     named = dict(model.named_parameters())
-    buffers = Buffers(max(fragment.numel for fragment in fragments))
+    longest = max(fragment.numel for fragment in fragments)
+    host = Buffers(longest, pinned=any(local_shard(param).is_cuda for param in named.values()))
+    buffers = host if device == HOST else Buffers(longest, device)
     adopted = []
     for fragment in fragments:
         params = [local_shard(named[name]) for name in fragment.names]
@@ -258,16 +287,17 @@ def adopt(
         if start:
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
             scatter(flat, fragment, params)
+        flat = flat.to(device)
         codec = method.codec.init(fragment)
         outer = method.outer.init(flat)
-        adopted.append(FragmentState(fragment, params, flat, outer, codec, bool(codec), buffers))
+        adopted.append(FragmentState(fragment, params, flat, outer, codec, bool(codec), buffers, host))
     return adopted
 
 
 def gather(fragment: Fragment, params: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Parameters in the flat host buffer `into`; from a device in one transfer, not in one a parameter."""
+    """Parameters in the flat buffer `into`; from device to device in one transfer, not in one a parameter."""
     device = params[0].device
-    flat = into if device.type == "cpu" else torch.empty_like(into, device=device)
+    flat = into if device == into.device else torch.empty_like(into, device=device)
     copy_all_(fragment.views(flat), params)
     return into if flat is into else into.copy_(flat)
 
@@ -332,14 +362,19 @@ def same_structure(found: Any, expected: Any, what: str) -> None:
         )
 
 
-def memory(fragments: Sequence[FragmentState], method: Method, num_regions: int) -> tuple[int, int]:
-    """Bytes on the host: what is kept throughout, and at most what the largest transfer adds while it is in flight.
+def memory(
+    fragments: Sequence[FragmentState], method: Method, num_regions: int
+) -> dict[torch.device, tuple[int, int]]:
+    """By device: bytes kept throughout, and bytes that the largest transfer adds at most while it is in flight.
 
     Buffers of transfers that have landed serve later ones, so the second counts as often as transfers ever are in flight
     at once.
     """
-
-    def adds(each: FragmentState) -> int:
+    device = fragments[0].buffers.device
+    kept = {device: sum(each.global_params.nbytes + _bytes(each.outer) for each in fragments)}
+    kept[HOST] = kept.get(HOST, 0) + sum(_bytes(each.codec) for each in fragments)
+    adds = dict.fromkeys(kept, 0)
+    for each in fragments:
         values = each.global_params.nbytes
         copies = 3  # snapshot, outer gradient, mean
         if method.schedule.back_to_back:
@@ -347,10 +382,12 @@ def memory(fragments: Sequence[FragmentState], method: Method, num_regions: int)
         received = max(method.codec.wire_bytes(each.fragment, r, num_regions) for r in range(num_regions))
         sent = received if received < values else 0  # fp32 is sent from where it lies
         remembered = 2 * _bytes(each.codec)  # what a codec with memory means to send, and its next state
-        return copies * values + received + sent + remembered
-
-    kept = sum(each.global_params.nbytes + _bytes(each.outer) + _bytes(each.codec) for each in fragments)
-    return kept, max(map(adds, fragments))
+        over_there = 2 * values if device != HOST else 0  # outer gradient and mean, once more for the link
+        here = over_there + received + sent + remembered
+        added = {device: copies * values}
+        added[HOST] = added.get(HOST, 0) + here
+        adds = {place: max(most, added[place]) for place, most in adds.items()}
+    return {place: (kept[place], adds[place]) for place in kept}
 
 
 def _bytes(state: State) -> int:

@@ -142,6 +142,6 @@ def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
     import inspect
 
     used = {name for method in METHODS.values() for name in inspect.signature(method).parameters}
-    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | {"method", "digest_interval"}
+    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | {"method", "digest_interval", "device"}
     for name in METHODS:
         from_config(OuterConfig(method=name))

@@ -4,42 +4,43 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hf_cocodc.buffers import HOST, Buffers, Departure
 from hf_cocodc.config import OuterConfig
-from tests.toys import Region, batch, llama, params_of, run
+from hf_cocodc.methods import METHODS
+from tests.test_device import trajectory
+from tests.toys import Region, llama, run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-STEPS = 14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["diloco", "streaming", "cocodc", "dilocox"])
-def test_parameters_on_a_device(method: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("outer_state", ["host", "model"])
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_on_a_device(method: str, outer_state: str, dtype: torch.dtype) -> None:
     """Two regions on the GPU: equal global weights, close to those of the same run on the CPU."""
-
-    def train(device: str) -> list[Tensor]:
-        def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-            model = llama(index, dtype=dtype).to(device)
-            return model, torch.optim.SGD(model.parameters(), lr=0.05)
-
-        def live(region: Region) -> Tensor:
-            for step in range(STEPS):
-                tokens = batch(region.index, step).to(device)
-                region.model(input_ids=tokens, labels=tokens).loss.backward()
-                region.step()
-            region.synchronizer.finish()
-            return params_of(region.model).float().cpu()
-
-        return run(2, OuterConfig(method=method, sync_interval=4), build, live)
-
-    first, second = train("cuda")
-    assert torch.equal(first, second)
+    cuda = torch.device("cuda", 0)
+    first, second = trajectory(method, cuda, cuda if outer_state == "model" else HOST, dtype=dtype)
+    assert all(torch.equal(one, other) for one, other in zip(first[-1], second[-1], strict=True))
     close = {"atol": 1e-4, "rtol": 1e-3} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 5e-2}
-    torch.testing.assert_close(first, train("cpu")[0], **close)
+    torch.testing.assert_close([first, second], trajectory(method, HOST, HOST, dtype=dtype), **close)
+
+
+def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
+    """It travels on a stream of its own, into pinned memory, and is there before work that the training stream got later."""
+    flat = torch.ones(1 << 24, device="cuda")
+    host = Buffers(flat.numel(), pinned=True)
+    leaving = Departure(flat, host)
+    torch.cuda._sleep(4_000_000_000)  # cycles: seconds
+    trained = torch.cuda.current_stream().record_event()
+    copy = leaving.fetch()
+    assert not trained.query()
+    assert copy.is_pinned()
+    assert torch.equal(copy, torch.ones(1 << 24))
 
 
 def test_a_send_leaves_the_device_once_a_fragment() -> None:

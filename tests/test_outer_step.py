@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc import landing, schedules, tensors
+from hf_cocodc import landing, schedules, tensors, transfers
+from hf_cocodc.buffers import HOST, Buffers
 from hf_cocodc.codecs.base import Conversation, Result
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.links.base import Arrival, Handle, Trailer
@@ -23,7 +24,7 @@ from hf_cocodc.links.loopback import loopback
 from hf_cocodc.methods import METHODS, Method, from_config
 from hf_cocodc.schedules import AgreedStats, Land, Schedule
 from hf_cocodc.synchronizer import Synchronizer
-from hf_cocodc.transfers import Buffers, Here, memory
+from hf_cocodc.transfers import Here, memory
 from tests.toys import Blocks, Region, params_of, run
 
 SHAPES = ((37, 5), (3,), (129, 3), (1,), (64, 2), (11, 7))
@@ -120,7 +121,7 @@ def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch:
     """Pieces of any length, ends of parameters in them or not, give what the whole fragment at once gives; but for the last
     bits where a merge sums over them."""
     expected = trajectory(method_of(name))
-    for module in (tensors, landing):
+    for module in (tensors, landing, transfers):
         monkeypatch.setattr(module, "PIECE", piece)
     found = trajectory(method_of(name))
     if name == "cocodc":
@@ -132,7 +133,7 @@ def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch:
 def test_pieces_cover_every_value_once() -> None:
     """In order, none longer than allowed, small neighbours together, empty parameters in none."""
     lengths = [0, 3, 5, tensors.PIECE - 8, 1, 2 * tensors.PIECE + 1, 0, 2]
-    cuts = tensors.cuts(lengths)
+    cuts = tensors.cuts(lengths, tensors.PIECE)
     assert [sum(cut.sizes) for cut in cuts] == [tensors.PIECE, 1, tensors.PIECE, tensors.PIECE, 3]
     assert cuts[0].params == (1, 2, 3)
     covered = [0] * len(lengths)
@@ -230,7 +231,7 @@ def test_memory_is_what_was_said_at_the_start(name: str) -> None:
 
     method = method_of(name)
     synchronizer = Synchronizer(model, method, Watched(look))
-    kept, each_adds = memory(synchronizer.fragments, method, num_regions=1)
+    kept, each_adds = memory(synchronizer.fragments, method, num_regions=1)[HOST]
     for _ in range(30):
         synchronizer.step(1e-3)
     most = max(flying for _, flying in seen)

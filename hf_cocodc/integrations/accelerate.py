@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import state
 from ..agreement import Ending, verdict
+from ..buffers import HOST
 from ..config import OuterConfig, RegionConfig
 from ..errors import InputError
 from ..journal import Journal
@@ -22,7 +23,7 @@ from ..synchronizer import Synchronizer
 from ..transfers import memory
 from .card import section
 from .checkpoints import JOINING, Saved, check
-from .joining import join, refuse_unsupported
+from .joining import join, outer_device, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class OuterOptimizer:
             journal=record,
             digest_interval=config.digest_interval,
             state=None if saved is None else saved.state,
+            device=outer_device(bare, config),
         )
         if saved is not None and saved.facts.get(JOINING):
             self.synchronizer.join()
@@ -139,10 +141,12 @@ class OuterOptimizer:
             max_steps=max_steps,
             outer=self._settings,
         )
-        logger.info(
-            "outer state: %.4g MB on the host, and up to %.4g MB more for each transfer in flight.",
-            *(count / 1e6 for count in memory(self.synchronizer.fragments, method, link.num_regions)),
-        )
+        held = memory(self.synchronizer.fragments, method, link.num_regions)
+        for device, (kept, adds) in held.items():
+            logger.info(
+                "outer state: %.4g MB on %s, and up to %.4g MB more for each transfer in flight.",
+                *(kept / 1e6, "the host" if device == HOST else device, adds / 1e6),
+            )
         hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *_hook_into_saving(accelerator, self)]
 

@@ -2,12 +2,14 @@
 
 import logging
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..buffers import HOST
 from ..config import OuterConfig, RegionConfig
 from ..errors import InputError
 from ..handshake import compare, hello
@@ -40,6 +42,12 @@ def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
             f"distributed type {kind.value} inside a region is not supported: one process, DDP and FSDP2 are. Launch the region "
             "with fsdp_version 2 (FSDP1 is not supported), and without DeepSpeed or Megatron."
         )
+
+
+def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
+    """Where outer state is kept."""
+    params = (param for param in model.parameters() if param.requires_grad)
+    return next((param.device for param in params), HOST) if config.device == "model" else HOST
 
 
 def join(
@@ -93,6 +101,7 @@ def join(
             "timeout_s": regions.timeout_s,
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
+            "device": outer_device(model, config).type,  # of one kind, for another one rounds differently
         }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
@@ -117,6 +126,7 @@ def join(
             address=address,
             timeout_s=regions.timeout_s,
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
+            pin_memory=device.type == "cuda",
         )
         logger.info(
             "%d connections to each other region, round trip %.1f ms",

@@ -22,13 +22,14 @@ _SMALLEST = 1 << 16
 class Buffers:
     """Memory that was used before: new memory costs more than what is done with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool) -> None:
         self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._pinned = pinned
 
     def take(self, length: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A 1-D tensor with anything in it."""
         spare = self._spare.get((length, dtype))
-        return spare.pop() if spare else torch.empty(length, dtype=dtype)
+        return spare.pop() if spare else torch.empty(length, dtype=dtype, pin_memory=self._pinned)
 
     def give(self, tensor: Tensor) -> None:
         """Hand back a tensor that nobody will look at any more."""

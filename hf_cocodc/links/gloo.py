@@ -38,6 +38,7 @@ class GlooLink:
         timeout_s: seconds after which another region counts as lost: without a sign of life while it is late for a
             transfer, without progress within one.
         rate_limit: bytes a second that this region sends at most, to all regions together; None for no limit.
+        pin_memory: whether a GPU will copy from the means.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -53,13 +54,14 @@ class GlooLink:
         address: str = "127.0.0.1",
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
+        pin_memory: bool = False,
     ) -> None:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
         self._timeout_s = timeout_s
         self.wire = Wire(store, prefix, region, num_regions, connections, address, timeout_s, rate_limit)
-        self._buffers = Buffers()
+        self._buffers = Buffers(pin_memory)
         self._lent: set[int] = set()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up

@@ -17,6 +17,7 @@ FLOORS = {
     "errors": 0,
     "sync_info": 0,
     "tensors": 0,
+    "buffers": 0,
     "fragments": 1,
     "schedules": 1,
     "codecs": 1,
