@@ -88,11 +88,15 @@ def test_a_region_that_joins_from_a_folder_of_another_run(
     step = stopped(tmp_path, 6)
     shutil.copytree(tmp_path / "other" / "region-0", tmp_path / "region-2")
     with caplog.at_level(logging.WARNING):
-        three = resumed(tmp_path, 3)
+        three = resumed(tmp_path, 3, save_strategy="no")
     assert "region 2 holds checkpoints of another run" in caplog.text
     assert f"region 2 has no complete checkpoint of step {step}" in caplog.text
     assert {trainer.state.global_step for trainer in three} == {STEPS}
     assert state.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
+    # what the other run left is as it was, to go on from by its path; that of the same step has made room
+    assert state.damage(checkpoint_of(tmp_path, 2, STEPS)) is None
+    [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.run*")
+    assert state.damage(aside) is None
 
 
 def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

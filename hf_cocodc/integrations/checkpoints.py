@@ -49,10 +49,11 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     run = state.run_of(folder)
     if accelerator.num_processes > 1:
         own, run = broadcast_object_list([own, run])
-    step, holders, run = newest_common(link, own, run)
+    step, holders, chosen = newest_common(link, own, run)
     if not step:
         return None
-    for later in own if accelerator.is_main_process else ():
+    # those of another run stay: its folder may have been given by mistake
+    for later in own if accelerator.is_main_process and run == chosen else ():
         if later > step:  # its run ends here: that of step `step` goes on, and may come by other numbers
             logger.warning(
                 "region %d: checkpoint-%d is given up, for all regions go on from step %d, the newest that every one has.",
@@ -62,7 +63,7 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     checkpoint = folder / f"{state.PREFIX}{step}"
     if len(holders) < link.num_regions:
         if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
-            _take_over(link, accelerator.is_main_process, checkpoint, holders, run)
+            _take_over(link, accelerator.is_main_process, checkpoint, holders, chosen)
         accelerator.wait_for_everyone()
     return checkpoint
 
@@ -136,6 +137,11 @@ def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], 
                     file.write(chunk)
     if writes:
         _make_own(half)
+        if state.damage(checkpoint) is None:
+            aside = checkpoint.with_name(f"{checkpoint.name}.run{state.run_of(checkpoint.parent)}")
+            logger.warning("%s is of another run: it is now %s.", checkpoint, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            checkpoint.rename(aside)
         shutil.rmtree(checkpoint, ignore_errors=True)
         half.rename(checkpoint)
         state.begin_run(checkpoint.parent, run)
