@@ -43,7 +43,7 @@ class Landing:
         self._step, self._merge, self._info = step, merge, info
         self._num_params = num_params
         self._finite = True
-        self._copies = torch.empty(PIECE)
+        self._copies = torch.empty(PIECE, dtype=torch.float32)
         self._wide = torch.empty(PIECE, dtype=torch.float64)
 
     def run(self) -> bool:

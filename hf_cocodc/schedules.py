@@ -98,7 +98,7 @@ class _Periodic:
         due = [Send(fragment) for fragment, turn in enumerate(turns) if turn == inner_step]
         first = [Land(send.fragment, 0) for send in due if self._primed and not state["sent"][send.fragment]]
         in_flight = state["in_flight"] + [[send.fragment, inner_step] for send in due]
-        landing = [Land(*entry) for entry in in_flight if entry[1] + self._overlap_steps == inner_step]
+        landing = [Land(*entry) for entry in in_flight if entry[1] + self._overlap_steps <= inner_step]
         flying = [entry for entry in in_flight if entry[1] + self._overlap_steps > inner_step]
         sent = list(state["sent"])
         for send in due:

@@ -11,8 +11,8 @@ from torch import Tensor, linalg, nn
 
 PIECE = 1 << 17
 """Values taken through all of a send or a landing before the next ones, so that they stay in the cache."""
-_UNDIVIDED = (1 << 15) - (1 << 10)
-"""Values that torch never spreads over its threads."""
+UNSHARED = (1 << 15) - (1 << 10)
+"""Values that torch never shares out among its threads."""
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[f
 
 def square(tensor: Tensor) -> float:
     """Sum of squares in fp64, to the same bits however many threads torch has."""
-    wide = torch.empty(min(_UNDIVIDED, tensor.numel()), dtype=torch.float64)
-    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(_UNDIVIDED))
+    wide = torch.empty(min(UNSHARED, tensor.numel()), dtype=torch.float64)
+    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(UNSHARED))
 
 
 def square_of(piece: Tensor, wide: Tensor) -> float:
@@ -126,7 +126,7 @@ def square_of_difference(one: Tensor, other: Tensor) -> float:
     if one.device.type != "cpu":
         [found] = squares_of([one - other], one)
         return found
-    room, wide = torch.empty(PIECE), torch.empty(PIECE, dtype=torch.float64)
+    room, wide = (torch.empty(PIECE, dtype=dtype) for dtype in (torch.float32, torch.float64))
     pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
     with in_this_thread():
         return sum(square_of(torch.sub(a, b, out=room[: a.numel()]), wide) for a, b in pairs)

@@ -72,7 +72,8 @@ def trajectory(
     def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Blocks([])
         for seed, shape in enumerate(SHAPES):
-            start = torch.randn(torch.Size(shape).numel(), generator=torch.Generator().manual_seed(seed))
+            numel, generator = torch.Size(shape).numel(), torch.Generator().manual_seed(seed)
+            start = torch.randn(numel, generator=generator, dtype=torch.float32)
             model.layers.append(nn.ParameterList([nn.Parameter(lay(shape, start.to(dtype)))]))
         return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -84,7 +85,8 @@ def trajectory(
                 generator = torch.Generator().manual_seed(1000 * region.index + 10 * step + seed)
                 # computed apart: torch itself rounds bf16 another way where values are strided
                 own = param.detach().float().contiguous()
-                param.detach().copy_(own - 0.05 * (own + torch.randn(own.shape, generator=generator)))
+                noise = torch.randn(own.shape, generator=generator, dtype=torch.float32)
+                param.detach().copy_(own - 0.05 * (own + noise))
             region.synchronizer.step(0.05)
             states += [
                 params_of(region.model),
@@ -113,6 +115,19 @@ def test_where_the_params_lie_changes_no_bit(name: str, dtype: torch.dtype) -> N
     assert same(trajectory(method_of(name), unaligned, dtype), expected)
     assert same(trajectory(method_of(name), scattered, dtype), expected)
     assert same(trajectory(method_of(name), contiguous, dtype, through_a_copy), expected)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", METHODS)
+def test_torchs_default_dtype_changes_no_bit(name: str, default: torch.dtype) -> None:
+    """A script may have set another one: what is kept and computed is fp32."""
+    method = method_of(name, codec="lowrank", rank=2) if name == "dilocox" else method_of(name, codec="int4")
+    expected = trajectory(method)
+    torch.set_default_dtype(default)
+    try:
+        assert same(trajectory(method), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 300])
@@ -180,7 +195,8 @@ def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_buffers_are_used_again_by_any_fragment() -> None:
-    """A buffer is as long as the longest fragment; what came from elsewhere and is shorter is not taken in."""
+    """A buffer is as long as the longest fragment; what came from elsewhere and is shorter is not taken in. Without such
+    a length the smallest that is long enough serves."""
     buffers = Buffers(10)
     short = buffers.take(4)
     place = short.data_ptr()
@@ -191,6 +207,12 @@ def test_buffers_are_used_again_by_any_fragment() -> None:
     again = buffers.take(10)
     assert (again.data_ptr(), again.shape) == (place, (10,))
     assert buffers.take(10).data_ptr() not in (place, other.data_ptr())
+    buffers = Buffers()
+    long, short = buffers.take(9), buffers.take(3)
+    buffers.give(long, short)
+    assert buffers.take(2).data_ptr() == short.data_ptr()
+    assert buffers.take(2, torch.uint8).data_ptr() != long.data_ptr()
+    assert buffers.take(2).data_ptr() == long.data_ptr()
 
 
 class Watched(LockstepLink):
@@ -283,6 +305,16 @@ def every_schedule() -> list[tuple[Schedule, int]]:
         (schedules.adaptive(12, 3, sends_per_interval=5), 3),
         (schedules.adaptive(20, None, 0.9), 2),
     ]
+
+
+@pytest.mark.parametrize("schedule", [schedules.every(4, 1), schedules.staggered(4, 1)])
+def test_what_was_sent_with_a_longer_overlap_lands(schedule: schedules.Schedule) -> None:
+    """A run that is resumed with a shorter one lands at once what is due by it."""
+    before = schedules.staggered(8, 7)
+    _, state = before.events(8, AgreedStats(), before.init(1))
+    events, state = schedule.events(11, AgreedStats(), state)
+    assert events == (Land(0, 8),)
+    assert not state["in_flight"]
 
 
 @pytest.mark.parametrize(("schedule", "num_fragments"), every_schedule())

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from ..fragments import Fragment
-
-UNSHARED = (1 << 15) - 1
-"""Values in the largest tensor that torch does not share out among its threads."""
+from ..tensors import UNSHARED
 
 State = dict[str, Any]
 """A codec's state for one fragment (a residual, a warm start): named tensors, saved in checkpoints."""

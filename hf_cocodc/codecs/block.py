@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .base import UNSHARED, Codec, Plain
+from ..tensors import UNSHARED
+from .base import Codec, Plain
 
 _GROUP = 1 << 18
 """Values worked on at once, at most: they and what lies between them and their bytes stay in the cache."""
@@ -98,7 +99,7 @@ class Blocks(ABC):
         many, few = self._steps()
         scratch = _Scratch(min(few, len(rows)), self.block)
         for group, head, code in _cut(many, rows, heads, codes):
-            scale = torch.empty(len(group), 1)
+            scale = torch.empty(len(group), 1, dtype=torch.float32)
             for piece, absmax in _cut(few, group, scale):
                 torch.amax(torch.abs(piece, out=scratch.of(piece).floats), dim=1, keepdim=True, out=absmax)
             not_finite = ~(scale < torch.inf)
@@ -143,7 +144,7 @@ class _Scratch:
     """
 
     def __init__(self, num_blocks: int, block: int) -> None:
-        self.floats = torch.empty(num_blocks, block)
+        self.floats = torch.empty(num_blocks, block, dtype=torch.float32)
         self.ints = self.floats.view(torch.int32)
         self.codes, self.spare = torch.empty(2, num_blocks, block, dtype=torch.uint8)
         self._low, self._high = self.codes[:, : block // 2], self.codes[:, block // 2 :]
@@ -182,8 +183,8 @@ class Integers(Blocks):
         zero = 8 if bits == 4 else 0  # the code of 0: four bits hold 1..15
         # From 2^23 on fp32 holds nothing but integers: adding this number rounds half to even, and leaves the code in
         # the lowest byte. (torch's `round` is shared out to other threads however small the piece is.)
-        self._rounder = torch.tensor(1.5 * 2.0**23 + zero)
-        self._zero = torch.tensor(float(zero))
+        self._rounder = torch.tensor(1.5 * 2.0**23 + zero, dtype=torch.float32)
+        self._zero = torch.tensor(zero, dtype=torch.float32)
 
     def _scale_(self, absmax: Tensor) -> Tensor:
         # absmax / top may be rounded up, and top times it may then overflow: hence the upper limit

@@ -35,10 +35,14 @@ class LowRank:
         # Uniform numbers are whole numbers scaled by a power of two, hence the same on every machine; normal ones pass
         # through a logarithm and a cosine, which may be rounded differently.
         first = [
-            torch.rand(self.rank * cols, generator=torch.Generator().manual_seed((fragment.index << 20) + i))
+            torch.rand(
+                self.rank * cols,
+                generator=torch.Generator().manual_seed((fragment.index << 20) + i),
+                dtype=torch.float32,
+            )
             for i, (_, cols) in self._sides(fragment).items()
         ]
-        q = torch.cat([torch.zeros(0), *first]).mul_(2).sub_(1)
+        q = torch.cat([torch.zeros(0, dtype=torch.float32), *first]).mul_(2).sub_(1)
         return {"rank": self.rank, "rank_1": self.rank, "effective_ranks": [], "q": q}
 
     def converse(self, outer_grad: Tensor, fragment: Fragment, state: State) -> Conversation:
@@ -179,7 +183,7 @@ def _orthonormal(factor: Tensor) -> Tensor:
     """
     q, r = torch.linalg.qr(factor.T.double())
     diagonal = r.diagonal()
-    sign = torch.where(diagonal < 0, -1.0, 1.0)
+    sign = torch.where(diagonal < 0, -1.0, 1.0).double()
     independent = diagonal.abs() > 1e-5 * diagonal.abs().max()
     return (q * sign * independent).T.to(torch.float32).contiguous()
 

@@ -60,7 +60,7 @@ class TopK:
         num_chunks = -(-numel // self.block)
         num_kept = num_chunks * self.k
         head = self.values.num_bytes(num_kept)
-        rows = torch.zeros(num_chunks, self.block)
+        rows = torch.zeros(num_chunks, self.block, dtype=torch.float32)
         positions = _unpack(payload[head:], num_kept).view(num_chunks, self.k)
         kept = payload[:head].clone()  # the payload may begin where no fp32 number can be read
         rows.scatter_(1, positions, self.values.decode(kept, num_kept).view(num_chunks, self.k))
