@@ -1,6 +1,8 @@
-"""Memory for flat fp32 tensors, which is used again, and their way from a GPU to the link."""
+"""Memory for flat tensors, which is used again, and their way from a GPU to the link."""
 
+import bisect
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -11,31 +13,43 @@ HOST = torch.device("cpu")
 class Buffers:
     """Flat buffers that were used before: new memory costs more than what is done with it.
 
-    All are as long as the longest fragment, so that what one fragment's transfer has left serves the next one's. Only
-    one thread takes at a time.
+    Any thread may take and give.
 
     Args:
-        numel: length of the longest fragment.
+        at_least: values that a new buffer has room for, however few are asked for: where this is the largest number ever
+            asked for, what served one serves all.
         device: where they lie.
         pinned: locked in the host's memory, which a GPU copies to and from at the full speed of its bus.
     """
 
-    def __init__(self, numel: int, device: torch.device = HOST, pinned: bool = False) -> None:
-        self._numel = numel
-        self._spare: list[Tensor] = []
+    def __init__(self, at_least: int = 0, device: torch.device = HOST, pinned: bool = False) -> None:
+        self._at_least = at_least
+        self._spare: dict[torch.dtype, list[Tensor]] = {}
+        self._lock = threading.Lock()
         self.device, self.pinned = device, pinned
 
-    def take(self, numel: int) -> Tensor:
-        """A flat fp32 buffer with anything in it."""
-        whole = self._spare.pop() if self._spare else self._new()
+    def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A flat buffer with anything in it: of the spare ones with room enough the smallest."""
+        with self._lock:
+            spare = self._spare.get(dtype, [])
+            found = bisect.bisect_left(spare, numel, key=_room)
+            whole = spare.pop(found) if found < len(spare) else None
+        if whole is None:
+            length = max(numel, self._at_least)
+            whole = torch.empty(length, dtype=dtype, device=self.device, pin_memory=self.pinned)
         return whole.as_strided((numel,), (1,))
 
     def give(self, *buffers: Tensor) -> None:
         """Hand back buffers that nobody will look at any more; those that came from elsewhere may be too short."""
-        self._spare += [each for each in buffers if each.untyped_storage().nbytes() >= 4 * self._numel]
+        with self._lock:
+            for each in buffers:
+                if _room(each) >= self._at_least:
+                    bisect.insort(self._spare.setdefault(each.dtype, []), each, key=_room)
 
-    def _new(self) -> Tensor:
-        return torch.empty(self._numel, device=self.device, pin_memory=self.pinned)
+
+def _room(buffer: Tensor) -> int:
+    """Values that its memory has room for."""
+    return buffer.untyped_storage().nbytes() // buffer.element_size()
 
 
 class Departure:

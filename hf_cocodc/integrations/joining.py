@@ -126,13 +126,14 @@ def join(
             address=address,
             timeout_s=regions.timeout_s,
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
+            num_lanes=num_lanes,
             pin_memory=device.type == "cuda",
         )
         logger.info(
             "%d connections to each other region, round trip %.1f ms",
             *(link.wire.connections, 1000 * link.wire.rtt_s),
         )
-        link.lane, link.num_lanes = lane, num_lanes
+        link.lane = lane
     if link is None or (num_ranks > 1 and num_lanes == 1):
         return SharedLink(link, region, count, device)
     return LaneLink(link, lane, num_lanes, device) if sharded else link

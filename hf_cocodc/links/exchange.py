@@ -11,29 +11,13 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from ..buffers import Buffers
 from ..codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
 from .wire import Pending, Wire
 
 _LARGEST = 1 << 20
 _SMALLEST = 1 << 16
 """Bytes of a piece: small enough for all connections to have some, and large enough to be worth an operation."""
-
-
-class Buffers:
-    """Memory that was used before: new memory costs more than what is done with it."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._pinned = pinned
-
-    def take(self, length: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A 1-D tensor with anything in it."""
-        spare = self._spare.get((length, dtype))
-        return spare.pop() if spare else torch.empty(length, dtype=dtype, pin_memory=self._pinned)
-
-    def give(self, tensor: Tensor) -> None:
-        """Hand back a tensor that nobody will look at any more."""
-        self._spare.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
 
 class Exchange:
@@ -90,7 +74,7 @@ class Exchange:
     def end(self, shares: Sequence[float]) -> Reply:
         """The mean, where region r counts `shares[r]`; piece by piece in the order in which they come."""
         wire, region, coder = self._wire, self._wire.region, self._coder
-        mean = self._buffers.take(self._values.numel(), torch.float32)
+        mean = self._buffers.take(self._values.numel())
         for index, piece in enumerate(self._pieces[region]):
             received = {other: self._take(self._inbox[other][index]) for other in wire.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(wire.num_regions)]
@@ -115,7 +99,7 @@ class Exchange:
         """Receive from `other` what it says of the pieces that `owner` averages."""
         expected = []
         for index, piece in enumerate(self._pieces[owner]):
-            buffer = self._buffers.take(self._coder.num_bytes(piece.stop - piece.start))
+            buffer = self._buffers.take(self._coder.num_bytes(piece.stop - piece.start), torch.uint8)
             expected.append((buffer, self._wire.receive(other, buffer, tag, index, self._what)))
         return expected
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..buffers import Buffers
 from ..codecs.base import Conversation, Message, Reply
 from ..errors import LinkError, RegionLostError
 from ..tensors import square
 from .base import Arrival, Handle, Trailer, drive, weights
-from .exchange import Buffers, Exchange
+from .exchange import Exchange
 from .heartbeat import Heartbeat
 from .wire import Wire
 
@@ -38,6 +40,7 @@ class GlooLink:
         timeout_s: seconds after which another region counts as lost: without a sign of life while it is late for a
             transfer, without progress within one.
         rate_limit: bytes a second that this region sends at most, to all regions together; None for no limit.
+        num_lanes: lanes of this region, each with a link of its own, that share that limit and what the network gives.
         pin_memory: whether a GPU will copy from the means.
 
     Raises:
@@ -54,15 +57,19 @@ class GlooLink:
         address: str = "127.0.0.1",
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
+        num_lanes: int = 1,
         pin_memory: bool = False,
     ) -> None:
         self.region = region
         self.num_regions = num_regions
-        self.lane, self.num_lanes = 0, 1
+        self.lane, self.num_lanes = 0, num_lanes
         self._timeout_s = timeout_s
-        self.wire = Wire(store, prefix, region, num_regions, connections, address, timeout_s, rate_limit)
-        self._buffers = Buffers(pin_memory)
-        self._lent: set[int] = set()
+        share = None if rate_limit is None else rate_limit / num_lanes
+        self.wire = Wire(
+            store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
+        )
+        self._buffers = Buffers(pinned=pin_memory)
+        self._lent = WeakIdKeyDictionary()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
         )
@@ -78,21 +85,23 @@ class GlooLink:
             began = time.perf_counter()
             bytes_sent = 0
             came = 0.0
+            reply = None
             swap = self.wire.begin_swap(_numbers(trailer), what)
 
             def exchange(message: Message) -> Reply:
-                nonlocal bytes_sent, came
+                nonlocal bytes_sent, came, reply
                 said = Exchange(self.wire, message, self._buffers, what)
                 said.begin()
                 if not came:
                     self.wire.wait(swap.pending, what, self._heartbeat)
                     came = time.perf_counter()
                 reply = said.end(weights(_trailers(swap.values)))
-                self._lent.add(reply.mean.data_ptr())
                 bytes_sent += said.bytes_sent
                 return reply
 
             result = drive(conversation, exchange)
+            if reply is not None and reply.mean is result.mean:
+                self._lent[result.mean] = True
             # until the last region has come it is that region which takes time, not the link
             seconds = time.perf_counter() - max(began, came - self.wire.rtt_s)
             return Arrival(result, _trailers(swap.values), bytes_sent, seconds, square(result.mean))
@@ -101,8 +110,7 @@ class GlooLink:
 
     def give(self, mean: Tensor) -> None:
         # a codec's own mean is none of the link's memory, which would grow with every one it took in
-        if mean.data_ptr() in self._lent:
-            self._lent.remove(mean.data_ptr())
+        if self._lent.pop(mean, False):
             self._buffers.give(mean)
 
     def total(self, values: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from ..errors import LinkError, RegionLostError
 from .heartbeat import Heartbeat
 
 MAX_CONNECTIONS = 16
-_ASSUMED_RATE = 125e6
-"""Bytes a second that `connections_for` prepares for where no rate limit is given: 1 Gbit/s."""
+ASSUMED_RATE = 125e6
+"""Bytes a second that a region prepares for where no rate limit is given: 1 Gbit/s."""
 _USABLE = 0.25
 """Share of a socket's buffer that a connection may count on to be in flight: the kernel's own book-keeping takes a third,
 and a connection that has lost a packet, or has been idle, starts from far below."""
@@ -48,7 +48,8 @@ class Wire:
         connections: for payloads, to each other region; None takes as many as the slowest pair's round trip asks for.
         address: this machine's own address by which the other regions reach it.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
-        rate_limit: bytes a second that this region sends at most; None for as many as it can.
+        rate_limit: bytes a second that are sent at most; None for as many as possible.
+        num_lanes: wires of this region, which share what the network gives.
 
     Attributes:
         others: the other regions.
@@ -69,6 +70,7 @@ class Wire:
         address: str,
         timeout_s: float,
         rate_limit: float | None,
+        num_lanes: int,
     ) -> None:
         self.region, self.num_regions, self.timeout_s = region, num_regions, timeout_s
         self.others = [other for other in range(num_regions) if other != region]
@@ -82,7 +84,8 @@ class Wire:
         self._control = self._group("control")
         self.rtt_s = self._round_trip_s()
         if connections is None:
-            mine = torch.tensor([connections_for(self.rtt_s, rate_limit)], dtype=torch.float64)
+            wanted = connections_for(self.rtt_s, rate_limit or ASSUMED_RATE / num_lanes)
+            mine = torch.tensor([wanted], dtype=torch.float64)
             connections = int(max(each.item() for each in self.swap(mine, "the number of connections")))
         self.connections = connections
         # a store that blocks in one thread's call blocks those of all: side by side each needs a store of its own
@@ -230,8 +233,8 @@ class Swap(NamedTuple):
     pending: list[Pending]
 
 
-def connections_for(rtt_s: float, rate: float | None = None, window: int | None = None) -> int:
-    """Connections that keep a link of `rate` (bytes a second; 1 Gbit/s if None) busy over a round trip of `rtt_s`.
+def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
+    """Connections that keep a link of `rate` (bytes a second) busy over a round trip of `rtt_s` (seconds).
 
     One connection has at most a window of bytes in flight at a time, and the link holds rtt x rate of them.
 
@@ -241,7 +244,7 @@ def connections_for(rtt_s: float, rate: float | None = None, window: int | None 
         window: bytes of a socket's buffer; by default what this machine's kernel allows a sender.
     """
     window = _send_buffer() if window is None else window
-    wanted = math.ceil(rtt_s * (rate or _ASSUMED_RATE) / (_USABLE * window))
+    wanted = math.ceil(rtt_s * rate / (_USABLE * window))
     return min(max(wanted, 1), MAX_CONNECTIONS)
 
 

@@ -26,6 +26,7 @@ from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.wire import connections_for
 
+GBIT = 125e6
 SHAPES = ((300, 70), (33,))
 FRAGMENT = Fragment(0, ("matrix", "vector"), SHAPES, 300 * 70 + 33)
 
@@ -36,6 +37,7 @@ def run_over_gloo(
     timeout_s: float = 30.0,
     connections: int | None = 2,
     rate_limit: float | None = None,
+    num_lanes: int = 1,
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own."""
     store = dist.HashStore()
@@ -43,7 +45,14 @@ def run_over_gloo(
 
     def live(region: int) -> Any:
         link = GlooLink(
-            store, "run", region, num_regions, connections, timeout_s=timeout_s, rate_limit=rate_limit
+            store,
+            "run",
+            region,
+            num_regions,
+            connections,
+            timeout_s=timeout_s,
+            rate_limit=rate_limit,
+            num_lanes=num_lanes,
         )
         try:
             return body(region, link)
@@ -148,12 +157,12 @@ def test_pieces_cover_a_part_and_cost_no_byte_more(coder: Coder, connections: in
 
 @pytest.mark.parametrize(
     ("rtt_s", "rate", "window", "expected"),
-    [(0.0, None, 4 << 20, 1), (0.0001, None, 4 << 20, 1), (0.1, None, 4 << 20, 12), (0.3, None, 4 << 20, 16)]
-    + [(0.1, 6.25e6, 4 << 20, 1), (0.1, None, 16 << 20, 3)],
+    [
+        *((0.0, GBIT, 4 << 20, 1), (0.0001, GBIT, 4 << 20, 1), (0.1, GBIT, 4 << 20, 12)),
+        *((0.3, GBIT, 4 << 20, 16), (0.1, GBIT / 20, 4 << 20, 1), (0.1, GBIT, 16 << 20, 3)),
+    ],
 )
-def test_connections_follow_the_round_trip(
-    rtt_s: float, rate: float | None, window: int, expected: int
-) -> None:
+def test_connections_follow_the_round_trip(rtt_s: float, rate: float, window: int, expected: int) -> None:
     """What is in flight, a quarter of a window each; a slow link or a large window needs fewer."""
     assert connections_for(rtt_s, rate, window) == expected
 
@@ -168,8 +177,19 @@ def test_regions_settle_on_the_most_connections_that_any_asks_for(monkeypatch: p
     assert [connections for _, connections in found] == [3, 3, 3]
 
 
-def test_a_rate_limit_is_kept() -> None:
-    """However fast the link: the payload takes at least as long as the limit says, but for its first piece."""
+def test_lanes_share_what_the_network_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks for connections that carry its share."""
+    rates = []
+    monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: rates.append(rate) or 2)
+    run_over_gloo(2, lambda region, link: None, connections=None, num_lanes=8)
+    run_over_gloo(2, lambda region, link: None, connections=None, num_lanes=4, rate_limit=8e6)
+    assert rates == [GBIT / 8] * 2 + [2e6] * 2
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_rate_limit_is_kept(num_lanes: int) -> None:
+    """However fast the link: the payload takes at least as long as a lane's share of the limit says, but for its first
+    piece."""
     rate = 400e3
 
     def body(region: int, link: GlooLink) -> tuple[float, int]:
@@ -177,7 +197,7 @@ def test_a_rate_limit_is_kept() -> None:
         sent = meet(link).bytes_sent
         return time.monotonic() - start, sent
 
-    for seconds, sent in run_over_gloo(2, body, rate_limit=rate):
+    for seconds, sent in run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes):
         assert seconds >= (sent - exchange._SMALLEST) / rate > 0
 
 
@@ -194,6 +214,23 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
 
     for first, second, third in run_over_gloo(2, body):
         assert third == first != second
+
+
+def test_the_links_memory_does_not_grow() -> None:
+    """A codec that makes its mean from other messages' means has nothing to hand back, whatever their addresses were."""
+    codec = codecs.feedback(codecs.lowrank(4))
+
+    def body(region: int, link: GlooLink) -> int:
+        state = codec.init(FRAGMENT)
+        for step in range(40):
+            values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
+            conversation = codec.converse(values, FRAGMENT, state)
+            result = link.mean(conversation, FRAGMENT.numel, Trailer(), f"step {step}").wait().result
+            state = result.state
+            link.give(result.mean)
+        return sum(spare.numel() for spare in link._buffers._spare.get(torch.float32, []))
+
+    assert run_over_gloo(2, body) == [0, 0]
 
 
 def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
