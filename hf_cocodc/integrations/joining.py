@@ -50,6 +50,13 @@ def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
     return next((param.device for param in params), HOST) if config.device == "model" else HOST
 
 
+def _is_replicated(param: nn.Parameter) -> bool:
+    """Whether several ranks of a sharded parameter's mesh hold the same shard."""
+    assert isinstance(param.data, DTensor)
+    sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
 def join(
     accelerator: Accelerator,
     model: nn.Module,
@@ -85,6 +92,13 @@ def join(
         raise InputError(
             f"{parts[0]} is sharded over ranks that Accelerate takes for replicas ({accelerator.distributed_type.value}): tensor "
             "parallelism, which is not supported. Shard with FSDP2 through Accelerate, or make stages of the model."
+        )
+    replicated = next((name for name in parts if _is_replicated(model.get_parameter(name))), None)
+    if sharded and replicated is not None:
+        raise InputError(
+            f"{replicated} is sharded over some ranks and replicated over others (dp_replicate_size): each replica would send "
+            "the same shards over the link, and norms would count them several times. Shard over all ranks of the region "
+            "(dp_replicate_size=1), or make each replica a region."
         )
     if count == 1:
         logger.info(

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from hf_cocodc import state
+from hf_cocodc.config import OuterConfig, RegionConfig
+from hf_cocodc.errors import InputError
+from hf_cocodc.integrations.joining import join
 from tests.processes.launching import run_regions
 from tests.toys import params_of
 
@@ -73,3 +83,29 @@ def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "global")
     assert params_of(model).numel() == expected["region0-rank0"]["num_params"]
     assert (folder / state.tensors_file(1)).is_file()
+
+
+@pytest.mark.parametrize(("shape", "refused"), [((2, 2), True), ((1, 4), False)])
+def test_shards_that_several_ranks_hold_are_refused(shape: tuple[int, int], refused: bool) -> None:
+    """HSDP inside a region: the parameter, the setting and both ways out are named. Replicas of one rank are none."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+        model = nn.Linear(4, 4, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+        accelerator: Any = SimpleNamespace(
+            process_index=0,
+            num_processes=4,
+            device=torch.device("cpu"),
+            distributed_type=DistributedType.FSDP,
+        )
+        regions = RegionConfig(region=0, count=1)
+        if refused:
+            with pytest.raises(
+                InputError, match=r"weight is sharded .* \(dp_replicate_size=1\), or make each replica"
+            ):
+                join(accelerator, model, OuterConfig(), regions, None)
+        else:
+            assert join(accelerator, model, OuterConfig(), regions, None).num_lanes == 4
+    finally:
+        dist.destroy_process_group()
