@@ -84,9 +84,6 @@ class _SharedHandle:
         self._shared, self._handle, self._numel = shared, handle, numel
         self._arrival: Arrival | None = None
 
-    def done(self) -> bool:
-        return self._arrival is not None
-
     def wait(self) -> Arrival:
         if self._arrival is None:
             self._arrival = self._receive()
@@ -181,9 +178,6 @@ class _LaneHandle:
     def __init__(self, link: LaneLink, handle: Handle) -> None:
         self._link, self._handle = link, handle
         self._arrival: Arrival | None = None
-
-    def done(self) -> bool:
-        return self._arrival is not None
 
     def wait(self) -> Arrival:
         if self._arrival is None:

@@ -1,8 +1,8 @@
 """When a fragment is sent and when it lands. Integers only; no torch.
 
-A schedule is two pure functions. Every region calls them with the same arguments, so every region gets the same events:
-a region that sent while another did not would wait for ever. Sends come before landings of the same step: with a delay
-of one round both fall on one step, and landing first would reset the local params, making every outer gradient zero.
+A schedule is pure functions. Every region calls them with the same arguments, so every region gets the same events: a
+region that sent while another did not would wait for ever. Sends come before landings of the same step: with a delay of
+one round both fall on one step, and landing first would reset the local params, making every outer gradient zero.
 """
 
 import math

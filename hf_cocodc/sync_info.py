@@ -11,7 +11,8 @@ from torch import Tensor
 class SyncInfo:
     """Facts of one landing, handed to every outer transform and merge; a part says what it needs by reading it.
 
-    Flat tensors are fp32 of the fragment's length, where the outer state is kept, and must not be written to.
+    Flat tensors are fp32 of the fragment's length, where the outer state is kept, and must not be written to. Global params
+    are those of before the landing while the outer transforms begin; then the landing itself may overwrite them.
 
     Attributes:
         fragment: index of the fragment.
@@ -19,13 +20,11 @@ class SyncInfo:
         sent_at: inner step after which the transfer left.
         landed_at: inner step after which it lands.
         num_regions: number of regions M.
-        inner_lr: learning rate of the last inner step.
         round_lr: mean inner learning rate of the steps whose outer gradient lands; the largest region's, for all alike.
         flight_lr: mean inner learning rate of the steps between this transfer's send and its landing.
         global_at_send: the fragment's global params when the transfer left.
         global_params: the fragment's global params before this landing changes them.
-        snapshot: this region's local params when the transfer left.
-        own_outer_grad: what this region had to send: global params at the send minus `snapshot`.
+        own_outer_grad: what this region had to send: global params minus local params then.
         fresh_outer_grad: gives global params minus local params as they are now.
         total: adds up numbers (1-D fp64) over the ranks that hold shards of the fragment, so that a norm is the whole
             tensor's; gives them back as they are where the model is not sharded.
@@ -36,12 +35,10 @@ class SyncInfo:
     sent_at: int
     landed_at: int
     num_regions: int
-    inner_lr: float
     round_lr: float
     flight_lr: float
     global_at_send: Tensor
     global_params: Tensor
-    snapshot: Tensor
     own_outer_grad: Tensor
     fresh_outer_grad: Callable[[], Tensor]
     total: Callable[[Tensor], Tensor] = lambda values: values

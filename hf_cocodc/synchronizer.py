@@ -1,8 +1,8 @@
 """The engine: the only loop over events.
 
 It owns the global params, the outer state and the transfers in flight, asks the method's parts what to do, and knows no
-method by name. All tensors it keeps are flat fp32, on the host or with the params; local params are written in place, here and
-nowhere else.
+method by name. All tensors it keeps are flat fp32, on the host or with the params; local params are written in place, by what it
+does with `transfers.FragmentState` and by nobody else.
 """
 
 import logging
@@ -314,12 +314,10 @@ class Synchronizer:
                 sent_at=sent_at,
                 landed_at=self.inner_step,
                 num_regions=self.link.num_regions,
-                inner_lr=self._lr,
                 round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
                 flight_lr=(self._lr_sum - transfer.lr_sum) / staleness if staleness else self._lr,
                 global_at_send=transfer.global_params,
                 global_params=state.global_params,
-                snapshot=transfer.snapshot,
                 own_outer_grad=transfer.outer_grad,
                 fresh_outer_grad=lambda: self._fresh_outer_grad(state),
                 total=self.link.total,

@@ -81,8 +81,8 @@ class FragmentState:
     """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
 
     What is done to every value at a send or a landing is done on the device where the outer state is kept; on the host
-    piece by piece, so that memory is read and written once. Only `land` writes to `global_params`, and never while a
-    transfer holds on to them.
+    piece by piece, so that memory is read and written once. `land` never writes to `global_params` that a transfer holds
+    on to.
 
     Attributes:
         buffers: memory on that device.
@@ -409,9 +409,6 @@ class Here:
 
     def __init__(self, arrival: Arrival) -> None:
         self._arrival = arrival
-
-    def done(self) -> bool:
-        return True
 
     def wait(self) -> Arrival:
         return self._arrival

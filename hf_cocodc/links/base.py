@@ -45,7 +45,7 @@ class Arrival(NamedTuple):
         result: what the codec's conversation ended with.
         trailers: one a region, in the order of the regions; equal everywhere.
         bytes_sent: payload bytes that this region sent for it.
-        seconds: from the start of the exchange to its end.
+        seconds: that the link took for it: from when the last region had come to the end.
         square: sum of squares of the mean, over all lanes of the region; found while training goes on.
     """
 
@@ -58,10 +58,6 @@ class Arrival(NamedTuple):
 
 class Handle(Protocol):
     """A transfer under way."""
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
 
     def wait(self) -> Arrival:
         """Block until the transfer has ended; may be called again.

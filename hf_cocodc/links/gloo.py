@@ -222,9 +222,6 @@ class _Job:
         self._error = error
         self._ended.set()
 
-    def done(self) -> bool:
-        return self._ended.is_set()
-
     def wait(self) -> Any:
         self._ended.wait()
         if self._error is not None:

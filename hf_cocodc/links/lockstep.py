@@ -248,9 +248,6 @@ class _Handle:
     def __init__(self, link: LockstepLink, meeting: _Meeting) -> None:
         self._link, self._meeting = link, meeting
 
-    def done(self) -> bool:
-        return self._meeting.answers is not None
-
     def wait(self) -> Arrival:
         arrival, arrives_at = self._link.answer(self._meeting)
         self._link.now = max(self._link.now, arrives_at)
