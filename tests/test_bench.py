@@ -42,18 +42,18 @@ def one_way(**changes: float | None) -> hub._Pair:
 def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
     """Numbers stand right, texts left, what is not there is a dash; JSON holds all of it and the machine."""
     rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
-    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."])
+    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"})
     assert report.lines() == [
         "a title: rate=1000, loss=0.0001",
         "",
-        "what    seconds     MB",
-        "----------------------",
-        "a        0.0123      3",
-        "longer        -  12346",
+        "what    seconds       MB",
+        "------------------------",
+        "a        0.0123      3.0",
+        "longer        -  12345.6",
         "",
         "A note.",
     ]
-    report.write(tmp_path / "one.json")
+    write(tmp_path / "one.json", [report])
     write(tmp_path / "two.json", [report, report])
     one = json.loads((tmp_path / "one.json").read_text())
     assert (one["rows"], one["notes"], one["machine"]["system"]) == (rows, ["A note."], os.uname().sysname)
@@ -127,18 +127,28 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
     ("words", "said"),
     [
         (["link", "--codec", "fp23"], "--codec 'fp23' is not known. Did you mean 'fp32'?"),
-        (["link", "--connections", "many"], "connections=many must lie in 1 .. 64, or be auto."),
+        (["link", "--connections", "many"], "--connections many must lie in 1 .. 64, or be auto."),
+        (["link", "--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
+        (["link", "--regions", "1"], "--regions 1 must be at least 2."),
+        (["link", "--megabytes", "inf"], "--megabytes inf must be positive, and no more than"),
+        (["link", "--json", "."], "--json . is a folder."),
+        (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
+        (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be positive."),
         (["link", "--region", "0"], "--store and --region go together"),
         (["link", "--interface", "wg0"], "--interface with them"),
         (["link", "--store", "nowhere"], "must be HOST:PORT"),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "the folder no/such/folder does not exist."),
-        (["wan", "--rate-mbit", "0"], "rate=0 must lie in 1e4 .. 1e11 bits per second"),
-        (["wan", "--rtt-ms", "-1"], "rtt_s=-0.001 must lie in"),
-        (["wan", "--loss", "5"], "loss=5.0 must be a probability"),
+        (["wan", "--rate-mbit", "0"], "--rate-mbit 0 must lie in 0.01 .. 100000."),
+        (["wan", "--rtt-ms", "-1"], "--rtt-ms -1 must lie in 0 .. 60000."),
+        (["wan", "--loss", "5"], "--loss 5 must lie in 0 .. 0.99."),
         (["wan", "--methods", "dilco"], "--methods 'dilco' is not known. Did you mean 'diloco'?"),
         (["wan", "--steps", "3"], "--steps 3 makes no round of --sync-interval 20"),
+        (
+            ["wan", "--sync-interval", "3"],
+            "--sync-interval 3 is too short for streaming, which sends 4 fragments in it",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(

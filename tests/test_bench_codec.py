@@ -9,7 +9,6 @@ import pytest
 
 from hf_cocodc.bench import codec
 from hf_cocodc.cli.main import main
-from hf_cocodc.errors import InputError
 from hf_cocodc.methods import CODECS
 
 
@@ -38,10 +37,3 @@ def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "codec", "--millions", "1", "--only", "int4", "in8"]) == 2
     error = capsys.readouterr().err
     assert "--only 'in8' is not a codec. Did you mean 'int8'? Known: bf16, fp16, fp32, fp4, int4" in error
-
-
-@pytest.mark.parametrize(("numel", "repeat"), [(0, 1), (1000, 0)])
-def test_nothing_cannot_be_measured(numel: int, repeat: int) -> None:
-    """Both numbers have to be positive."""
-    with pytest.raises(InputError, match="both must be at least 1"):
-        codec.measure(numel, repeat)

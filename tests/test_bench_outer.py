@@ -11,7 +11,6 @@ import torch
 
 from hf_cocodc.bench import outer
 from hf_cocodc.cli.main import main
-from hf_cocodc.errors import InputError
 from hf_cocodc.synchronizer import Synchronizer
 
 
@@ -67,7 +66,7 @@ def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table for people, JSON for programs; nothing is measured of no parameters."""
+    """A table for people, JSON for programs."""
     assert (
         main(["bench", "outer", "--millions", "1", "--repeat", "1", "--json", str(tmp_path / "found.json")])
         == 0
@@ -76,5 +75,3 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert printed.startswith("outer step: parameters=")
     found = json.loads((tmp_path / "found.json").read_text())
     assert [row["what"] for row in found["rows"]][:2] == ["copy", "idle step"]
-    with pytest.raises(InputError, match="both must be at least 1"):
-        outer.measure(0, 1)

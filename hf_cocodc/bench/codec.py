@@ -16,6 +16,9 @@ from ..links.base import drive
 from ..methods import CODECS
 from .report import Report, Row
 
+KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
+"""Codecs by the names that recipes know them by."""
+
 _SIDE = 1000
 _NOTES = (
     "GB/s: 10^9 bytes of fp32 a second. Encoding ends with the last byte to send; decoding goes on from there.",
@@ -31,21 +34,18 @@ def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Repor
     """One row a codec.
 
     Args:
-        numel: fp32 values.
-        repeat: measurements; their medians count.
+        numel: fp32 values, at least 1.
+        repeat: measurements, at least 1; their medians count.
         only: names of codecs; None: all that a recipe can name.
     """
-    known: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
     for name in only or ():
-        if name not in known:
-            raise InputError(f"--only {name!r} is not a codec.{nearest(name, list(known))}")
-    if numel < 1 or repeat < 1:
-        raise InputError(f"{numel} values and repeat={repeat}: both must be at least 1.")
+        if name not in KNOWN:
+            raise InputError(f"--only {name!r} is not a codec.{nearest(name, list(KNOWN))}")
     num_matrices, rest = divmod(numel, _SIDE * _SIDE)
     shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
     fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    rows = [_row(name, known[name](), fragment, values, repeat) for name in only or known]
+    rows = [_row(name, KNOWN[name](), fragment, values, repeat) for name in only or KNOWN]
     return Report(
         "codecs", {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}, rows, _NOTES
     )

@@ -1,7 +1,7 @@
 """What a link costs: the time of one mean over it, against what its rate and its round trip allow at best."""
 
 import dataclasses
-import os
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 
 from ..codecs.base import Codec
-from ..config import OuterConfig
 from ..errors import HandshakeError, InputError, LinkError, nearest
 from ..fragments import Fragment
 from ..links.base import Trailer
 from ..links.gloo import GlooLink
-from ..methods import CODECS, from_config
 from ..regions import connect_store, own_address, rendezvous, serve_store
 from ..tensors import digest
+from .codec import KNOWN
 from .emulator import INTERFACE, Wan
-from .report import Report, Row
+from .report import Report, Row, cores
 from .workers import STORE_PORT, TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
 
 ROUND_TRIPS = 5
@@ -37,6 +36,7 @@ class Trial:
         codec: what it travels as.
         connections: TCP connections to each other region; None takes as many as the round trip asks for.
         repeat: how often.
+        rate_limit: Mbit/s that a region sends at most; None for as many as it can.
 
     Raises:
         InputError: a value that cannot be.
@@ -46,23 +46,27 @@ class Trial:
     codec: str = "fp32"
     connections: int | None = None
     repeat: int = 5
+    rate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.megabytes > 0:
-            raise InputError(f"--megabytes {self.megabytes:g} must be positive.")
-        if self.codec not in CODECS:
-            raise InputError(f"--codec {self.codec!r} is not known.{nearest(self.codec, list(CODECS))}")
+        if not 0 < self.megabytes < math.inf:
+            raise InputError(
+                f"--megabytes {self.megabytes:g} must be positive, and no more than there is memory for."
+            )
+        if self.codec not in KNOWN:
+            raise InputError(f"--codec {self.codec!r} is not known.{nearest(self.codec, list(KNOWN))}")
         if self.repeat < 1:
             raise InputError(f"--repeat {self.repeat} must be at least 1.")
 
     def fragment(self) -> Fragment:
-        """The tensor as a fragment."""
-        numel = max(round(self.megabytes * 1e6 / 4), 1)
-        return Fragment(0, ("flat",), ((numel,),), numel)
+        """The tensor as a fragment: a matrix, for codecs that ask for one."""
+        columns = 1000
+        rows = max(round(self.megabytes * 1e6 / 4 / columns), 1)
+        return Fragment(0, ("matrix",), ((rows, columns),), rows * columns)
 
     def make_codec(self) -> Codec:
-        """The codec, as a method would use it."""
-        return from_config(OuterConfig(codec=self.codec)).codec
+        """The codec, without error feedback, which costs the link nothing."""
+        return KNOWN[self.codec]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +111,7 @@ def measure_across(trial: Trial, wan: Wan) -> Figures:
 
 def _measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
     common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions}
-    num_threads = max(len(os.sched_getaffinity(0)) // regions, 1)
+    num_threads = max(cores() // regions, 1)
     [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
     return Figures(**found)
 
@@ -139,7 +143,14 @@ def take_part(trial: Trial, store: str, region: int, regions: int, interface: st
             )
     address = own_address(store, interface)
     link = GlooLink(
-        reached, roster.run, region, regions, trial.connections, address=address, timeout_s=TIMEOUT_S
+        reached,
+        roster.run,
+        region,
+        regions,
+        trial.connections,
+        address=address,
+        timeout_s=TIMEOUT_S,
+        rate_limit=None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8,
     )
     try:
         found = _measure(link, trial)
@@ -237,6 +248,7 @@ def report(
         "megabytes": trial.megabytes,
         "codec": trial.codec,
         "connections": found.connections,
+        "rate_limit": trial.rate_limit,
         **setting,
     }
     return Report("one mean over a link", setting, rows, notes)

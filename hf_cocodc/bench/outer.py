@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..codecs.base import Conversation, Result
 from ..config import OuterConfig
-from ..errors import InputError
 from ..links.base import Arrival, Handle, Trailer
 from ..links.lockstep import LockstepHub, LockstepLink
 from ..methods import from_config
@@ -47,11 +46,9 @@ def measure(numel: int, repeat: int) -> Report:
     """One row for each thing that happens at a send or a landing, and for what is done elsewhere instead.
 
     Args:
-        numel: parameters of the model, about.
-        repeat: measurements; their medians count.
+        numel: parameters of the model, about; at least 1.
+        repeat: measurements, at least 1; their medians count.
     """
-    if numel < 1 or repeat < 1:
-        raise InputError(f"{numel} parameters and repeat={repeat}: both must be at least 1.")
     shapes = llama_like(numel)
     clock = _Clock(sum(math.prod(shape) for shape in shapes))
     rows: list[Row] = []

@@ -3,8 +3,8 @@
 import json
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,20 @@ class Report:
         setting: sizes, rates and counts that the figures hang on.
         rows: lines of the table, all with the same columns.
         notes: sentences that the reader needs to judge the figures.
+        formats: of columns whose numbers a person should read in another form than three digits.
     """
 
     title: str
     setting: Row
     rows: Sequence[Row]
     notes: Sequence[str] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The report as a person reads it."""
         titles = list(self.rows[0])
-        cells = [titles, *([_show(row[title]) for title in titles] for row in self.rows)]
+        shown = ([_show(row[title], self.formats.get(title)) for title in titles] for row in self.rows)
+        cells = [titles, *shown]
         widths = [max(len(line[column]) for line in cells) for column in range(len(titles))]
         numbers = [all(not isinstance(row[title], str) for row in self.rows) for title in titles]
         table = [
@@ -45,14 +48,12 @@ class Report:
         setting = ", ".join(f"{name}={_show(value)}" for name, value in self.setting.items())
         return [f"{self.title}: {setting}", "", table[0], rule, *table[1:], "", *self.notes]
 
-    def write(self, path: Path) -> None:
-        """The report as JSON, with the machine in general terms."""
-        write(path, [self])
-
 
 def write(path: Path, reports: Sequence[Report]) -> None:
     """Reports as JSON, an object each, in a list where there are several."""
     found = [{**asdict(report), "machine": machine()} for report in reports]
+    for each in found:
+        del each["formats"]
     path.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -64,7 +65,7 @@ def machine() -> Row:
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -72,10 +73,17 @@ def machine() -> Row:
     }
 
 
-def _show(value: Any) -> str:
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _show(value: Any, form: str | None = None) -> str:
     """Three digits of a fraction, all of a whole number."""
     if value is None:
         return "-"
+    if form is not None:
+        return format(value, form)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)

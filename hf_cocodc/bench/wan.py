@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from ..methods import from_config
 from ..regions import connect_store
 from . import link
 from .emulator import INTERFACE, Wan
-from .report import Report
+from .report import Report, cores
 from .workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
 
 MODEL = {
@@ -67,6 +66,7 @@ class Plan:
         methods: names, in the order of the rows.
         steps: inner steps of each region with each method.
         sync_interval: H of every method.
+        rate_limit: Mbit/s that a region sends at most (`regions.rate_limit`); None for as many as it can.
 
     Raises:
         InputError: a value that cannot be.
@@ -80,12 +80,18 @@ class Plan:
     methods: Sequence[str] = tuple(SETTINGS)
     steps: int = 240
     sync_interval: int = 20
+    rate_limit: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.methods:
             if name not in SETTINGS:
                 raise InputError(f"--methods {name!r} is not known.{nearest(name, list(SETTINGS))}")
-            from_config(self.outer(name))
+            num_fragments = SETTINGS[name].get("num_fragments", 1)
+            if self.sync_interval < num_fragments:
+                raise InputError(
+                    f"--sync-interval {self.sync_interval} is too short for {name}, which sends {num_fragments} fragments in it. "
+                    "Raise it."
+                )
         if self.steps < self.sync_interval:
             raise InputError(
                 f"--steps {self.steps} makes no round of --sync-interval {self.sync_interval} inner steps. Raise it."
@@ -112,15 +118,14 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:
         LinkError: a process failed.
     """
     with plan.wan() as wan:
-        cores = len(os.sched_getaffinity(0))
         setting = {
             "rtt_ms": plan.rtt_s * 1e3,
             "rate_mbit": plan.rate / 1e6,
             "loss": plan.loss,
             "congestion": wan.congestion,
-            "cores": cores,
+            "cores": cores(),
         }
-        trial = link.Trial()
+        trial = link.Trial(rate_limit=plan.rate_limit)
         yield link.report(trial, link.measure_across(trial, wan), setting, plan.rate, plan.rtt_s)
         phases = [NO_LINK, *plan.methods]
         common = {
@@ -143,11 +148,11 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
             "method": figures["phase"],
             "tokens/s": figures["tokens_per_s"],
             "ceiling": figures["ceiling"],
-            "of ceiling": f"{figures['tokens_per_s'] / figures['ceiling']:.0%}",
+            "of ceiling": figures["tokens_per_s"] / figures["ceiling"],
             "seconds": figures["seconds"],
             "blocked s": figures["blocked_s"],
             "MB sent": figures["bytes_sent"] / 1e6,
-            "held-out loss": f"{figures['loss']:.3f}",
+            "held-out loss": figures["loss"],
         }
         for figures in found
     ]
@@ -171,11 +176,13 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
         "regions": plan.regions,
         **setting,
         "parameters": found[0]["parameters"],
+        "rate_limit": plan.rate_limit,
         "sync_interval": plan.sync_interval,
         "steps": plan.steps,
         "tokens a step": BATCH * LENGTH,
     }
-    return Report("training over a link", setting, rows, notes)
+    formats = {"of ceiling": ".0%", "held-out loss": ".3f"}
+    return Report("training over a link", setting, rows, notes, formats)
 
 
 def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -226,7 +233,11 @@ class _Region:
                 overlap_steps = self._covering(config, model)
                 config = replace(config, overlap_steps=overlap_steps)
             regions = RegionConfig(
-                region=self._region, count=plan.regions, store=self._address, interface=INTERFACE
+                region=self._region,
+                count=plan.regions,
+                store=self._address,
+                interface=INTERFACE,
+                rate_limit=plan.rate_limit,
             )
             outer = OuterOptimizer(self._accelerator, model, optimizer, config, regions, max_steps=plan.steps)
             seconds = self._run(model, optimizer, scheduler, plan.steps, outer.step, outer.finish)

@@ -1,6 +1,7 @@
 """`hf-cocodc bench`: what the parts cost here, against the physical floor."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def _add_link(benches: Any) -> None:
     link.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
     link.add_argument("--repeat", type=int, default=5, help="transfers (default: 5)")
     link.add_argument("--rate-mbit", type=float, help="the link's rate in Mbit/s, where it is known")
+    _add_rate_limit(link)
     link.add_argument(
         "--store", metavar="HOST:PORT", help="store that all regions reach (see hf-cocodc store)"
     )
@@ -78,11 +80,20 @@ def _add_wan(benches: Any) -> None:
     wan.add_argument(
         "--congestion", help="TCP congestion control, such as cubic or bbr (default: the machine's)"
     )
+    _add_rate_limit(wan)
     wan.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to train with (default: all)")
     wan.add_argument(
         "--steps", type=int, default=240, help="inner steps of each region and method (default: 240)"
     )
     wan.add_argument("--sync-interval", type=int, default=20, help="H of every method (default: 20)")
+
+
+def _add_rate_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rate-limit",
+        type=float,
+        help="Mbit/s that a region sends at most, as regions.rate_limit (default: no limit)",
+    )
 
 
 def _add(
@@ -103,24 +114,53 @@ def _report(options: argparse.Namespace) -> int:
         raise InputError(
             f"--json {options.json}: the folder {options.json.parent} does not exist. Make it first."
         )
+    if options.json is not None and options.json.is_dir():
+        raise InputError(f"--json {options.json} is a folder. Name a file in it.")
     reports = []
     for report in options.measure(options):
         print("\n".join(report.lines()), end="\n\n", flush=True)
         reports.append(report)
-    if options.json is not None:
-        write(options.json, reports)
+        if options.json is not None:
+            write(options.json, reports)
     return 0
+
+
+def _check(flag: str, value: float, least: float, most: float = math.inf) -> None:
+    """Check a number in the words of the command line."""
+    if not least <= value <= most:
+        rule = f"must be at least {least:g}" if most == math.inf else f"must lie in {least:g} .. {most:g}"
+        raise InputError(f"{flag} {value:g} {rule}.")
+
+
+def _connections(text: str) -> int | None:
+    """How many; None where the round trip is to decide."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise InputError(f"--connections {text} must lie in 1 .. 64, or be auto.")
+    return int(text)
+
+
+def _rate_limit(value: float | None) -> float | None:
+    """Mbit/s; None for no limit."""
+    if value is not None:
+        _check("--rate-limit", value, 0.01)
+    return value
 
 
 def _outer(options: argparse.Namespace) -> Iterator[Any]:
     from ..bench import outer
 
+    _check("--millions", options.millions, 1)
+    _check("--repeat", options.repeat, 1)
     yield outer.measure(options.millions * 10**6, options.repeat)
 
 
 def _codec(options: argparse.Namespace) -> Iterator[Any]:
     from ..bench import codec
 
+    _check("--millions", options.millions, 1)
+    _check("--repeat", options.repeat, 1)
     yield codec.measure(options.millions * 10**6, options.repeat, options.only)
 
 
@@ -133,10 +173,8 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         count=options.regions,
         store=options.store,
         interface=options.interface,
-        connections=options.connections,
     )
-    if options.regions < 2:
-        raise InputError(f"--regions {options.regions}: a link has two ends at least.")
+    _check("--regions", options.regions, 2)
     if (ends.store is None) != (ends.region is None) or (ends.interface and not ends.store):
         raise InputError(
             "--store and --region go together, and --interface with them: give both for one end of a real link, or none of them "
@@ -150,12 +188,12 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         raise InputError(
             f"--rate-mbit {options.rate_mbit:g} must be positive. Leave it out where it is not known."
         )
-    connections = ends.connections
     trial = link.Trial(
         megabytes=options.megabytes,
         codec=options.codec,
-        connections=connections if isinstance(connections, int) else None,
+        connections=_connections(options.connections),
         repeat=options.repeat,
+        rate_limit=_rate_limit(options.rate_limit),
     )
     if ends.store is not None and ends.region is not None:
         found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface)
@@ -169,6 +207,10 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
 def _wan(options: argparse.Namespace) -> Iterator[Any]:
     from ..bench import wan
 
+    _check("--regions", options.regions, 2, 100)
+    _check("--rtt-ms", options.rtt_ms, 0, 60_000)
+    _check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
+    _check("--loss", options.loss, 0, 0.99)
     plan = wan.Plan(
         regions=options.regions,
         rtt_s=options.rtt_ms / 1e3,
@@ -178,5 +220,6 @@ def _wan(options: argparse.Namespace) -> Iterator[Any]:
         methods=options.methods or tuple(wan.SETTINGS),
         steps=options.steps,
         sync_interval=options.sync_interval,
+        rate_limit=_rate_limit(options.rate_limit),
     )
     yield from wan.measure(plan, lambda words: print(words, file=sys.stderr, flush=True))
