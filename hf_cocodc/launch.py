@@ -14,6 +14,7 @@ from typing import IO
 import psutil
 
 from .config import ENV_REGION, ENV_REGIONS, ENV_STORE, Recipe
+from .errors import InputError
 from .journal import forget_errors, read
 from .train import output_dir
 
@@ -93,13 +94,22 @@ def start(
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """What accelerate is told where the user says nothing: an even share of this machine's GPUs, else one CPU process."""
+    """What accelerate is told where the user says nothing: an even share of this machine's GPUs, else one CPU process.
+
+    Raises:
+        InputError: there are GPUs, but not one for each region.
+    """
     import torch
 
     common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    share = len(devices) // places if torch.cuda.is_available() else 0
-    if share == 0:
+    share = len(devices) // places
+    if torch.cuda.is_available() and share == 0:
+        raise InputError(
+            f"{places} regions on this machine, but it has {len(devices)} GPU(s). Start fewer here (regions.count, or "
+            "--region for one only), or train on the CPU with `-- --cpu --num_processes 1` at the end of the command."
+        )
+    if not torch.cuda.is_available():
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // places)))
         return [*common, "--cpu", "--num_processes", "1"]
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place * share : (place + 1) * share])

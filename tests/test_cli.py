@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hf_cocodc import launch
 from hf_cocodc.cli import train
 from hf_cocodc.cli.main import parse
+from hf_cocodc.errors import InputError
 
 ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
 
@@ -30,3 +33,16 @@ def test_only_train_starts_a_launcher(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         parse(["store", "--", *ARGS])
     assert "hf-cocodc train" in capsys.readouterr().err
+
+
+def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly; more regions than GPUs would train on the CPU without a word, and are refused with the ways out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    env: dict[str, str] = {}
+    assert "--multi_gpu" in launch._launcher_arguments(1, 2, env)
+    assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with pytest.raises(
+        InputError, match=r"3 regions on this machine, but it has 2 GPU.* `-- --cpu --num_processes 1`"
+    ):
+        launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
