@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .errors import HandshakeError
 from .tensors import local_shard
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of what crosses the link; raised whenever two versions of this package could misunderstand each other."""
 
 
@@ -40,6 +40,7 @@ def hello(
         "lanes": num_lanes,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
         "frozen parameters and buffers (digest)": _frozen_digest(model),
+        "adapter settings": _adapter_settings(model),
         "host": platform.node(),
     }
 
@@ -70,6 +71,19 @@ def _show(mine: Any, theirs: Any) -> tuple[str, str]:
                 return repr(a), repr(b)
         return f"{len(mine)} of them", f"{len(theirs)} of them"
     return repr(mine), repr(theirs)
+
+
+def _adapter_settings(model: nn.Module) -> list[str]:
+    """What PEFT's adapters do that no parameter tells, such as LoRA's alpha; not where a region has the base model from."""
+    found = []
+    for name, config in getattr(model, "peft_config", {}).items():
+        for key, value in sorted(config.to_dict().items()):
+            if key not in _OF_ONE_PLACE:
+                found.append(f"{name}.{key}={sorted(value) if isinstance(value, set) else value}")
+    return found
+
+
+_OF_ONE_PLACE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 def _frozen_digest(model: nn.Module) -> str:

@@ -286,3 +286,15 @@ def test_adapters_may_start_different_but_not_of_another_shape() -> None:
     compare([hello(lora(seed), {}, None, 1) for seed in range(2)])
     with pytest.raises(HandshakeError, match=r"q_proj.lora_A.default.weight \[4, 16\].*\[2, 16\]"):
         compare([hello(lora(0, r=r), {}, None, 1) for r in (4, 2)])
+
+
+def test_adapters_that_scale_otherwise_are_refused() -> None:
+    """LoRA's alpha is no parameter, and yet decides what a step is worth; where the base model lies does not."""
+    model = lora(0)
+    elsewhere = lora(1)
+    elsewhere.peft_config["default"].base_model_name_or_path = "another/folder"
+    compare([hello(each, {}, None, 1) for each in (model, elsewhere)])
+    with pytest.raises(
+        HandshakeError, match=r"adapter settings: region 0 has 'default.lora_alpha=\d+', region 1 has"
+    ):
+        compare([hello(each, {}, None, 1) for each in (model, lora(0, lora_alpha=99))])
