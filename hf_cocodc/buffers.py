@@ -1,4 +1,4 @@
-"""Memory for flat tensors, which is used again, and their way from a GPU to the link."""
+"""Memory for flat tensors, which is used again, and its way from a GPU to the link and back."""
 
 import bisect
 import functools
@@ -27,6 +27,8 @@ class Buffers:
         self._spare: dict[torch.dtype, list[Tensor]] = {}
         self._lock = threading.Lock()
         self.device, self.pinned = device, pinned
+        self.given: torch.cuda.Event | None = None
+        """When a GPU will have done what it had been asked to do with what was handed back."""
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer with anything in it: of the spare ones with room enough the smallest."""
@@ -42,6 +44,8 @@ class Buffers:
     def give(self, *buffers: Tensor) -> None:
         """Hand back buffers that nobody will look at any more; those that came from elsewhere may be too short."""
         with self._lock:
+            if self.device.type == "cuda":
+                self.given = torch.cuda.current_stream(self.device).record_event()
             for each in buffers:
                 if _room(each) >= self._at_least:
                     bisect.insort(self._spare.setdefault(each.dtype, []), each, key=_room)
@@ -89,7 +93,24 @@ class Departure:
             self._copy = None
 
 
+def bring(flat: Tensor, home: Buffers) -> Tensor:
+    """A copy of a flat tensor of the host on the device of `home`, in its memory; called by the link's thread, which waits.
+
+    To a GPU over the same stream, so that training goes on meanwhile.
+    """
+    if home.device.type != "cuda":
+        return home.take(flat.numel()).copy_(flat)
+    stream = _side_stream(home.device)
+    with torch.cuda.stream(stream):
+        copy = home.take(flat.numel())
+        if home.given is not None:
+            stream.wait_event(home.given)
+        copy.copy_(flat, non_blocking=True)
+    stream.synchronize()
+    return copy
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream by which everything leaves that device."""
+    """The stream by which everything leaves that device and comes to it."""
     return torch.cuda.Stream(device)

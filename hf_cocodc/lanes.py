@@ -1,12 +1,13 @@
 """Links of regions with several ranks: the leader shares what it gets (DDP), or every rank has a lane of its own (FSDP2)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .buffers import HOST
 from .codecs.base import Conversation, Result
 from .links.base import Arrival, Handle, Link, Trailer
 
@@ -19,16 +20,26 @@ class SharedLink:
         region: this region.
         num_regions: number of regions M.
         device: where the region's own process group wants tensors (a GPU under NCCL).
+        home: the device where means are wanted.
     """
 
-    def __init__(self, leader_link: Link | None, region: int, num_regions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        leader_link: Link | None,
+        region: int,
+        num_regions: int,
+        device: torch.device,
+        home: torch.device = HOST,
+    ) -> None:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
         self._link = leader_link
-        self._device = device
+        self._device, self._home = device, home
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
         return _SharedHandle(self, handle, numel)
 
@@ -68,9 +79,19 @@ class SharedLink:
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's `tensor`, on every rank of the region."""
-        moved = tensor.to(self._device)
-        dist.broadcast(moved, src=0)
-        return moved.to(tensor.device)
+        return self._spread(tensor.to(self._device)).to(tensor.device)
+
+    def hand_out(self, mean: Tensor) -> None:
+        """On the leader: let every rank of the region have the mean."""
+        self._spread(mean.to(self._device))
+
+    def receive(self, numel: int) -> Tensor:
+        """On the others: the mean that the leader hands out."""
+        return self._spread(torch.empty(numel, dtype=torch.float32, device=self._device)).to(self._home)
+
+    def _spread(self, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=0)
+        return tensor
 
     def share_trailers(self, trailers: Sequence[Trailer]) -> tuple[Trailer, ...]:
         flat = torch.zeros(self.num_regions, len(Trailer._fields), dtype=torch.float64)
@@ -92,11 +113,11 @@ class _SharedHandle:
     def _receive(self) -> Arrival:
         if self._handle is not None:
             arrival = self._handle.wait()
-            self._shared.share(arrival.result.mean)
+            self._shared.hand_out(arrival.result.mean)
             self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
             self._shared.share_trailers(arrival.trailers)
             return arrival
-        mean = self._shared.share(torch.empty(self._numel, dtype=torch.float32))
+        mean = self._shared.receive(self._numel)
         square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
         trailers = self._shared.share_trailers(())
         return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square)
@@ -121,7 +142,9 @@ class LaneLink:
         self._link = link
         self._device = device
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what))
 
     def give(self, mean: Tensor) -> None:

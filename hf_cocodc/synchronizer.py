@@ -8,9 +8,10 @@ does with `transfers.FragmentState` and by nobody else.
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 
 import torch
@@ -273,6 +274,7 @@ class Synchronizer:
             if not shares:
                 outer_grad.zero_()
             checked = self.method.outer.regions_agree and state.num_sends % self._digest_interval == 0
+            checksum = state.checksum() if checked else None
             trailer = Trailer(
                 weight=float(shares),
                 fragment=fragment.index,
@@ -280,7 +282,6 @@ class Synchronizer:
                 step_time_s=self._step_time_s,
                 sync_time_s=self._sync_time_s,
                 loss=self.loss,
-                digest=digest(state.global_params) if checked else -1,
                 compression=compression(state.codec),
                 ending=self.ending,
                 saved_at=self.saved_at,
@@ -288,7 +289,7 @@ class Synchronizer:
             )
             conversation, departure = state.converse(self.method.codec, outer_grad, state.codec)
             what = f"fragment {fragment.index} sent at step {step}"
-            handle = self.link.mean(conversation, fragment.numel, trailer, what)
+            handle = self.link.mean(conversation, fragment.numel, partial(_checked, trailer, checksum), what)
             kept = (snapshot, outer_grad, state.global_params, self._lr_sum)
             transfer = Transfer(step, *kept, handle, departure)
             state.in_flight.append(transfer)
@@ -413,7 +414,7 @@ class Synchronizer:
         conversation, _ = state.converse(codec, state.global_params, codec.init(state.fragment))
         trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         what = f"the mean of the global params of fragment {index}"
-        arrival = self._wait(self.link.mean(conversation, state.fragment.numel, trailer, what))
+        arrival = self._wait(self.link.mean(conversation, state.fragment.numel, lambda: trailer, what))
         self.totals.bytes_sent += arrival.bytes_sent
         return arrival.result.mean
 
@@ -432,3 +433,8 @@ class Synchronizer:
             sends=self.totals.sends,
             digest=own,
         )
+
+
+def _checked(trailer: Trailer, checksum: Callable[[], int] | None) -> Trailer:
+    """The trailer with the checksum that it is to carry, if any."""
+    return trailer if checksum is None else trailer._replace(digest=checksum())

@@ -1,6 +1,6 @@
 """What the engine keeps of each fragment and of each transfer in flight, and how it is saved."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -23,6 +23,7 @@ from .tensors import (
     Cut,
     copy_all_,
     cuts,
+    digest,
     flat_zeros,
     in_this_thread,
     is_finite,
@@ -138,6 +139,17 @@ class FragmentState:
 
         return conversation(), departure
 
+    def checksum(self) -> Callable[[], int]:
+        """What finds the checksum of the global params as they are now, for the link's thread: it takes time."""
+        departure = Departure(self.global_params, self.host)
+
+        def find() -> int:
+            found = digest(departure.fetch())
+            departure.end()
+            return found
+
+        return find
+
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, piece by piece."""
         return flat.split_with_sizes(self._lengths)
@@ -184,7 +196,7 @@ class FragmentState:
         if self._own is None and merge.reads_local:  # params that cannot be written piece by piece
             stand_in = self.gather()
             local = [(piece,) for piece in self.cut(stand_in)]
-        grad = mean if self._on_host else self.take().copy_(mean)
+        grad = mean if mean.device == before.device else self.take().copy_(mean)
         finite = Landing(
             self._cuts,
             local,

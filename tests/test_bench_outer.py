@@ -22,7 +22,6 @@ def test_every_part_of_an_outer_step_has_a_row() -> None:
         "copy",
         "idle step",
         "send",
-        "send with checksum",
         "land, replace (diloco)",
         "land, mix (streaming)",
         "land, compensate (cocodc)",
@@ -62,7 +61,7 @@ def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(Synchronizer, name, called)
     outer.measure(20_000, 3)
-    assert calls == ["_send", "_land"] * len(outer._LANDINGS) * (2 * 3 + 2)
+    assert calls == ["_send", "_land"] * len(outer._LANDINGS) * (3 + 2)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

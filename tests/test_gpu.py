@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_cocodc.buffers import HOST, Buffers, Departure
+from hf_cocodc.buffers import HOST, Buffers, Departure, bring
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.methods import METHODS
 from tests.test_device import trajectory
@@ -41,6 +41,21 @@ def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
     assert not trained.query()
     assert copy.is_pinned()
     assert torch.equal(copy, torch.ones(1 << 24))
+
+
+def test_training_goes_on_while_a_mean_comes() -> None:
+    """It is there before work that the training stream got earlier; memory that this still reads is not written to."""
+    home = Buffers(device=torch.device("cuda", 0))
+    torch.cuda._sleep(4_000_000_000)  # cycles: seconds
+    trained = torch.cuda.current_stream().record_event()
+    first = bring(torch.ones(1 << 24), home)
+    assert not trained.query()
+    seen = first.clone()
+    home.give(first)
+    second = bring(torch.zeros(1 << 24), home)
+    assert second.data_ptr() == first.data_ptr()
+    assert torch.equal(seen, torch.ones_like(seen))
+    assert torch.equal(second, torch.zeros_like(second))
 
 
 def test_a_send_leaves_the_device_once_a_fragment() -> None:

@@ -268,8 +268,56 @@ class Answered(LockstepLink):
         super().__init__(LockstepHub(1), region=0, num_regions=1)
         self.kept = torch.zeros(numel)
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
-        return Here(Arrival(Result(self.kept, lambda: self.kept, {}), (trailer,), 0, 0.0, 0.0))
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
+        return Here(Arrival(Result(self.kept, lambda: self.kept, {}), (trailer(),), 0, 0.0, 0.0))
+
+
+class Busy(LockstepLink):
+    """A lone region's link whose thread comes to a transfer only when that lands, and finds a mean of ones."""
+
+    def __init__(self) -> None:
+        super().__init__(LockstepHub(1), region=0, num_regions=1)
+        self.came_to: list[Trailer] = []
+
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
+        def come() -> Arrival:
+            self.came_to.append(trailer())
+            mean = torch.ones(numel)
+            return Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0)
+
+        return Late(come)
+
+
+class Late:
+    def __init__(self, come: Callable[[], Arrival]) -> None:
+        self.wait = come
+
+
+def test_a_checksum_found_late_is_that_of_the_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link's thread finds it, which training does not wait for; landings in between do not change it."""
+    found: list[int] = []
+
+    def digest(flat: Tensor) -> int:
+        found.append(tensors.digest(flat))
+        return found[-1]
+
+    monkeypatch.setattr(transfers, "digest", digest)
+    link = Busy()
+    method = dataclasses.replace(method_of("diloco"), schedule=schedules.every(2, 5))
+    synchronizer = Synchronizer(Blocks([torch.zeros(8)]), method, link, digest_interval=1)
+    sent = {}
+    for step in range(1, 20):
+        sent[step] = synchronizer.global_digest()
+        synchronizer.step(1e-3)
+        assert len(found) == synchronizer.totals.landings
+    assert len(set(found)) > 3
+    assert [(each.inner_step, each.digest) for each in link.came_to] == [
+        (step, sent[step]) for step in range(2, 15, 2)
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -136,7 +136,9 @@ class Tap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         self.means.append(numel)
         return self._link.mean(conversation, numel, trailer, what)
 

@@ -180,7 +180,7 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
         )  # so that nobody's clock runs while another one is still at the last transfer
         start = time.perf_counter()
         conversation = codec.converse(outer_grad, fragment, state)
-        arrival = link.mean(conversation, fragment.numel, Trailer(), what).wait()
+        arrival = link.mean(conversation, fragment.numel, Trailer, what).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
         told = link.gather(Trailer(sync_time_s=took, digest=digest(arrival.result.mean)), what)

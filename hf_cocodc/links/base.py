@@ -77,13 +77,15 @@ class Link(Protocol):
     """Which shard of the region's model this link carries; 0 where ranks hold the same parameters."""
     num_lanes: int
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         """Start the mean over the regions that `conversation` asks for; returns at once.
 
         Args:
             conversation: of a codec, made from this region's outer gradient.
             numel: length of the outer gradient.
-            trailer: this region's numbers.
+            trailer: gives this region's numbers; called, like the conversation, while training goes on.
             what: names the transfer in messages ("fragment 0 sent at step 100").
         """
         ...

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..buffers import Buffers
-from ..codecs.base import Conversation, Message, Reply
+from ..buffers import HOST, Buffers, bring
+from ..codecs.base import Conversation, Message, Reply, Result
 from ..errors import LinkError, RegionLostError
 from ..tensors import square
 from .base import Arrival, Handle, Trailer, drive, weights
@@ -42,6 +42,7 @@ class GlooLink:
         rate_limit: bytes a second that this region sends at most, to all regions together; None for no limit.
         num_lanes: lanes of this region, each with a link of its own, that share that limit and what the network gives.
         pin_memory: whether a GPU will copy from the means.
+        home: the device where they are wanted.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -59,6 +60,7 @@ class GlooLink:
         rate_limit: float | None = None,
         num_lanes: int = 1,
         pin_memory: bool = False,
+        home: torch.device = HOST,
     ) -> None:
         self.region = region
         self.num_regions = num_regions
@@ -69,6 +71,7 @@ class GlooLink:
             store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
         )
         self._buffers = Buffers(pinned=pin_memory)
+        self._home = self._buffers if home == HOST else Buffers(device=home)
         self._lent = WeakIdKeyDictionary()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
@@ -80,13 +83,16 @@ class GlooLink:
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         def transfer() -> Arrival:
+            numbers = _numbers(trailer())
             began = time.perf_counter()
             bytes_sent = 0
             came = 0.0
             reply = None
-            swap = self.wire.begin_swap(_numbers(trailer), what)
+            swap = self.wire.begin_swap(numbers, what)
 
             def exchange(message: Message) -> Reply:
                 nonlocal bytes_sent, came, reply
@@ -100,18 +106,18 @@ class GlooLink:
                 return reply
 
             result = drive(conversation, exchange)
-            if reply is not None and reply.mean is result.mean:
-                self._lent[result.mean] = True
             # until the last region has come it is that region which takes time, not the link
             seconds = time.perf_counter() - max(began, came - self.wire.rtt_s)
-            return Arrival(result, _trailers(swap.values), bytes_sent, seconds, square(result.mean))
+            found = square(result.mean)
+            result = self._bring_home(result, lent=reply is not None and reply.mean is result.mean)
+            return Arrival(result, _trailers(swap.values), bytes_sent, seconds, found)
 
         return self._submit(transfer, what)
 
     def give(self, mean: Tensor) -> None:
         # a codec's own mean is none of the link's memory, which would grow with every one it took in
         if self._lent.pop(mean, False):
-            self._buffers.give(mean)
+            self._home.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -193,6 +199,18 @@ class GlooLink:
         with contextlib.suppress(queue.Empty):
             while (job := self._jobs.get_nowait()) is not None:
                 job.fail(self._failure)
+
+    def _bring_home(self, result: Result, lent: bool) -> Result:
+        """The result with its mean where it is wanted; `lent`: it lies in the link's own memory."""
+        mean = result.mean
+        if self._home is not self._buffers:
+            mean = bring(result.mean, self._home)
+            if lent:
+                self._buffers.give(result.mean)
+            lent = True
+        if lent:
+            self._lent[mean] = True
+        return result._replace(mean=mean)
 
     def _spread(self, raw: Tensor, what: str, source: int) -> None:
         tag, pending = self.wire.tag(), []

@@ -202,9 +202,11 @@ class LockstepLink:
         self.now = 0.0
         """Simulated seconds, where time is simulated."""
 
-    def mean(self, conversation: Conversation, numel: int, trailer: Trailer, what: str) -> Handle:
+    def mean(
+        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+    ) -> Handle:
         meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        return _Handle(self, self._bring(what, (conversation, trailer, self.now), meet))
+        return _Handle(self, self._bring(what, (conversation, trailer(), self.now), meet))
 
     def give(self, mean: Tensor) -> None:
         """Memory is not kept here."""

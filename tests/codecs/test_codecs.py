@@ -93,7 +93,7 @@ def transfer(
         lambda region, link: link.mean(
             codec.converse(outer_grads[region], fragment, states[region]),
             fragment.numel,
-            Trailer(shares[region]),
+            lambda: Trailer(shares[region]),
             "x",
         ).wait(),
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_cocodc import codecs
+from hf_cocodc.buffers import HOST
 from hf_cocodc.codecs.base import Codec, Coder
 from hf_cocodc.codecs.block import Float4, Integers
 from hf_cocodc.codecs.cast import Cast
@@ -25,6 +27,7 @@ from hf_cocodc.links.base import Arrival, Link, Trailer
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.wire import connections_for
+from tests.far import FAR
 
 GBIT = 125e6
 SHAPES = ((300, 70), (33,))
@@ -38,6 +41,7 @@ def run_over_gloo(
     connections: int | None = 2,
     rate_limit: float | None = None,
     num_lanes: int = 1,
+    home: torch.device = HOST,
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own."""
     store = dist.HashStore()
@@ -53,6 +57,7 @@ def run_over_gloo(
             timeout_s=timeout_s,
             rate_limit=rate_limit,
             num_lanes=num_lanes,
+            home=home,
         )
         try:
             return body(region, link)
@@ -88,7 +93,7 @@ def test_gloo_is_lockstep(
             outer_grad = torch.randn(
                 FRAGMENT.numel, generator=torch.Generator().manual_seed(10 * region + step)
             )
-            trailer = Trailer(weight=float(region != 1 or step == 1), inner_step=step, loss=region)
+            trailer = partial(Trailer, weight=float(region != 1 or step == 1), inner_step=step, loss=region)
             conversation = codec.converse(outer_grad, FRAGMENT, state)
             arrival = link.mean(conversation, FRAGMENT.numel, trailer, f"step {step}").wait()
             state = arrival.result.state
@@ -133,7 +138,7 @@ def meet(link: Link) -> Arrival:
     """One small mean."""
     codec = codecs.fp32()
     conversation = codec.converse(torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
-    return link.mean(conversation, FRAGMENT.numel, Trailer(), "step 1").wait()
+    return link.mean(conversation, FRAGMENT.numel, Trailer, "step 1").wait()
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -216,6 +221,31 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
         assert third == first != second
 
 
+@pytest.mark.parametrize(
+    "codec", [codecs.fp32(), codecs.feedback(codecs.lowrank(4))], ids=["fp32", "lowrank"]
+)
+def test_means_come_home(codec: Codec) -> None:
+    """To the device where the outer state is: the bits that they have on the host, in one memory that is used again."""
+
+    def body(region: int, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
+        state, means, places = codec.init(FRAGMENT), [], set()
+        for step in range(4):
+            seed = torch.Generator().manual_seed(10 * region + step)
+            conversation = codec.converse(torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
+            result = link.mean(conversation, FRAGMENT.numel, Trailer, f"step {step}").wait().result
+            state = result.state
+            means.append(result.mean.cpu().clone())
+            places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
+            link.give(result.mean)
+        return means, places
+
+    for (there, places), (here, _) in zip(
+        run_over_gloo(2, body, home=FAR), run_over_gloo(2, body), strict=True
+    ):
+        assert [device for device, _ in places] == [FAR]
+        torch.testing.assert_close(there, here, atol=0, rtol=0)
+
+
 def test_the_links_memory_does_not_grow() -> None:
     """A codec that makes its mean from other messages' means has nothing to hand back, whatever their addresses were."""
     codec = codecs.feedback(codecs.lowrank(4))
@@ -225,7 +255,7 @@ def test_the_links_memory_does_not_grow() -> None:
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
             conversation = codec.converse(values, FRAGMENT, state)
-            result = link.mean(conversation, FRAGMENT.numel, Trailer(), f"step {step}").wait().result
+            result = link.mean(conversation, FRAGMENT.numel, Trailer, f"step {step}").wait().result
             state = result.state
             link.give(result.mean)
         return sum(spare.numel() for spare in link._buffers._spare.get(torch.float32, []))
