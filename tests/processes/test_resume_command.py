@@ -121,7 +121,7 @@ def sends(folder: Path, region: int) -> list[tuple[int, int]]:
 def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
     method: str, train: Callable[[str, Path], str], tmp_path: Path
 ) -> None:
-    """Resumed where nothing was saved, killed while the regions stand at different steps, resumed, and once more at its end."""
+    """Resumed where nothing was saved, killed while the regions stand at different steps, resumed."""
     again, whole = tmp_path / "again", tmp_path / "whole"
     again.mkdir()
     printed = kill_all(start(method, again), again)
@@ -142,9 +142,15 @@ def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
         assert ours.read_bytes() == theirs.read_bytes()
         assert sends(again, region) == sends(whole, region)
 
-    model = again / "region-0" / "model.safetensors"
+
+@pytest.mark.slow
+def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], str], tmp_path: Path) -> None:
+    """Resumed once more it says so, and how it had ended."""
+    folder = tmp_path / "run"
+    simulate(recipe("diloco"), overrides=[*overrides("diloco", folder), *SAVING])
+    model = folder / "region-0" / "model.safetensors"
     before = model.read_bytes()
-    printed = train(method, again)
+    printed = train("diloco", folder)
     assert "the run had finished: nothing was left to train" in printed
     assert f"inner steps           {STEPS}" in printed
     assert model.read_bytes() == before
