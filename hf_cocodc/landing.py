@@ -44,7 +44,6 @@ class Landing:
         self._num_params = num_params
         self._finite = True
         self._copies = torch.empty(PIECE, dtype=torch.float32)
-        self._wide = torch.empty(PIECE, dtype=torch.float64)
 
     def run(self) -> bool:
         """Do it; whether the local params were finite, as far as the merge reads them.
@@ -95,7 +94,7 @@ class Landing:
             piece = self._move(index)
             pieces.append(piece)
             measured = self._merge.measure(piece, self._info)
-            pairs = zip(*(squares_of(cut.views(each), self._wide) for each in measured), strict=True)
+            pairs = zip(*(squares_of(cut.views(each)) for each in measured), strict=True)
             for param, pair in zip(cut.params, pairs, strict=True):
                 squares[param].append(pair)
         sums = [sum(pair[which] for pair in pairs) for which in (0, 1) for pairs in squares]

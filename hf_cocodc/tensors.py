@@ -100,36 +100,26 @@ def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[f
 
 def square(tensor: Tensor) -> float:
     """Sum of squares in fp64, to the same bits however many threads torch has."""
-    wide = torch.empty(min(UNSHARED, tensor.numel()), dtype=torch.float64)
-    return sum(square_of(piece, wide) for piece in tensor.reshape(-1).split(UNSHARED))
+    return sum(squares_of(tensor.reshape(-1).split(UNSHARED)))
 
 
-def square_of(piece: Tensor, wide: Tensor) -> float:
-    """Sum of squares, widened to fp64 in `wide`, which is long enough and stays in the cache from one piece to the next.
+def squares_of(parts: Sequence[Tensor]) -> list[float]:
+    """Sum of squares of each, in fp64; a device is waited for once, not once a part.
 
     No dot product: the library behind it has threads of its own, and gives other bits with more of them.
     """
-    return float(wide[: piece.numel()].copy_(piece).square_().sum())
-
-
-def squares_of(parts: Sequence[Tensor], wide: Tensor) -> list[float]:
-    """Sum of squares of each, as `square_of` finds it; a device is waited for once, not once a part."""
-    if parts[0].device.type == "cpu":
-        return [square_of(part, wide) for part in parts]
-    return (
-        torch.stack([linalg.vector_norm(part, dtype=torch.float64).square() for part in parts]).cpu().tolist()
-    )
+    lengths = torch.stack([linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    return lengths.square().cpu().tolist()
 
 
 def square_of_difference(one: Tensor, other: Tensor) -> float:
     """Sum of squares of `one - other`, flat, on the host without the memory for the difference."""
     if one.device.type != "cpu":
-        [found] = squares_of([one - other], one)
-        return found
-    room, wide = (torch.empty(PIECE, dtype=dtype) for dtype in (torch.float32, torch.float64))
+        return squares_of([one - other])[0]
+    room = torch.empty(PIECE, dtype=torch.float32)
     pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
     with in_this_thread():
-        return sum(square_of(torch.sub(a, b, out=room[: a.numel()]), wide) for a, b in pairs)
+        return sum(squares_of([torch.sub(a, b, out=room[: a.numel()])])[0] for a, b in pairs)
 
 
 def reshard(model: nn.Module) -> None:
