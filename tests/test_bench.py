@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from hf_cocodc.bench.report import Report, write
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.regions import serve_store
+from tests.processes.launching import ROOT
 
 SIZE = 1448
 VNET = struct.Struct("=BBHHHH")
@@ -199,6 +201,24 @@ def test_methods_train_over_an_emulated_link(tmp_path: Path, capsys: pytest.Capt
     assert 0 < streaming["MB sent"] < diloco["MB sent"] / 4
     assert all(1 < float(row["held-out loss"]) < 6 for row in training["rows"])
     assert "3 of 3: streaming" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
+def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
+    """The program of tests/benchmarks, one row long: table, JSON and picture."""
+    rows = ["--profiles", "fast", "--only", "DiLoCo int8", "--skip", "one-sync"]
+    short = ["--seconds", "1", "--steps", "20", "--pace", "0", "--output", str(tmp_path)]
+    found, picture = tmp_path / "training-2-regions.json", tmp_path / "share.png"
+    for words in (["side_by_side", *rows, *short], ["picture", str(found), "--output", str(picture)]):
+        command = [sys.executable, "-m", f"tests.benchmarks.{words[0]}", *words[1:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    alone, ours = json.loads(found.read_text())["rows"]
+    assert (alone["contestant"], ours["contestant"]) == ("no link", "DiLoCo int8 (ours)")
+    assert alone["share"] == 1 and ours["share"] > 0
+    assert alone["MB sent"] < 0.1 < ours["MB sent"]
+    assert picture.stat().st_size > 10_000
 
 
 def test_the_ends_of_a_real_link_find_each_other() -> None:

@@ -104,7 +104,7 @@ def torchft(
     model = model_of(shape)
     inner = inner_optimizer(model)
     parts = [model] if fragments == 1 else _blocks(model, fragments)
-    momentum = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
+    momentum: dict[str, Any] = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
     outers = [torch.optim.SGD(part.parameters(), lr=outer_lr, **momentum) for part in parts]
     timeout = timedelta(seconds=TIMEOUT_S)
     manager = Manager(
@@ -207,7 +207,7 @@ def _accelerated(place: Region, shape: dict[str, int]) -> tuple[Any, nn.Module, 
     return accelerator, *accelerator.prepare(model, inner_optimizer(model))
 
 
-def _blocks(model: nn.Module, count: int) -> list[nn.Module]:
+def _blocks(model: Any, count: int) -> list[nn.Module]:
     """Every count-th block of a Llama, as our `strided` deals them out; the ends join the first and the last part."""
     parts = [nn.ModuleList(list(model.model.layers[start::count])) for start in range(count)]
     parts[0].append(model.model.embed_tokens)

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from hf_cocodc.bench.emulator import Wan, obstacle
-from hf_cocodc.bench.report import Report
+from hf_cocodc.bench.report import Report, write
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant
@@ -101,6 +101,7 @@ class Field:
         name = f"{row['kind']}-{self._name}-{self._rows}"
         line = json.dumps({"row": name, "port": PORTS + self._rows, "patience_s": PATIENCE_S, **row}) + "\n"
         for worker in self._workers:
+            assert worker.stdin is not None
             worker.stdin.write(line)
             worker.stdin.flush()
         codes = [self._answer(region, PATIENCE_S + 30) for region in range(self._regions)]
@@ -130,6 +131,7 @@ class Field:
 
     def _answer(self, region: int, patience_s: float) -> int:
         stdout = self._workers[region].stdout
+        assert stdout is not None
         ready, _, _ = select.select([stdout], [], [], patience_s)
         line = stdout.readline() if ready else ""
         if not line:
@@ -324,7 +326,7 @@ def report(
     shown = Report(title, setting, [{k: v for k, v in row.items() if k != "curve"} for row in full], notes)
     say("\n" + "\n".join(shown.lines()))
     options.output.mkdir(parents=True, exist_ok=True)
-    content.write(options.output / f"{name}.json")
+    write(options.output / f"{name}.json", [content])
 
 
 def _version(package: str) -> str | None:
