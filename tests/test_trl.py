@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer across regions: our callback is all that is added (pip install 'hf-cocodc[trl]')."""
+"""TRL's SFTTrainer across regions: our callback is all that is added."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+import trl
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -16,11 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_cocodc import CoCoDCCallback, region_shard, simulate
 from hf_cocodc.data import byte_tokenizer
 from hf_cocodc.links.base import Link
+from tests.processes.launching import ROOT, run_recipe
 from tests.test_training_variants import CONFIG, STEPS, trained_params
 
-trl = pytest.importorskip("trl", reason="TRL is an extra: pip install 'hf-cocodc[trl]'")
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's, for names of transformers 4
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL's, for names of transformers 4
+]
 
 SUMS = [(a, b) for a in range(8) for b in range(8)]
 TEXTS = datasets.Dataset.from_list([{"text": f"{a} and {b} is {a + b}"} for a, b in SUMS])
@@ -86,3 +89,12 @@ def test_sft_across_regions(way: str, tmp_path: Path) -> None:
         for step in (10, STEPS):
             shutil.rmtree(tmp_path / f"region-{region}" / f"checkpoint-{step}")
     assert torch.equal(simulate(body, regions=2)[0][0], whole[0][0])
+
+
+def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its docstring's lines: both regions end with one model."""
+    monkeypatch.chdir(ROOT)
+    few = ["--max_steps", "7", "--sync_interval", "4", "--eval_steps", "5", "--output_dir", str(tmp_path)]
+    run_recipe("recipes/trl/sft.py", few)
+    first, second = (tmp_path / f"region-{region}" / "model.safetensors" for region in range(2))
+    assert first.read_bytes() == second.read_bytes()

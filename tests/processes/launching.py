@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -71,6 +73,22 @@ def run_regions(
         ]
     )
     return outcomes(folder)
+
+
+def run_recipe(recipe: str, flags: Sequence[str], change: Callable[[str], str] = lambda line: line) -> None:
+    """Run a script by the lines of its docstring, each changed by `change`, with flags of ours and a store of our own."""
+    text = (ROOT / recipe).read_text(encoding="utf-8")
+    [exports] = re.findall(r"^    export (.+)$", text, re.MULTILINE)
+    lines = re.findall(r"^    (HF_COCODC_REGION=\d) accelerate launch (.+)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    store = serve_store("127.0.0.1")
+    commands = []
+    for region, line in lines:
+        env = dict(setting.split("=") for setting in [region, *exports.split()])
+        env["HF_COCODC_STORE"] = f"127.0.0.1:{store.port}"
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(change(line))]
+        commands.append(([*launcher, *flags], environment(**env)))
+    run_all(commands)
 
 
 def outcomes(folder: Path) -> dict[str, dict]:

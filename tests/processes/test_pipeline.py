@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +21,8 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import InputError
 from hf_cocodc.integrations.joining import join
 from hf_cocodc.links.base import Link
-from hf_cocodc.regions import serve_store
 from tests.processes import pipeline_worker
-from tests.processes.launching import ROOT, environment, run_all, run_regions
+from tests.processes.launching import ROOT, run_recipe, run_regions
 from tests.processes.pipeline_worker import DILOCO, MAX_NORM, MICROBATCHES, STEPS, rows_of
 from tests.toys import llama
 
@@ -175,20 +171,12 @@ def test_tensor_parallel_ranks_are_not_taken_for_replicas() -> None:
 
 def launch(output: Path, *flags: str, unpipelined: bool = False) -> list[dict[str, Tensor]]:
     """Run the recipe by the lines of its docstring, with flags of ours; the model that each region ends with."""
-    recipe = (ROOT / "recipes/pipeline/train_stages.py").read_text(encoding="utf-8")
-    [exports] = re.findall(r"^    export (.+)$", recipe, re.MULTILINE)
-    lines = re.findall(r"^    (HF_COCODC_REGION=\d) accelerate launch (.+)$", recipe, re.MULTILINE)
-    assert len(lines) == REGIONS
-    store = serve_store("127.0.0.1")
-    commands = []
-    for region, line in lines:
-        env = dict(setting.split("=") for setting in [region, *exports.split()])
-        env["HF_COCODC_STORE"] = f"127.0.0.1:{store.port}"
-        if unpipelined:
-            line = line.replace("--multi_gpu --num_processes 2", "--cpu --num_processes 1")
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(line)]
-        commands.append(([*launcher, "--output_dir", str(output), *flags], environment(**env)))
-    run_all(commands)
+    stages, stage = "--multi_gpu --num_processes 2", "--cpu --num_processes 1"
+    run_recipe(
+        "recipes/pipeline/train_stages.py",
+        ["--output_dir", str(output), *flags],
+        lambda line: line.replace(stages, stage) if unpipelined else line,
+    )
     found = [AutoModelForCausalLM.from_pretrained(output / f"region-{region}") for region in range(REGIONS)]
     return [model.state_dict() for model in found]
 
