@@ -1,8 +1,10 @@
-"""Memory for flat tensors, which is used again, and its way from a GPU to the link and back."""
+"""Memory for flat tensors, which is used again, and the way of what lies in it from a GPU to the link and back."""
 
 import bisect
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ class Buffers:
         self._lock = threading.Lock()
         self.device, self.pinned = device, pinned
         self.given: torch.cuda.Event | None = None
-        """When a GPU will have done what it had been asked to do with what was handed back."""
+        """When a GPU will have done what the training stream, which hands back, had asked of it by then."""
 
     def take(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A flat buffer with anything in it: of the spare ones with room enough the smallest."""
@@ -79,11 +81,9 @@ class Departure:
         self._copy = self._host.take(self._flat.numel())
         if self._written is None:
             return self._copy.copy_(self._flat)
-        stream = _side_stream(self._flat.device)
-        stream.wait_event(self._written)
-        with torch.cuda.stream(stream):
+        with _aside(self._flat.device) as stream:
+            stream.wait_event(self._written)
             self._copy.copy_(self._flat, non_blocking=True)
-        stream.synchronize()
         return self._copy
 
     def end(self) -> None:
@@ -96,18 +96,26 @@ class Departure:
 def bring(flat: Tensor, home: Buffers) -> Tensor:
     """A copy of a flat tensor of the host on the device of `home`, in its memory; called by the link's thread, which waits.
 
-    To a GPU over the same stream, so that training goes on meanwhile.
+    To a GPU over the stream that outer gradients leave by, so that training goes on meanwhile.
     """
     if home.device.type != "cuda":
         return home.take(flat.numel()).copy_(flat)
-    stream = _side_stream(home.device)
-    with torch.cuda.stream(stream):
+    with _aside(home.device) as stream:
         copy = home.take(flat.numel())
         if home.given is not None:
             stream.wait_event(home.given)
         copy.copy_(flat, non_blocking=True)
-    stream.synchronize()
     return copy
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Inside the block this thread's work for a GPU goes to a stream of its own; behind it that is done."""
+    stream = _side_stream(device)
+    # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield stream
+        stream.synchronize()
 
 
 @functools.cache

@@ -63,7 +63,8 @@ class OuterConfig:
         "CoCoDC's N: transfers in sync_interval steps; by default as the link allows."
     )
     digest_interval: int = _help(
-        "Rounds between two checks that all regions hold the same global params.", 10
+        "Rounds between two checks that all regions hold the same global params; those transfers take longer by a checksum.",
+        10,
     )
     device: str = _help(
         "Where global params and outer state are kept: host (the CPU's memory) or model (with the model's parameters).",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buffers import HOST
+from .buffers import HOST, Buffers
 from .codecs.base import Conversation, Result
 from .links.base import Arrival, Handle, Link, Trailer
 
@@ -20,28 +20,25 @@ class SharedLink:
         region: this region.
         num_regions: number of regions M.
         device: where the region's own process group wants tensors (a GPU under NCCL).
-        home: the device where means are wanted.
     """
 
-    def __init__(
-        self,
-        leader_link: Link | None,
-        region: int,
-        num_regions: int,
-        device: torch.device,
-        home: torch.device = HOST,
-    ) -> None:
+    def __init__(self, leader_link: Link | None, region: int, num_regions: int, device: torch.device) -> None:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
         self._link = leader_link
-        self._device, self._home = device, home
+        self._device, self._home = device, HOST
 
     def mean(
         self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
     ) -> Handle:
         handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
         return _SharedHandle(self, handle, numel)
+
+    def bring_to(self, home: Buffers) -> None:
+        self._home = home.device
+        if self._link is not None:
+            self._link.bring_to(home)
 
     def give(self, mean: Tensor) -> None:
         if self._link is not None:
@@ -146,6 +143,9 @@ class LaneLink:
         self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
     ) -> Handle:
         return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what))
+
+    def bring_to(self, home: Buffers) -> None:
+        self._link.bring_to(home)
 
     def give(self, mean: Tensor) -> None:
         self._link.give(mean)

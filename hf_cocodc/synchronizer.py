@@ -91,6 +91,7 @@ class Synchronizer:
         self._step_time_s = self._sync_time_s = 0.0
         fragments = method.fragments(model)
         self.fragments = adopt(fragments, model, method, link, device, start=state is None)
+        link.bring_to(self.fragments[0].buffers)
         self._change = [0.0] * len(fragments)
         lengths = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
         self._lengths: list[float] = link.total(lengths).tolist()
@@ -170,7 +171,7 @@ class Synchronizer:
             for state in self.fragments:
                 state.in_flight.clear()
         for state in self.fragments:
-            state.show(self._agreed_global(state))
+            self._show_global(state)
         self._check_the_end()
         self._schedule_state = self.method.schedule.init(len(self.fragments))
         self._next_event = 0
@@ -186,7 +187,7 @@ class Synchronizer:
             reshard(self._model)
             kept = [[param.clone() for param in state.params] for state in self.fragments]
             for state in self.fragments:
-                state.show(self._agreed_global(state) if averaged else state.global_params)
+                self._show_global(state, averaged)
         try:
             yield
         finally:
@@ -405,18 +406,21 @@ class Synchronizer:
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
         )
 
-    def _agreed_global(self, state: FragmentState) -> Tensor:
-        """The global params, averaged over the regions where the method lets them differ."""
-        if self.method.outer.regions_agree:
-            return state.global_params
+    def _show_global(self, state: FragmentState, averaged: bool = True) -> None:
+        """Make the global params the local ones; `averaged` over the regions where the method lets them differ."""
+        if self.method.outer.regions_agree or not averaged:
+            state.show(state.global_params)
+            return
         index = state.fragment.index
         codec = fp32()
-        conversation, _ = state.converse(codec, state.global_params, codec.init(state.fragment))
+        conversation, departure = state.converse(codec, state.global_params, codec.init(state.fragment))
         trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         what = f"the mean of the global params of fragment {index}"
         arrival = self._wait(self.link.mean(conversation, state.fragment.numel, lambda: trailer, what))
         self.totals.bytes_sent += arrival.bytes_sent
-        return arrival.result.mean
+        state.show(arrival.result.mean)
+        self.link.give(arrival.result.mean)
+        departure.end()
 
     def _check_the_end(self) -> None:
         own = 0

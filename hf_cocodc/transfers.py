@@ -269,7 +269,7 @@ class FragmentState:
         for name in _KEPT_OF_A_FRAGMENT:
             setattr(self, name, state[name] if name == "codec" else here(state[name]))
         for transfer in state["in_flight"]:
-            kept = {name: here(transfer[name]) for name in _KEPT_OF_A_TRANSFER}
+            kept = {name: here(transfer[name]) for name in (*_KEPT_OF_A_TRANSFER, "mean")}
             self.in_flight.append(Transfer.from_state({**transfer, **kept}))
 
 

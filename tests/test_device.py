@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hf_cocodc.methods import METHODS, from_config
 from hf_cocodc.synchronizer import Synchronizer
 from hf_cocodc.transfers import FragmentState, memory
 from tests.far import FAR, Far
+from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -79,9 +81,12 @@ class _Region:
 
 
 def trajectory(
-    name: str, *places: torch.device, dtype: torch.dtype = torch.float32
+    name: str,
+    *places: torch.device,
+    dtype: torch.dtype = torch.float32,
+    run: Callable[[int, Callable[[int, Any], Any]], list[Any]] = run_in_lockstep,
 ) -> list[list[list[Tensor]]]:
-    """What each of two regions holds after every step and after finish()."""
+    """What each of two regions holds after every step and after finish(), and what it saves on the way; `run` gives the links."""
 
     def live(index: int, link: Link) -> list[list[Tensor]]:
         region = _Region(name, link, *places, dtype)
@@ -92,10 +97,12 @@ def trajectory(
             if step == SAVED_AT:
                 with region.synchronizer.global_weights():
                     found.append(region.shown())
+                saved = region.synchronizer.state_dict()["fragments"]
+                found.append([flying["mean"].cpu().clone() for each in saved for flying in each["in_flight"]])
         region.synchronizer.finish()
         return [*found, region.shown()]
 
-    return run_in_lockstep(2, live)
+    return run(2, live)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +117,13 @@ def test_where_the_outer_state_is_kept_changes_no_number(
         torch.testing.assert_close(found, expected, atol=0, rtol=0)
     else:
         torch.testing.assert_close(found, expected, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "eager"])
+def test_means_that_come_to_the_device_change_no_number(name: str) -> None:
+    """Over a link that brings them there, with outer gradients on their way as it is asked for them."""
+    found, expected = trajectory(name, FAR, FAR, run=run_over_gloo), trajectory(name, HOST, HOST)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -9,6 +9,7 @@ from torch import nn
 from hf_cocodc.buffers import HOST, Buffers, Departure, bring
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.methods import METHODS
+from tests.processes.test_gloo import run_over_gloo
 from tests.test_device import trajectory
 from tests.toys import Region, llama, run
 
@@ -28,6 +29,14 @@ def test_parameters_on_a_device(method: str, outer_state: str, dtype: torch.dtyp
     assert all(torch.equal(one, other) for one, other in zip(first[-1], second[-1], strict=True))
     close = {"atol": 1e-4, "rtol": 1e-3} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 5e-2}
     torch.testing.assert_close([first, second], trajectory(method, HOST, HOST, dtype=dtype), **close)
+
+
+@pytest.mark.parametrize("method", ["diloco", "streaming", "eager"])
+def test_over_a_link_with_a_thread_of_its_own(method: str) -> None:
+    """Outer gradients leave and means come while training goes on: the bits of a link that does it in between."""
+    cuda = torch.device("cuda", 0)
+    found = trajectory(method, cuda, cuda, run=run_over_gloo)
+    torch.testing.assert_close(found, trajectory(method, cuda, cuda), atol=0, rtol=0)
 
 
 def test_training_goes_on_while_an_outer_gradient_leaves() -> None:

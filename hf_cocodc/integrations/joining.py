@@ -108,7 +108,6 @@ def join(
         alone.lane, alone.num_lanes = lane, num_lanes
         return LaneLink(alone, rank, num_ranks, device) if sharded else alone
     assert regions.store is not None
-    home = outer_device(model, config)
     run: str | None = None
     if accelerator.is_main_process or stage is not None:
         shared = {
@@ -116,7 +115,8 @@ def join(
             "timeout_s": regions.timeout_s,
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
-            "device": home.type,  # of one kind, for another one rounds differently
+            # of one kind, for another one rounds differently; the model may not be there yet
+            "device": (device if config.device == "model" else HOST).type,
         }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
@@ -143,7 +143,6 @@ def join(
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
             num_lanes=num_lanes,
             pin_memory=device.type == "cuda",
-            home=home,
         )
         logger.info(
             "%d connections to each other region, round trip %.1f ms",
@@ -151,5 +150,5 @@ def join(
         )
         link.lane = lane
     if link is None or (num_ranks > 1 and num_lanes == 1):
-        return SharedLink(link, region, count, device, home)
+        return SharedLink(link, region, count, device)
     return LaneLink(link, lane, num_lanes, device) if sharded else link

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..buffers import Buffers
 from ..codecs.base import Conversation, Result
 
 
@@ -88,6 +89,10 @@ class Link(Protocol):
             trailer: gives this region's numbers; called, like the conversation, while training goes on.
             what: names the transfer in messages ("fragment 0 sent at step 100").
         """
+        ...
+
+    def bring_to(self, home: Buffers) -> None:
+        """Means are wanted in this memory from now on; until then, and where a link has no use for it, on the host."""
         ...
 
     def give(self, mean: Tensor) -> None:

@@ -42,7 +42,6 @@ class GlooLink:
         rate_limit: bytes a second that this region sends at most, to all regions together; None for no limit.
         num_lanes: lanes of this region, each with a link of its own, that share that limit and what the network gives.
         pin_memory: whether a GPU will copy from the means.
-        home: the device where they are wanted.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -60,7 +59,6 @@ class GlooLink:
         rate_limit: float | None = None,
         num_lanes: int = 1,
         pin_memory: bool = False,
-        home: torch.device = HOST,
     ) -> None:
         self.region = region
         self.num_regions = num_regions
@@ -71,7 +69,7 @@ class GlooLink:
             store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
         )
         self._buffers = Buffers(pinned=pin_memory)
-        self._home = self._buffers if home == HOST else Buffers(device=home)
+        self._home = self._buffers
         self._lent = WeakIdKeyDictionary()
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
@@ -113,6 +111,9 @@ class GlooLink:
             return Arrival(result, _trailers(swap.values), bytes_sent, seconds, found)
 
         return self._submit(transfer, what)
+
+    def bring_to(self, home: Buffers) -> None:
+        self._home = self._buffers if home.device == HOST else home
 
     def give(self, mean: Tensor) -> None:
         # a codec's own mean is none of the link's memory, which would grow with every one it took in

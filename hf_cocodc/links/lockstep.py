@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..buffers import Buffers
 from ..codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..errors import InputError, LinkError
 from ..tensors import square
@@ -207,6 +208,9 @@ class LockstepLink:
     ) -> Handle:
         meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
         return _Handle(self, self._bring(what, (conversation, trailer(), self.now), meet))
+
+    def bring_to(self, home: Buffers) -> None:
+        """Means stay on the host."""
 
     def give(self, mean: Tensor) -> None:
         """Memory is not kept here."""

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hf_cocodc import codecs
-from hf_cocodc.buffers import HOST
-from hf_cocodc.codecs.base import Codec, Coder
+from hf_cocodc.buffers import Buffers
+from hf_cocodc.codecs.base import Codec, Coder, Plain
 from hf_cocodc.codecs.block import Float4, Integers
 from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.codecs.topk import TopK
@@ -41,7 +41,6 @@ def run_over_gloo(
     connections: int | None = 2,
     rate_limit: float | None = None,
     num_lanes: int = 1,
-    home: torch.device = HOST,
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own."""
     store = dist.HashStore()
@@ -57,7 +56,6 @@ def run_over_gloo(
             timeout_s=timeout_s,
             rate_limit=rate_limit,
             num_lanes=num_lanes,
-            home=home,
         )
         try:
             return body(region, link)
@@ -225,23 +223,27 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
     "codec", [codecs.fp32(), codecs.feedback(codecs.lowrank(4))], ids=["fp32", "lowrank"]
 )
 def test_means_come_home(codec: Codec) -> None:
-    """To the device where the outer state is: the bits that they have on the host, in one memory that is used again."""
+    """Into the memory where they are wanted, on a device: the bits that they have on the host, in one place that is used
+    again; what the link needs for them on the host is handed back as well."""
 
-    def body(region: int, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
+    def body(home: Buffers, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
+        link.bring_to(home)
         state, means, places = codec.init(FRAGMENT), [], set()
         for step in range(4):
-            seed = torch.Generator().manual_seed(10 * region + step)
+            seed = torch.Generator().manual_seed(10 * link.region + step)
             conversation = codec.converse(torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
             result = link.mean(conversation, FRAGMENT.numel, Trailer, f"step {step}").wait().result
             state = result.state
             means.append(result.mean.cpu().clone())
             places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
             link.give(result.mean)
+        kept = link._buffers._spare.get(torch.float32, [])
+        assert sum(each.numel() for each in kept) == FRAGMENT.numel * isinstance(codec, Plain)
         return means, places
 
-    for (there, places), (here, _) in zip(
-        run_over_gloo(2, body, home=FAR), run_over_gloo(2, body), strict=True
-    ):
+    away = run_over_gloo(2, lambda _, link: body(Buffers(device=FAR), link))
+    home = run_over_gloo(2, lambda _, link: body(Buffers(), link))
+    for (there, places), (here, _) in zip(away, home, strict=True):
         assert [device for device, _ in places] == [FAR]
         torch.testing.assert_close(there, here, atol=0, rtol=0)
 

@@ -172,11 +172,12 @@ def test_tensor_parallel_ranks_are_not_taken_for_replicas() -> None:
 def launch(output: Path, *flags: str, unpipelined: bool = False) -> list[dict[str, Tensor]]:
     """Run the recipe by the lines of its docstring, with flags of ours; the model that each region ends with."""
     stages, stage = "--multi_gpu --num_processes 2", "--cpu --num_processes 1"
-    run_recipe(
-        "recipes/pipeline/train_stages.py",
-        ["--output_dir", str(output), *flags],
-        lambda line: line.replace(stages, stage) if unpipelined else line,
-    )
+
+    def change(line: str) -> str:
+        assert stages in line
+        return line.replace(stages, stage) if unpipelined else line
+
+    run_recipe("recipes/pipeline/train_stages.py", ["--output_dir", str(output), *flags], change)
     found = [AutoModelForCausalLM.from_pretrained(output / f"region-{region}") for region in range(REGIONS)]
     return [model.state_dict() for model in found]
 
