@@ -23,14 +23,14 @@ TINY = [
 TIMEOUT_S = 90
 
 
-def start(folder: Path, *arguments: str, command: str = "train") -> subprocess.Popen:
-    """`hf-cocodc train` on a run that would last for hours."""
+def start(folder: Path, *arguments: str, command: str = "train", first: str = "pass") -> subprocess.Popen:
+    """`hf-cocodc train` on a run that would last for hours; `first` is what its process does before."""
     output = [] if command != "train" else [RECIPE, "--set", f"training.output_dir={folder}", *TINY]
     return subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys; from hf_cocodc.cli.main import main; sys.exit(main())",
+            f"{first}; import sys; from hf_cocodc.cli.main import main; sys.exit(main())",
             command,
             *output,
         ]
@@ -84,7 +84,8 @@ def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     """A region that is stopped, not dead, costs timeout_s; the message says how long and for what."""
-    run = start(tmp_path, "--set", "regions.timeout_s=4")
+    impatient = "from hf_cocodc import launch; launch.GRACE_S = 3"
+    run = start(tmp_path, "--set", "regions.timeout_s=4", first=impatient)
     wait_for_step(run, tmp_path)
     frozen = training_processes(run.pid)[1]
     frozen.send_signal(signal.SIGSTOP)
@@ -124,6 +125,7 @@ def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_a_region_that_never_comes(tmp_path: Path) -> None:
     """One region of two, alone at the store, ends after timeout_s and names the one that is missing."""
     store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")

@@ -15,7 +15,6 @@ from tests.processes.launching import outcomes, run_regions
 from tests.processes.loop_worker import SAVED_AT, main
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
-CASES = [("loop", 1), ("loop", 2), ("trainer", 2)]
 
 
 def fork_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
@@ -40,8 +39,16 @@ def launch_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, 
 Run = Callable[[int, list[str], Path], dict[str, dict]]
 
 
-@pytest.mark.parametrize("run", [fork_regions, pytest.param(launch_regions, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "run"),
+    [
+        ("loop", 1, fork_regions),
+        ("loop", 2, fork_regions),
+        ("trainer", 2, fork_regions),
+        pytest.param("loop", 1, launch_regions, marks=pytest.mark.slow),
+        pytest.param("trainer", 2, launch_regions, marks=pytest.mark.slow),
+    ],
+)
 def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_path: Path) -> None:
     """Two regions save with a transfer in flight and train on; another launch loads that and comes to the same end."""
     whole = run(ranks, [kind, str(tmp_path), "save"], tmp_path)

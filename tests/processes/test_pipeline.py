@@ -110,6 +110,7 @@ def test_every_stage_agrees_with_the_same_stage_elsewhere(found: Found) -> None:
                 assert torch.equal(weight, theirs["final"][name]), (scenario, name)
 
 
+@pytest.mark.slow
 def test_stages_with_schedules_of_their_own_do_not_wait_for_ever(found: Found) -> None:
     """One stage follows a rank that adapts, the next measured times: they send at different steps, and all arrive."""
     first, second = (found[f"region0-rank{stage}"]["different schedules"] for stage in range(STAGES))
@@ -117,6 +118,7 @@ def test_stages_with_schedules_of_their_own_do_not_wait_for_ever(found: Found) -
     assert len(second["losses"]) == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["resumed streaming", "resumed dilocox", "alone"])
 def test_stages_resume_bit_for_bit(scenario: str, found: Found) -> None:
     """From `accelerator.save_state` in the middle of a round, transfers in flight, in every stage; a lone region as well."""
