@@ -73,7 +73,7 @@ def test_gradient_accumulation_counts_optimizer_steps(lockstep: list[dict]) -> N
         torch.testing.assert_close(ours["final"], theirs["final"], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["trainer", "loop"])
+@pytest.mark.parametrize("kind", ["trainer", pytest.param("loop", marks=pytest.mark.slow)])
 def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict], tmp_path: Path) -> None:
     """gloo processes = lockstep, bitwise, and every region ends with the same model."""
     found = run_regions(2, 1, [kind, str(tmp_path), json.dumps(CONFIG)], tmp_path)
@@ -122,6 +122,7 @@ def test_regions_of_unequal_size(tmp_path: Path) -> None:
     assert all(torch.equal(each["final"], found["region0-rank0"]["final"]) for each in found.values())
 
 
+@pytest.mark.slow
 def test_one_launch_split_into_regions(lockstep: list[dict], tmp_path: Path) -> None:
     """split_world(2) in one launch of two processes = two launches of one, bitwise."""
     command = [*accelerate(2), WORKER, "loop", str(tmp_path), json.dumps(CONFIG), "split"]
