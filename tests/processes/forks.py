@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore
 
-from tests.processes.launching import environment
+from hf_cocodc.regions import serve_store
+from tests.processes.launching import environment, outcomes
 
 TIMEOUT_S = 90
 PRELOADED = ["pytest", "tests.processes.worker"]
@@ -31,6 +32,24 @@ def fork(body: Callable[..., None], *args: Any, log: Path, **env: str) -> Proces
     process = _context.Process(target=_live, args=(body, args, str(log), env), daemon=True)
     process.start()
     return process
+
+
+def fork_regions(
+    body: Callable[..., None], ranks: int | Sequence[int], arguments: list[Any], folder: Path
+) -> dict[str, dict]:
+    """What `run_regions` gives of a worker's `body`, in two regions, without its launchers: quicker by far."""
+    store, masters = serve_store("127.0.0.1"), [serve_store("127.0.0.1") for _ in range(2)]
+    sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
+    log = folder / "log.txt"
+    processes = [
+        fork(body, *arguments, log=log, **region_env(store, region), **rank_env(master, rank, size))
+        for region, (master, size) in enumerate(zip(masters, sizes, strict=True))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0, log.read_text()[-4000:]
+    return outcomes(folder)
 
 
 def region_env(store: TCPStore, region: int, num_regions: int = 2) -> dict[str, str]:

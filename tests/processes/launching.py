@@ -51,18 +51,17 @@ def run_all(commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
 
 def run_regions(
     num_regions: int,
-    num_processes: int | Sequence[int],
+    num_processes: int,
     arguments: Sequence[str],
     folder: Path,
     worker: str = WORKER,
 ) -> dict[str, dict]:
     """Run the worker as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
-    ranks = [num_processes] * num_regions if isinstance(num_processes, int) else num_processes
     store = serve_store("127.0.0.1")
     run_all(
         [
             (
-                [*accelerate(ranks[region]), worker, *arguments],
+                [*accelerate(num_processes), worker, *arguments],
                 environment(
                     HF_COCODC_REGION=str(region),
                     HF_COCODC_REGIONS=str(num_regions),

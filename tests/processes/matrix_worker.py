@@ -1,4 +1,4 @@
-"""A region's script for the matrix: every method, with Trainer and in a plain loop, over DDP or FSDP2, one after the other.
+"""A region of the matrix: every method, with Trainer and in a plain loop, over DDP or FSDP2, one after the other.
 
 Arguments: ddp | fsdp, an output folder.
 """
@@ -6,7 +6,6 @@ Arguments: ddp | fsdp, an output folder.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -22,16 +21,19 @@ from tests.processes.sharded_worker import ShardedTrainer, shard, whole
 from tests.processes.worker import Tokens, leave
 from tests.toys import llama
 
-REGION = int(os.environ["HF_COCODC_REGION"])
 Outcome = tuple[Tensor, int]
+
+
+def region() -> int:
+    return int(os.environ["HF_COCODC_REGION"])
 
 
 def with_trainer(sharded: bool, outer: OuterConfig, folder: Path) -> Outcome:
     callback = CoCoDCCallback(outer)
     trainer = (ShardedTrainer if sharded else Trainer)(
-        model=llama(REGION),
+        model=llama(region()),
         args=arguments(folder),
-        train_dataset=Tokens(64, seed=REGION),
+        train_dataset=Tokens(64, seed=region()),
         callbacks=[callback],
     )
     trainer.train()
@@ -43,9 +45,9 @@ def with_loop(sharded: bool, outer: OuterConfig, folder: Path) -> Outcome:
     accelerator = Accelerator(cpu=True)
     if sharded:
         shard(accelerator)
-    model = llama(REGION)
+    model = llama(region())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(Tokens(64, seed=REGION), batch_size=2)
+    loader = DataLoader(Tokens(64, seed=region()), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with OuterOptimizer(accelerator, model, optimizer, outer, max_steps=STEPS) as regions:
         for batch in loader:
@@ -62,9 +64,7 @@ def final(model: torch.nn.Module) -> Tensor:
     return torch.cat([whole(param).detach().reshape(-1).float() for param in model.parameters()])
 
 
-def main() -> None:
-    kind, folder = sys.argv[1], Path(sys.argv[2])
-    torch.set_num_threads(1)
+def main(kind: str, folder: Path) -> None:
     outcomes: dict[str, Outcome | str] = {}
     for method in ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc"):
         for name, train in (("Trainer", with_trainer), ("plain loop", with_loop)):
@@ -72,9 +72,5 @@ def main() -> None:
                 outcomes[f"{method}, {name}"] = train(kind == "fsdp", config(method), folder / method)
             except InputError as error:
                 outcomes[f"{method}, {name}"] = str(error)
-    torch.save(outcomes, folder / f"region{REGION}-rank{os.environ.get('RANK', '0')}.pt")
+    torch.save(outcomes, folder / f"region{region()}-rank{os.environ.get('RANK', '0')}.pt")
     leave()
-
-
-if __name__ == "__main__":
-    main()

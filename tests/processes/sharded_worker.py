@@ -1,4 +1,4 @@
-"""A region's script for the sharded tests: Trainer over FSDP2, or over DDP to compare with, and what came out.
+"""A region of the sharded tests: Trainer over FSDP2, or over DDP to compare with, and what came out.
 
 Arguments: fsdp | ddp, an output folder, the OuterConfig as JSON, FULL | SHARDED, the steps, and the step to stop at (0: none).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,9 @@ def whole(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
-def main() -> None:
-    kind, folder, config = sys.argv[1], Path(sys.argv[2]), OuterConfig(**json.loads(sys.argv[3]))
-    steps, stop = int(sys.argv[5]), int(sys.argv[6])
-    torch.set_num_threads(1)
-    ShardedTrainer.state_dict_type = f"{sys.argv[4]}_STATE_DICT"
+def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -> None:
+    config = OuterConfig(**json.loads(outer))
+    ShardedTrainer.state_dict_type = f"{how}_STATE_DICT"
     callback = CoCoDCCallback(config)
     args = TrainingArguments(
         output_dir=str(folder),
@@ -104,7 +101,3 @@ def main() -> None:
         result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
     )
     leave()
-
-
-if __name__ == "__main__":
-    main()

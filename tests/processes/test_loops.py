@@ -9,27 +9,15 @@ import pytest
 import torch
 
 from hf_cocodc import state
-from hf_cocodc.regions import serve_store
-from tests.processes.forks import TIMEOUT_S, fork, rank_env, region_env
-from tests.processes.launching import outcomes, run_regions
+from tests.processes import forks
+from tests.processes.launching import run_regions
 from tests.processes.loop_worker import SAVED_AT, main
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
 
 
 def fork_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:
-    """What `run_regions` gives, without its launchers: quicker by far."""
-    store, masters = serve_store("127.0.0.1"), [serve_store("127.0.0.1") for _ in range(2)]
-    places = [(region, rank) for region in range(2) for rank in range(ranks)]
-    log = folder / "log.txt"
-    processes = [
-        fork(main, *arguments, log=log, **region_env(store, region), **rank_env(masters[region], rank, ranks))
-        for region, rank in places
-    ]
-    for process in processes:
-        process.join(TIMEOUT_S)
-        assert process.exitcode == 0, log.read_text()[-4000:]
-    return outcomes(folder)
+    return forks.fork_regions(main, ranks, arguments, folder)
 
 
 def launch_regions(ranks: int, arguments: list[str], folder: Path) -> dict[str, dict]:

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from tests.matrix import SETTINGS
-from tests.processes.launching import run_regions
-
-WORKER = str(Path(__file__).with_name("matrix_worker.py"))
+from tests.processes import matrix_worker
+from tests.processes.forks import fork_regions
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_method_in_regions_of_two_ranks(kind: str, tmp_path: Path) -> None:
     """All four ranks end with the same global weights; DiLoCoX's low rank over shards is refused with the reason."""
-    found = run_regions(2, 2, [kind, str(tmp_path)], tmp_path, WORKER)
+    found = fork_regions(matrix_worker.main, 2, [kind, tmp_path], tmp_path)
     assert sorted(found) == [f"region{region}-rank{rank}" for region in (0, 1) for rank in (0, 1)]
     first = found["region0-rank0"]
     assert set(first) == {f"{method}, {loop}" for method in SETTINGS for loop in ("Trainer", "plain loop")}

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.links.base import Link
 from hf_cocodc.simulation import simulate
+from tests.processes import worker
+from tests.processes.forks import fork_regions
 from tests.processes.launching import WORKER, accelerate, environment, outcomes, run_all, run_regions
 from tests.processes.worker import STEPS, with_loop, with_trainer
 
@@ -92,7 +94,7 @@ def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict],
 
 def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
     """2 regions x 2 ranks (DDP inside): global params and the final model are bit-identical on all four ranks."""
-    found = run_regions(2, 2, ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    found = fork_regions(worker.main, 2, ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
     assert_all_ranks_equal(found)
     first = found["region0-rank0"]
     assert_promise_kept(first["promise"], world_size=2, connections=None, gathers=2)
@@ -110,13 +112,14 @@ def assert_all_ranks_equal(found: dict[str, dict]) -> None:
 def test_a_codec_with_memory_in_regions_of_two_ranks(tmp_path: Path) -> None:
     """Low rank with error feedback and rounds that follow the rank: only the leader has the codec's state, all follow."""
     config = {"method": "dilocox", "sync_interval": 3, "rank": 2, "outer_lr": 0.3}
-    assert_all_ranks_equal(run_regions(2, 2, ["trainer", str(tmp_path), json.dumps(config)], tmp_path))
+    arguments = ["trainer", str(tmp_path), json.dumps(config)]
+    assert_all_ranks_equal(fork_regions(worker.main, 2, arguments, tmp_path))
 
 
 @pytest.mark.slow
 def test_regions_of_unequal_size(tmp_path: Path) -> None:
     """One rank here, two there (DDP): the leaders talk, and all three ranks end with the same global params."""
-    found = run_regions(2, [1, 2], ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    found = fork_regions(worker.main, [1, 2], ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
     assert sorted(found) == ["region0-rank0", "region1-rank0", "region1-rank1"]
     assert len({each["global_digest"] for each in found.values()}) == 1
     assert all(torch.equal(each["final"], found["region0-rank0"]["final"]) for each in found.values())

@@ -21,10 +21,10 @@ from hf_cocodc import state
 from hf_cocodc.config import OuterConfig, RegionConfig
 from hf_cocodc.errors import InputError
 from hf_cocodc.integrations.joining import join
-from tests.processes.launching import run_regions
+from tests.processes import sharded_worker
+from tests.processes.forks import fork_regions
 from tests.toys import params_of
 
-WORKER = str(Path(__file__).with_name("sharded_worker.py"))
 CONFIG = {
     "method": "cocodc",
     "sync_interval": 4,
@@ -41,7 +41,7 @@ def regions(
 ) -> dict[str, dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     config = json.dumps({**CONFIG, **settings})
-    return run_regions(2, 2, [kind, str(folder), config, how, str(STEPS), str(stop)], folder, WORKER)
+    return fork_regions(sharded_worker.main, 2, [kind, folder, config, how, STEPS, stop], folder)
 
 
 @pytest.mark.slow

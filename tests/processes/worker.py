@@ -154,13 +154,13 @@ def with_loop(config: OuterConfig, link: Link | None = None, accumulate: int = 1
     return outcome(outer.synchronizer, accelerator.unwrap_model(model))
 
 
-def main() -> None:
-    kind, folder, config = sys.argv[1], Path(sys.argv[2]), OuterConfig(**json.loads(sys.argv[3]))
+def main(kind: str, folder: str, outer: str, *_: str) -> None:
+    config = OuterConfig(**json.loads(outer))
     torch.set_num_threads(1)
-    result = with_trainer(folder, config) if kind == "trainer" else with_loop(config)
+    result = with_trainer(Path(folder), config) if kind == "trainer" else with_loop(config)
     name = f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
-    torch.save(result, folder / name)
+    torch.save(result, Path(folder) / name)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
