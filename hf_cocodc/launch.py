@@ -107,7 +107,7 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
     if torch.cuda.is_available() and share == 0:
         raise InputError(
             f"{places} regions on this machine, but it has {len(devices)} GPU(s). Start fewer here (regions.count, or "
-            "--region for one only), or train on the CPU with `-- --cpu --num_processes 1` at the end of the command."
+            "--region for one only), or hide the GPUs to train on the CPU: CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
         )
     if not torch.cuda.is_available():
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // places)))

@@ -43,6 +43,9 @@ def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert "--multi_gpu" in launch._launcher_arguments(1, 2, env)
     assert env == {"CUDA_VISIBLE_DEVICES": "2,3"}
     with pytest.raises(
-        InputError, match=r"3 regions on this machine, but it has 2 GPU.* `-- --cpu --num_processes 1`"
+        InputError,
+        match=r"3 regions on this machine, but it has 2 GPU.* CUDA_VISIBLE_DEVICES= hf-cocodc train",
     ):
         launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what hiding them does
+    assert "--cpu" in launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": ""})
