@@ -1,6 +1,8 @@
 """How a region meets the others: who of its ranks talks to whom."""
 
+import atexit
 import logging
+import time
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from ..methods import settings
 from ..regions import connect_store, own_address, rendezvous
 
 logger = logging.getLogger(__name__)
+
+_LAST_BREATH_S = 0.1
 
 
 def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
@@ -55,6 +59,15 @@ def _is_replicated(param: nn.Parameter) -> bool:
     assert isinstance(param.data, DTensor)
     sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
     return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def _let_gloo_end() -> None:
+    """Leave the interpreter to gloo's threads for a moment before it goes.
+
+    One that has yet to let go of a collective call's tensors needs it, and aborts the process when it is no longer there:
+    a run that went well would fail (pytorch/pytorch#190489). Destroying the group does not help while a model holds it.
+    """
+    time.sleep(_LAST_BREATH_S)
 
 
 def join(
@@ -100,6 +113,9 @@ def join(
             "the same shards over the link, and norms would count them several times. Shard over all ranks of the region "
             "(dp_replicate_size=1), or make each replica a region."
         )
+    if num_ranks > 1:
+        atexit.unregister(_let_gloo_end)
+        atexit.register(_let_gloo_end)
     if count == 1:
         logger.info(
             "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."

@@ -18,7 +18,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
 from tests.matrix import STEPS, arguments, config
 from tests.processes.sharded_worker import ShardedTrainer, shard, whole
-from tests.processes.worker import Tokens, leave
+from tests.processes.worker import Tokens
 from tests.toys import llama
 
 Outcome = tuple[Tensor, int]
@@ -73,4 +73,3 @@ def main(kind: str, folder: Path) -> None:
             except InputError as error:
                 outcomes[f"{method}, {name}"] = str(error)
     torch.save(outcomes, folder / f"region{region()}-rank{os.environ.get('RANK', '0')}.pt")
-    leave()

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.errors import RunStopped
-from tests.processes.worker import Tokens, leave
+from tests.processes.worker import Tokens
 from tests.test_resuming import At
 from tests.toys import llama
 
@@ -100,4 +100,3 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
     torch.save(
         result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
     )
-    leave()

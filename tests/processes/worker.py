@@ -48,17 +48,6 @@ class Tokens(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def leave() -> None:
-    """End a process of a sharded region as it is.
-
-    FSDP2's device mesh keeps the region's gloo group past destroy_process_group, and once in some tens of runs its threads
-    abort an interpreter that is being finalised ("terminate called without an active exception").
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 def outcome(synchronizer: Synchronizer, model: torch.nn.Module) -> dict:
     return {
         "final": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),

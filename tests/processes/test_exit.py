@@ -1,0 +1,48 @@
+"""How a process of a region ends when its script does."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc.integrations.joining import join
+from hf_cocodc.regions import serve_store
+from tests.processes.forks import fork, rank_env
+from tests.toys import llama
+
+RANKS = 2
+
+
+def end_with_a_collective(kept: list[object]) -> None:
+    """A rank whose script ends while gloo's thread waits for the interpreter, to let go of a tensor."""
+    atexit._clear()  # the test's own would give gloo's threads the time that they need
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(llama())
+    kept.append(model)  # as a script's own variables, which outlive all that runs at exit
+    join(accelerator, accelerator.unwrap_model(model), OuterConfig(), RegionConfig(region=0, count=1), None)
+    dist.barrier()
+    sys.setswitchinterval(60)
+    dist.all_reduce(torch.zeros(1), async_op=True)
+    done = time.perf_counter() + 0.5
+    while time.perf_counter() < done:
+        pass  # with the interpreter to itself
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path) -> None:
+    """One that asks for the interpreter when that is gone would abort the process: a run that went well would fail."""
+    log, master = tmp_path / "log.txt", serve_store("127.0.0.1")
+    ranks = [
+        fork(end_with_a_collective, [], log=log, **rank_env(master, rank, RANKS)) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0] * RANKS, log.read_text()
