@@ -309,9 +309,10 @@ def from_config(config: OuterConfig) -> Method:
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and settings.get(part) != needed:
+            remedy = "one of them" if needed is None else f"it, or set outer.{part}={needed}"
             raise InputError(
                 f"outer.{name}={given[name]} has a meaning only with outer.{part}={needed}, here it is {settings.get(part)}. "
-                f"Remove it, or set {part}."
+                f"Remove {remedy}."
             )
     if settings["sync_interval"] < settings["num_fragments"]:
         raise InputError(

@@ -271,11 +271,11 @@ def test_rounds_follow_the_rank() -> None:
         ({"method": "co2", "staleness_penalty": "0.5"}, "must be gap, none, or a number"),
         ({"method": "cocodc", "compensation": "adaptiv"}, "Did you mean 'adaptive'"),
         ({"method": "cocodc", "merge": "mixx"}, "Did you mean 'mix'"),
-        ({"method": "streaming", "rank": 4}, "only with outer.codec=lowrank"),
+        ({"method": "streaming", "rank": 4}, "only with outer.codec=lowrank, .* or set outer.codec=lowrank"),
         ({"method": "cocodc", "mixing_alpha": 0.4}, "only with outer.merge=mix"),
         (
             {"method": "cocodc", "utilization": 0.4, "sends_per_interval": 8},
-            "only with outer.sends_per_interval=None",
+            "only with outer.sends_per_interval=None, here it is 8. Remove one of them",
         ),
     ],
 )
