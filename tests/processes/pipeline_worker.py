@@ -26,8 +26,17 @@ MICROBATCHES = 2
 MAX_NORM = 0.1  # every gradient of these is longer
 DILOCO = {"method": "diloco", "sync_interval": 4, "outer_lr": 0.7}
 STREAMING = {"method": "streaming", "sync_interval": 6, "num_fragments": 2, "overlap_steps": 3}
+EAGER = {"method": "eager", "sync_interval": 3, "outer_lr": 0.7}
+CO2 = {"method": "co2", "sync_interval": 3}
 DILOCOX = {"method": "dilocox", "sync_interval": 3, "rank": 4, "outer_lr": 0.3}
 COCODC = {"method": "cocodc", "sync_interval": 4, "num_fragments": 2, "utilization": 0.9}
+COCODC_FIXED = {
+    "method": "cocodc",
+    "sync_interval": 4,
+    "num_fragments": 2,
+    "sends_per_interval": 2,
+    "overlap_steps": 3,
+}
 REGION = int(os.environ.get("HF_COCODC_REGION", "0"))
 
 
@@ -116,7 +125,10 @@ def alone(folder: Path) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "clipped": clipped,
     "unclipped": lambda folder: Run(DILOCO, max_norm=float("inf")).train().finish(),
+    "eager": lambda folder: Run(EAGER, max_norm=float("inf")).train().finish(),
     "different schedules": different_schedules,
+    "resumed co2": lambda folder: resumed(folder, CO2),
+    "resumed cocodc": lambda folder: resumed(folder, COCODC_FIXED),
     "resumed streaming": lambda folder: resumed(folder, STREAMING),
     "resumed dilocox": lambda folder: resumed(folder, DILOCOX),
     "alone": alone,

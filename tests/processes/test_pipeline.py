@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from hf_cocodc.integrations.joining import join
 from hf_cocodc.links.base import Link
 from tests.processes import pipeline_worker
 from tests.processes.launching import ROOT, run_recipe, run_regions
-from tests.processes.pipeline_worker import DILOCO, MAX_NORM, MICROBATCHES, STEPS, rows_of
+from tests.processes.pipeline_worker import DILOCO, EAGER, MAX_NORM, MICROBATCHES, STEPS, rows_of
 from tests.toys import llama
 
 REGIONS = STAGES = 2
@@ -41,7 +42,7 @@ def found(folder: Path) -> Found:
     return run_regions(REGIONS, STAGES, [str(folder)], folder, pipeline_worker.__file__)
 
 
-def unpipelined(max_norm: float) -> list[dict[str, Any]]:
+def unpipelined(config: dict[str, Any], max_norm: float) -> list[dict[str, Any]]:
     """The same two regions in one process: the whole Llama with the loss it has from transformers, no stage anywhere."""
 
     def train(region: int, link: Link) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def unpipelined(max_norm: float) -> list[dict[str, Any]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses = []
         with OuterOptimizer(
-            Accelerator(cpu=True), model, optimizer, OuterConfig(**DILOCO), max_steps=STEPS, link=link
+            Accelerator(cpu=True), model, optimizer, OuterConfig(**config), max_steps=STEPS, link=link
         ) as outer:
             while outer.inner_step < STEPS:
                 losses.append(0.0)
@@ -78,14 +79,19 @@ def whole(found: Found, scenario: str, region: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "max_norm"), [("unclipped", float("inf")), ("clipped", MAX_NORM)])
-def test_stages_train_as_the_whole_model_does(scenario: str, max_norm: float, found: Found) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "config", "max_norm"),
+    [("unclipped", DILOCO, math.inf), ("clipped", DILOCO, MAX_NORM), ("eager", EAGER, math.inf)],
+)
+def test_stages_train_as_the_whole_model_does(
+    scenario: str, config: dict[str, Any], max_norm: float, found: Found
+) -> None:
     """2 regions x 2 stages = 2 regions x 1: weights, bit for bit where no gradient is clipped, losses, and bytes sent.
 
     The norm that gradients are clipped by is summed stage by stage, so that it may differ in its last bit; AdamW passes
     that on. The loss is averaged over logits that lie otherwise in memory.
     """
-    for region, reference in enumerate(unpipelined(max_norm)):
+    for region, reference in enumerate(unpipelined(config, max_norm)):
         stages = [found[f"region{region}-rank{stage}"][scenario] for stage in range(STAGES)]
         final = whole(found, scenario, region)
         assert final.keys() == reference["final"].keys()
@@ -104,7 +110,8 @@ def test_every_stage_agrees_with_the_same_stage_elsewhere(found: Found) -> None:
             continue
         for stage in range(STAGES):
             ours, theirs = (found[f"region{region}-rank{stage}"][scenario] for region in range(REGIONS))
-            assert ours["digest"] == theirs["digest"], (scenario, stage)
+            # until their end eager regions have global params of their own
+            assert ours["digest"] == theirs["digest"] or scenario == "eager", (scenario, stage)
             assert ours["sends"] == theirs["sends"] > 0
             for name, weight in ours["final"].items():
                 assert torch.equal(weight, theirs["final"][name]), (scenario, name)
@@ -119,13 +126,16 @@ def test_stages_with_schedules_of_their_own_do_not_wait_for_ever(found: Found) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["resumed streaming", "resumed dilocox", "alone"])
+@pytest.mark.parametrize(
+    "scenario", ["resumed streaming", "resumed co2", "resumed dilocox", "resumed cocodc", "alone"]
+)
 def test_stages_resume_bit_for_bit(scenario: str, found: Found) -> None:
     """From `accelerator.save_state` in the middle of a round, transfers in flight, in every stage; a lone region as well."""
     for name, each in found.items():
         run = each[scenario]
         again = run["again"]
-        assert (run["in_flight"], run["start"]) == (1, 8)
+        assert run["in_flight"] > 0
+        assert run["start"] == 8
         assert again["digest"] == run["digest"], name
         assert again["losses"] == run["losses"][8:]
         for weight in run["final"]:
