@@ -229,6 +229,7 @@ class Synchronizer:
         for name in _COUNTERS:
             setattr(self, f"_{name}", state[name])
         self._next_event = 0
+        self.ending, self.endings = Ending.NO, ()
         self.inner_step = self.trained_at = self.saved_at = self.saved_everywhere = state["inner_step"]
         self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
         self.totals = Totals(**state["totals"])

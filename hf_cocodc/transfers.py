@@ -247,7 +247,7 @@ class FragmentState:
         return kept | {"in_flight": [transfer.state_dict() for transfer in self.in_flight]}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what `state_dict` gave.
+        """Take over what `state_dict` gave; what is in flight, of steps that are taken back, is waited for and given up.
 
         Raises:
             CheckpointError: it belongs to another outer optimizer or codec.
@@ -266,11 +266,15 @@ class FragmentState:
                 moved[id(value)] = value.to(self.buffers.device)
             return moved[id(value)]
 
+        while self.in_flight:
+            transfer = self.in_flight.pop()
+            transfer.handle.wait()
+            self.retire(transfer)
         for name in _KEPT_OF_A_FRAGMENT:
             setattr(self, name, state[name] if name == "codec" else here(state[name]))
-        for transfer in state["in_flight"]:
-            kept = {name: here(transfer[name]) for name in (*_KEPT_OF_A_TRANSFER, "mean")}
-            self.in_flight.append(Transfer.from_state({**transfer, **kept}))
+        for saved in state["in_flight"]:
+            kept = {name: here(saved[name]) for name in (*_KEPT_OF_A_TRANSFER, "mean")}
+            self.in_flight.append(Transfer.from_state({**saved, **kept}))
 
 
 _KEPT_OF_A_FRAGMENT = (

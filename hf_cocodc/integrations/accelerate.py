@@ -316,6 +316,7 @@ class OuterOptimizer:
         """
         check(saved, self._settings, self.link)
         self.synchronizer.load_state_dict(saved.state)
+        self.verdict, self.why = None, ""
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""
