@@ -36,17 +36,19 @@ def verdict(endings: Sequence[int], policy: str) -> str | None:
     return "stop" if policy == "stop" else "finish"
 
 
-def newest_common(link: Link, own: Sequence[int], run: int) -> tuple[int, list[int], int]:
+def newest_common(link: Link, own: Sequence[int], run: int, num_writers: int) -> tuple[int, list[int], int]:
     """The step to resume from, the regions that hold a complete checkpoint of it, and its run; step 0 where there is none.
 
     The newest step that is complete in every region that has any; where no step is, the newest of all: who lacks it
     takes it from another region. Regions go on with the run that most of them have checkpoints of; those of another run
-    (a folder that was used before) count as having none. A collective call.
+    (a folder that was used before) count as having none, and so do those of a region that had left when the newest were
+    written. A collective call.
 
     Args:
         link: reaches the other regions.
         own: steps of this region's complete checkpoints.
         run: number of the run that wrote them.
+        num_writers: regions that took part when the newest of them was written.
     """
     trailers = link.gather(
         Trailer(inner_step=max(own, default=0), digest=run), "the newest complete checkpoint"
@@ -58,7 +60,17 @@ def newest_common(link: Link, own: Sequence[int], run: int) -> tuple[int, list[i
     if own and run != chosen:
         logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
     own = own if run == chosen else ()
-    first = steps = [int(trailer.inner_step) if trailer.digest == chosen else 0 for trailer in trailers]
+    steps = [int(trailer.inner_step) if trailer.digest == chosen else 0 for trailer in trailers]
+    newest = max(steps)
+    writers = link.gather(Trailer(inner_step=num_writers), "who wrote the newest complete checkpoint")
+    count = int(writers[steps.index(newest)].inner_step)
+    if own and link.region >= count:
+        logger.warning(
+            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+            *(link.region, newest),
+        )
+        own = ()
+    first = steps = [step if region < count else 0 for region, step in enumerate(steps)]
     while len(set(steps) - {0}) > 1:
         bound = min(step for step in steps if step)
         proposal = max((step for step in own if step <= bound), default=0)

@@ -140,6 +140,18 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
     return state, facts
 
 
+def num_writers(checkpoint: Path) -> int:
+    """Regions of the run when it wrote a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return int(json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))["num_regions"])
+    except (json.JSONDecodeError, KeyError, OSError) as error:
+        raise CheckpointError(f"{checkpoint / state_file()} cannot be read: {error}.") from error
+
+
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, by its list of files; None where it is complete."""
     if not (checkpoint / COMPLETE).is_file():

@@ -19,6 +19,7 @@ from tests.processes.worker import Tokens
 from tests.test_resuming import (
     STEPS,
     At,
+    H,
     callback_of,
     checkpoint_of,
     config,
@@ -76,3 +77,134 @@ def test_a_plain_loop_is_rolled_back(back_from: int, tmp_path: Path) -> None:
 
     never = simulate(lambda region, link: loop(link, 0), regions=2)
     assert_equal(simulate(lambda region, link: loop(link, back_from), regions=2), never)
+
+
+@pytest.mark.parametrize("given", ["own", "region 0's"])
+def test_a_path_stands_for_every_regions_own_checkpoint(
+    given: str, whole: list[Tensor], tmp_path: Path
+) -> None:
+    """One script or recipe, with one path in it, serves all regions."""
+    step = stopped(tmp_path, 6)
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(tmp_path, link, save_strategy="no")
+        path = checkpoint_of(tmp_path, region if given == "own" else 0, step)
+        trainer.train(resume_from_checkpoint=str(path))
+        return trainer
+
+    assert_equal(weights_of(simulate(body, regions=2)), whole)
+
+
+def test_another_regions_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Two regions that went on from one's local weights and random numbers would train the same."""
+    step = stopped(tmp_path / "run", 6)
+    copy = tmp_path / "copy" / f"checkpoint-{step}"
+    shutil.copytree(checkpoint_of(tmp_path / "run", 0, step), copy)
+
+    def body(region: int, link: Link) -> None:
+        make(tmp_path / "again", link).train(resume_from_checkpoint=str(copy))
+
+    with pytest.raises(CheckpointError, match=r"region 0's, and this is region 1. Give every region its own"):
+        simulate(body, regions=2)
+
+
+def test_a_region_that_comes_back_takes_the_others_progress_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own checkpoints are older than its leaving: they count for nothing, and cost the others nothing."""
+    stopped(tmp_path, 3)
+    [alone] = resumed(tmp_path, 1, max_steps=20)
+    assert alone.state.global_step == 20
+    with caplog.at_level(logging.INFO):
+        both = resumed(tmp_path, 2, max_steps=24)
+    assert f"region 1 resumes from {checkpoint_of(tmp_path, 1, 20)}" in caplog.text
+    assert "region 1 was not there when the checkpoints of step 20 were written" in caplog.text
+    assert torch.equal(*weights_of(both))
+    assert 20 in state.checkpoints(tmp_path / "region-0")
+
+
+def test_who_goes_back_by_a_path_leaves_the_later_steps_behind(tmp_path: Path) -> None:
+    """Resumed from step 6 of 14 and stopped before 14, a run goes on from where it was stopped."""
+    resumed(tmp_path)
+
+    def back(region: int, link: Link) -> int:
+        trainer = make(tmp_path, link, save_strategy="no")
+        if region == 0:
+            callback = callback_of(trainer)
+            trainer.add_callback(At(7, lambda control: callback._note_signal("SIGTERM")))
+        with pytest.raises(RunStopped):
+            trainer.train(resume_from_checkpoint=str(checkpoint_of(tmp_path, region, 6)))
+        return trainer.state.global_step
+
+    step, other = simulate(back, regions=2)
+    assert step == other < STEPS
+    for region in range(2):
+        complete = [
+            s
+            for s, path in state.checkpoints(tmp_path / f"region-{region}").items()
+            if not state.unusable(path)
+        ]
+        assert max(complete) == step
+
+
+def test_checkpoints_are_given_up_only_for_one_that_can_be_gone_on_from(tmp_path: Path) -> None:
+    """A resume that is refused leaves everything as it was."""
+    resumed(tmp_path)
+    (checkpoint_of(tmp_path, 1, STEPS) / state.COMPLETE).unlink()
+    with pytest.raises(CheckpointError, match="method=streaming, this run has diloco"):
+        resumed(tmp_path, name="diloco")
+    assert state.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
+
+
+@pytest.mark.parametrize("shard", [24, 16])
+def test_a_signal_in_the_last_interval_changes_nothing(shard: int, tmp_path: Path) -> None:
+    """The others hear of it at max_steps, where nothing is left to stop: all finish."""
+
+    def body(region: int, link: Link) -> Trainer:
+        data = Tokens(24 if region == 0 else shard, seed=region)
+        trainer = make(tmp_path, link, "diloco", data=data, max_steps=3 * H, save_strategy="no")
+        if region == 0:
+            callback = callback_of(trainer)
+            trainer.add_callback(At(3 * H - 1, lambda control: callback._note_signal("SIGTERM")))
+        trainer.train()
+        return trainer
+
+    trainers = simulate(body, regions=2)
+    assert [trainer.state.global_step for trainer in trainers] == [3 * H] * 2
+    assert all(callback_of(trainer).outer.finished for trainer in trainers)
+    assert torch.equal(*weights_of(trainers))
+
+
+def test_no_steps_are_made_beyond_max_steps(tmp_path: Path) -> None:
+    """A run that was stopped before its end is not closed by asking for fewer steps than it has made."""
+    step = stopped(tmp_path, 6)
+    with pytest.raises(InputError, match=f"of step {step} .* max_steps={step} leaves nothing to train"):
+        resumed(tmp_path, max_steps=step)
+
+
+def test_the_same_trainer_goes_on(whole: list[Tensor], tmp_path: Path) -> None:
+    """As the message of a stopped run advises, and without a new process: in a notebook."""
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(tmp_path, link)
+        callback = callback_of(trainer)
+        if region == 0:
+            trainer.add_callback(At(6, lambda control: callback._note_signal("SIGTERM")))
+        with pytest.raises(RunStopped):
+            trainer.train()
+        trainer.pop_callback(At)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer
+
+    assert_equal(weights_of(simulate(body, regions=2)), whole)
+
+
+def test_the_same_arguments_serve_a_second_trainer(tmp_path: Path) -> None:
+    """Its folder is the first one's."""
+
+    def body(region: int, link: Link) -> str:
+        first = make(tmp_path, link)
+        second = Trainer(llama(), first.args, callbacks=[CoCoDCCallback(config(), link=link)])
+        return str(second.args.output_dir)
+
+    assert simulate(body, regions=2) == [str(tmp_path / f"region-{region}") for region in range(2)]

@@ -253,6 +253,8 @@ class OuterOptimizer:
         self.verdict = verdict(endings, self._policy)
         if self.verdict is None:
             return
+        if self.inner_step == self._max_steps:
+            self.verdict = "finish"  # nothing is left to stop
         self.why = "; ".join(
             f"region {region} {_WORDS[Ending(ending)]}" + (f" ({note})" if note else "")
             for region, ending in enumerate(endings)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from .. import state
 from ..agreement import newest_common
 from ..codecs.base import State
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InputError
 from ..links.base import Link
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
         CheckpointError: the disk refuses.
     """
     own: list[int] = []
+    num_writers = 0
     if accelerator.is_main_process:
         for step, path in state.checkpoints(folder).items():
             wrong = state.unusable(path)
@@ -46,20 +49,13 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
                 own.append(step)
             else:
                 logger.warning("region %d: %s is not used: %s.", link.region, path, wrong)
+        num_writers = state.num_writers(folder / f"{state.PREFIX}{own[-1]}") if own else 0
     run = state.run_of(folder)
     if accelerator.num_processes > 1:
-        own, run = broadcast_object_list([own, run])
-    step, holders, chosen = newest_common(link, own, run)
+        own, run, num_writers = broadcast_object_list([own, run, num_writers])
+    step, holders, chosen = newest_common(link, own, run, num_writers)
     if not step:
         return None
-    # those of another run stay: its folder may have been given by mistake
-    for later in own if accelerator.is_main_process and run == chosen else ():
-        if later > step:  # its run ends here: that of step `step` goes on, and may come by other numbers
-            logger.warning(
-                "region %d: checkpoint-%d is given up, for all regions go on from step %d, the newest that every one has.",
-                *(link.region, later, step),
-            )
-            (folder / f"{state.PREFIX}{later}" / state.COMPLETE).unlink()
     checkpoint = folder / f"{state.PREFIX}{step}"
     if len(holders) < link.num_regions:
         if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
@@ -68,13 +64,59 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     return checkpoint
 
 
+def of_region(checkpoint: Path, region: int) -> Path:
+    """This region's own checkpoint where `checkpoint` may be the one of another: a script has one path for all regions."""
+    home = checkpoint.parent
+    if not re.fullmatch(r"region-\d+", home.name):
+        return checkpoint
+    return home.with_name(f"region-{region}") / checkpoint.name
+
+
+def give_up_later(folder: Path, step: int, region: int) -> None:
+    """A run goes on from `step`: its later checkpoints in `folder` are no longer gone on from.
+
+    Those of another run stay: its folder may have been given by mistake.
+    """
+    for later, path in state.checkpoints(folder).items():
+        if later > step and state.unusable(path) is None:
+            logger.warning(
+                "region %d: checkpoint-%d is given up, for all regions go on from step %d, and may come by other numbers.",
+                *(region, later, step),
+            )
+            (path / state.COMPLETE).unlink()
+
+
+def has_finished(facts: dict[str, Any], args: TrainingArguments, checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint had finished, and no more steps or epochs are asked for now.
+
+    Raises:
+        InputError: it had not, but fewer steps are asked for than it has made.
+    """
+    if args.max_steps > 0:
+        if facts["finished"] or facts["step"] < args.max_steps:
+            return args.max_steps <= facts["step"]
+        raise InputError(
+            f"{checkpoint} is of step {facts['step']} of a run that was stopped, and max_steps={args.max_steps} leaves nothing "
+            f"to train. Raise max_steps, or take the global model of that moment: {checkpoint / state.EXPORT}."
+        )
+    if not facts["finished"]:
+        return False
+    trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return args.num_train_epochs <= trained.num_train_epochs
+
+
 def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
     """Compare the run that a checkpoint was written by with this one; what cannot be exact is said.
 
     Raises:
-        CheckpointError: it is of another method, or of regions with another number of lanes.
+        CheckpointError: it is of another method or region, or of regions with another number of lanes.
     """
     facts = saved.facts
+    if facts["region"] != link.region and not facts.get(JOINING):
+        raise CheckpointError(
+            f"the checkpoint is region {facts['region']}'s, and this is region {link.region}. Give every region its own, or let "
+            "them find it: trainer.train(resume_from_checkpoint=True), or hf-cocodc train RECIPE --resume."
+        )
     if facts["num_lanes"] != link.num_lanes:
         raise CheckpointError(
             f"the checkpoint was written by a region of {facts['num_lanes']} lane(s), this region has {link.num_lanes}. Launch "
@@ -105,6 +147,16 @@ def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
             "region %d, with random numbers and no residuals of its own.",
             *(link.region, facts["step"], facts["region"]),
         )
+
+
+def export(trainer: Trainer, folder: str) -> None:
+    """Save the model as it is; also where Trainer itself would save shards alone."""
+    if not trainer.is_fsdp_enabled:
+        trainer.save_model(folder, _internal_call=True)
+        return
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.args.should_save:
+        trainer._save(folder, state_dict=weights)
 
 
 def _take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], run: int) -> None:

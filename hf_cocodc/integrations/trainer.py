@@ -28,7 +28,7 @@ from ..state import EXPORT, PREFIX, begin_run, continue_run, read, remove, rotat
 from . import card
 from .accelerate import OuterOptimizer
 from .attaching import find_trainer, refuse
-from .checkpoints import Saved, agree
+from .checkpoints import Saved, agree, export, give_up_later, has_finished, of_region
 from .joining import join, refuse_unsupported
 from .signals import first_signal
 
@@ -85,6 +85,7 @@ class CoCoDCCallback(TrainerCallback):
         self._saved: Saved | None = None
         self._trainer: Trainer | None = None
         self._signal: str | None = None
+        self._seed: int | None = None
         self._epoch_began_at = 0
         self._started = self._blocked_before = 0.0
 
@@ -111,7 +112,9 @@ class CoCoDCCallback(TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         args = trainer.args
-        args.output_dir = str(Path(args.output_dir or "trainer_output") / f"region-{self.region}")
+        folder = Path(args.output_dir or "trainer_output")
+        if folder.name != f"region-{self.region}":  # arguments may serve a second Trainer
+            args.output_dir = str(folder / f"region-{self.region}")
         if self.region:  # one voice for all regions
             args.push_to_hub = False
             for tracker in get_reporting_integration_callbacks(args.report_to):
@@ -158,6 +161,7 @@ class CoCoDCCallback(TrainerCallback):
                 )
             self._link = self._join(trainer, resumes=False)
         if self.region:  # equal seeds would give every region the same dropout masks
+            self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
         max_steps, run = agree_on_start(self._link, state.max_steps, secrets.randbits(48))
         if self._saved is None and args.should_save:
@@ -179,6 +183,8 @@ class CoCoDCCallback(TrainerCallback):
             link=self._link,
             saved=self._saved,
         )
+        if self._saved is not None and args.should_save:
+            give_up_later(Path(args.output_dir), self.outer.inner_step, self.region)
         self._saved = None  # its tensors are the outer optimizer's now
         self._started = time.perf_counter()
         self._blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -255,10 +261,13 @@ class CoCoDCCallback(TrainerCallback):
         assert trainer is not None
         refuse_unsupported(trainer.accelerator, self.config)
         self.outer, self._signal = None, None
+        if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
+            torch.manual_seed(self._seed)
         self._link = self._join(trainer, bool(resume_from_checkpoint))
         try:
             checkpoint = self._checkpoint_to_resume(trainer, resume_from_checkpoint)
-            if checkpoint is not None and self._has_finished(trainer.args, Path(checkpoint)):
+            saved = self._saved
+            if checkpoint and saved and has_finished(saved.facts, trainer.args, Path(checkpoint)):
                 return self._leave_as_it_is(trainer, checkpoint)
             with first_signal(self._note_signal):
                 result = train(checkpoint, *args, **kwargs)
@@ -284,7 +293,10 @@ class CoCoDCCallback(TrainerCallback):
             return None
         folder = Path(trainer.args.output_dir or ".")
         assert self._link is not None
-        path = agree(self._link, trainer.accelerator, folder) if wanted is True else Path(wanted)
+        agreed = wanted is True
+        path = (
+            agree(self._link, trainer.accelerator, folder) if agreed else of_region(Path(wanted), self.region)
+        )
         if path is None:
             logger.warning(
                 "there is no complete checkpoint in %s, nor in any other region: starting anew.", folder
@@ -292,18 +304,9 @@ class CoCoDCCallback(TrainerCallback):
             return None
         logger.info("region %d resumes from %s", self.region, path)
         self._saved = Saved(*read(path, self._link.lane))
-        if wanted is not True and trainer.args.should_save:
+        if not agreed and trainer.args.should_save:
             continue_run(path, folder)
         return str(path)
-
-    def _has_finished(self, args: TrainingArguments, checkpoint: Path) -> bool:
-        """Whether the run of the checkpoint had finished, and no more steps or epochs are asked for now."""
-        assert self._saved is not None
-        facts = self._saved.facts
-        if args.max_steps > 0 or not facts["finished"]:
-            return facts["finished"] and args.max_steps <= facts["step"]
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        return args.num_train_epochs <= state.num_train_epochs
 
     def _leave_as_it_is(self, trainer: Trainer, checkpoint: str) -> TrainOutput:
         """A run that had finished needs no more than its weights."""
@@ -395,7 +398,7 @@ class CoCoDCCallback(TrainerCallback):
         trainer.accelerator.wait_for_everyone()
         outer.save(checkpoint)
         with outer.own_global_weights() if self._in_training else contextlib.nullcontext():
-            self._export(trainer, str(checkpoint / EXPORT))
+            export(trainer, str(checkpoint / EXPORT))
         if trainer.args.should_save:
             card.write(checkpoint / EXPORT, outer.card)
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
@@ -407,16 +410,6 @@ class CoCoDCCallback(TrainerCallback):
         if trainer.args.should_save:
             best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
             rotate(folder, limit, outer.saved_everywhere, {int(best)} if best.isdigit() else set())
-
-    @staticmethod
-    def _export(trainer: Trainer, folder: str) -> None:
-        """Save the model as it is; also where Trainer itself would save shards alone."""
-        if not trainer.is_fsdp_enabled:
-            trainer.save_model(folder, _internal_call=True)
-            return
-        weights = trainer.accelerator.get_state_dict(trainer.model)
-        if trainer.args.should_save:
-            trainer._save(folder, state_dict=weights)
 
     def _create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         create_model_card(*args, **kwargs)
