@@ -1,6 +1,7 @@
 """What a landing does to every value, piece by piece, so that each is read from memory once and written once."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -90,17 +91,23 @@ class Landing:
         assert self._merge.measure is not None
         pieces = []
         squares: list[list[tuple[float, float]]] = [[] for _ in range(self._num_params)]
+        numels = [0.0] * self._num_params
         for index, cut in enumerate(self._cuts):
             piece = self._move(index)
             pieces.append(piece)
             measured = self._merge.measure(piece, self._info)
             pairs = zip(*(squares_of(cut.views(each)) for each in measured), strict=True)
-            for param, pair in zip(cut.params, pairs, strict=True):
+            for param, pair, size in zip(cut.params, pairs, cut.sizes, strict=True):
                 squares[param].append(pair)
+                numels[param] += size
         sums = [sum(pair[which] for pair in pairs) for which in (0, 1) for pairs in squares]
-        found = norms(sums, self._info.total)  # over all pieces, and all ranks that hold shards
-        of_param = list(zip(found[: self._num_params], found[self._num_params :], strict=True))
+        # over all pieces, and all ranks that hold shards
+        found = iter(norms([*sums, *numels], self._info.total))
+        first, second, roots = (list(islice(found, self._num_params)) for _ in range(3))
         return [
-            piece._replace(norms=[of_param[param] for param in cut.params])
+            piece._replace(
+                norms=[(first[param], second[param]) for param in cut.params],
+                numels=[roots[param] ** 2 for param in cut.params],
+            )
             for piece, cut in zip(pieces, self._cuts, strict=True)
         ]

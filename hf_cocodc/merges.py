@@ -58,6 +58,8 @@ def mix(alpha: float) -> Merge:
     )
 
 
+_LONGEST = 10.0
+"""Mean of lambda u u above which D cannot be more than noise; in training it is 0.003 to 3."""
 COMPENSATIONS = ("adaptive", "additive", "fixed", "lr_normalized")
 
 
@@ -74,7 +76,9 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     - fixed: lambda = strength, the paper's printed form. u is in units of weights, so at usual learning rates the term is
       about 1e-7 of u and the merge is the additive one.
     - lr_normalized: with gradients g = u / eta in place of u: Theta - tau eta (g + strength g g D).
-    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor, so that the term is `strength` times as long as u.
+    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor, so that the term is `strength` times as long as u; but
+      lambda u u, a Hessian's diagonal times a step, is 10 on average at most: where D is nothing but rounding errors, they
+      would be blown up to the length of u.
     - additive: lambda = 0; LOSCAR-SGD (2605.20866) proves that this converges.
 
     Differs from the paper: adaptive by default (after DC-S3GD), without its 1e-8 in the denominator, which at the scale of
@@ -113,8 +117,9 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
         if not info.staleness:
             return piece.new_global
         update, curvature = piece.snapshot, piece.room
-        for term, (wanted, length) in zip(curvature.split_with_sizes(piece.sizes), piece.norms, strict=True):
-            term *= strength * wanted / length if length else 0.0
+        measured = zip(curvature.split_with_sizes(piece.sizes), piece.norms, piece.numels, strict=True)
+        for term, (wanted, length), numel in measured:
+            term *= min(strength * wanted / length, _LONGEST * numel / wanted**2) if length else 0.0
         return joined(update, curvature, piece, info)
 
     if mode == "additive" or strength == 0:

@@ -59,6 +59,7 @@ class Piece(NamedTuple):
         room: as long as these, with anything in it, to write to.
         sizes: how many values there are of each parameter of which any lie here.
         norms: for each of these, the norms over the whole parameter that the merge asked for.
+        numels: and how many values those norms are of.
     """
 
     local: Tensor
@@ -67,3 +68,4 @@ class Piece(NamedTuple):
     room: Tensor
     sizes: Sequence[int]
     norms: Sequence[tuple[float, float]] = ()
+    numels: Sequence[float] = ()

@@ -49,13 +49,20 @@ def locals_of(runs: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
     return torch.stack([torch.stack([local for local, _ in states]) for states in runs])
 
 
-@pytest.mark.parametrize("interval", [1, 3, STEPS + 5])
-def test_one_region_without_outer_optimizer_is_the_inner_optimizer(interval: int) -> None:
+COMPENSATED = {"schedule": schedules.every(3, 2), "merge": merges.compensate_delay()}
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [*({"schedule": schedules.every(interval)} for interval in (1, 3, STEPS + 5)), COMPENSATED],
+    ids=["H=1", "H=3", "one round", "delay compensated"],
+)
+def test_one_region_without_outer_optimizer_is_the_inner_optimizer(slots: dict[str, object]) -> None:
     """One region, outer lr 1, no momentum, any H: what AdamW does alone.
 
-    Not bitwise: Theta - (Theta - theta) is theta only up to one rounding.
+    Not bitwise: Theta - (Theta - theta) is theta only up to one rounding, which no compensation may take for a delay.
     """
-    [states] = run(1, method(schedule=schedules.every(interval), outer=LOCAL_SGD), llama_adamw(), live)
+    [states] = run(1, method(outer=LOCAL_SGD, **slots), llama_adamw(), live)
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):

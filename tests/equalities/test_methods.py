@@ -104,7 +104,8 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
         piece = Piece(local.clone(), new_global, snapshot.clone(), torch.empty(100), sizes)
         if merge.measure is not None:
             pairs = zip(*(each.split(sizes) for each in merge.measure(piece, info)), strict=True)
-            piece = piece._replace(norms=[(float(one.norm()), float(other.norm())) for one, other in pairs])
+            norms = [(float(one.norm()), float(other.norm())) for one, other in pairs]
+            piece = piece._replace(norms=norms, numels=sizes)
         return merge.apply(piece, info).double()
 
     plain, ours = merged(merges.additive()), merged(merges.compensate_delay("adaptive", 0.3))
