@@ -4,6 +4,7 @@
 field left at None takes the method's default (`methods.py`) or, for regions, the environment's value. No torch in here.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -39,7 +40,7 @@ class OuterConfig:
     num_fragments: int | None = _help("P: parts of the model that are sent on their own.")
     fragment_pattern: str | None = _help("Which blocks form a fragment: whole, strided or sequential.")
     overlap_steps: int | str | None = _help(
-        "tau: inner steps made while a transfer travels; auto follows the link."
+        "tau: inner steps made while a transfer travels; auto follows the link (cocodc only)."
     )
     merge: str | None = _help(
         "What becomes of local params at a landing: replace, mix, additive or compensate."
@@ -54,7 +55,9 @@ class OuterConfig:
     )
     error_feedback: bool | None = _help("Add what a codec lost in one transfer to the next one.")
     rank: int | None = _help("Rank r_1 of the low-rank codec.")
-    staleness_penalty: str | None = _help("CO2's penalty Lambda: gap, none, or a constant of at least 1.")
+    staleness_penalty: float | str | None = _help(
+        "CO2's penalty Lambda: gap, none, or a constant of at least 1."
+    )
     clip_momentum: float | None = _help("CO2's bound phi on each element of the outer momentum.")
     compensation: str | None = _help("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
     compensation_strength: float | None = _help("CoCoDC's lambda (lambda_0 where compensation=adaptive).")
@@ -75,6 +78,7 @@ class OuterConfig:
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
             _require(self, name, lambda v: v >= 1, "must be at least 1")
         _take_number(self, "overlap_steps")
+        _take_number(self, "staleness_penalty")
         _require(
             self,
             "overlap_steps",
@@ -400,8 +404,9 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
 def _take_number(config: Any, name: str) -> None:
     """A number in words, as a flag gives it where a word is allowed too."""
     value = getattr(config, name)
-    if isinstance(value, str) and value.isdigit():
-        object.__setattr__(config, name, int(value))
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            object.__setattr__(config, name, int(value) if value.isdigit() else float(value))
 
 
 def _require(config: Any, name: str, holds: Any, rule: str, section: str = "outer") -> None:

@@ -12,6 +12,7 @@ Dbar its mean over regions.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from . import codecs, fragments, merges, outer, schedules
 from .codecs.base import Codec
@@ -78,7 +79,7 @@ def streaming(
     num_fragments: int = 4,
     fragment_pattern: str = "strided",
     overlap_steps: int = 1,
-    mixing_alpha: float = 0.5,
+    mixing_alpha: float | None = None,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     codec: str = "fp4",
@@ -93,6 +94,8 @@ def streaming(
         fragment p is sent at t with (t - p H / P) mod H = 0 and lands at t + tau:
         Theta_p = Nesterov(Theta_p, mean Delta_p; eta_o, mu) ;  theta_p = alpha theta_p + (1 - alpha) Theta_p
 
+    By default alpha is 0.5, and 0 where tau is at most 1.
+
     Differs from the paper: the embedding and the head join the smallest fragments instead of forming one of their own, and
     blocks of unlike sizes (dense and MoE layers) are dealt out evenly; the 4-bit format's block of 64 values with a scale is
     ours, the paper does not give one.
@@ -103,7 +106,7 @@ def streaming(
         schedule=schedules.staggered(sync_interval, overlap_steps),
         codec=_codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=_merge(merge, mixing_alpha),
+        merge=_merge(merge, _alpha(mixing_alpha, overlap_steps)),
     )
 
 
@@ -149,7 +152,7 @@ def co2(
     fragment_pattern: str = "whole",
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
-    staleness_penalty: str = "gap",
+    staleness_penalty: float | str = "gap",
     clip_momentum: float = 1.0,
     codec: str = "fp32",
     error_feedback: bool = False,
@@ -226,7 +229,7 @@ def cocodc(
     utilization: float = 0.4,
     compensation: str = "adaptive",
     compensation_strength: float = 0.5,
-    mixing_alpha: float = 0.5,
+    mixing_alpha: float | None = None,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     codec: str = "fp32",
@@ -247,7 +250,8 @@ def cocodc(
     Differs from the paper: lambda is scaled for each tensor by default (compensation=fixed is the printed form); mixing_alpha
     counts only with merge=mix.
     """
-    _check_overlap(overlap_steps, sync_interval)
+    if overlap_steps != "auto":
+        _check_overlap(overlap_steps, sync_interval)
     if sends_per_interval is not None and not num_fragments <= sends_per_interval <= sync_interval:
         raise InputError(
             f"outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each goes "
@@ -263,7 +267,7 @@ def cocodc(
         ),
         codec=_codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=_merge(merge, mixing_alpha, compensation, compensation_strength),
+        merge=_merge(merge, _alpha(mixing_alpha, overlap_steps), compensation, compensation_strength),
     )
 
 
@@ -327,7 +331,10 @@ def settings(config: OuterConfig) -> dict[str, object]:
     """Every setting of the configured method, defaults filled in: what regions compare, and what the log says."""
     takes = inspect.signature(METHODS[config.method]).parameters
     defaults = {name: parameter.default for name, parameter in takes.items()}
-    found = {"method": config.method, **defaults, **config.given(), "digest_interval": config.digest_interval}
+    found: dict[str, Any] = {"method": config.method, **defaults, **config.given()}
+    found["digest_interval"] = config.digest_interval
+    if "mixing_alpha" in found:
+        found["mixing_alpha"] = _alpha(found["mixing_alpha"], found["overlap_steps"])
     idle = {name for name, part, needed in NEEDS if found.get(part) != needed}
     return {name: value for name, value in found.items() if name not in idle}
 
@@ -377,6 +384,13 @@ def _codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = Fal
     return codecs.feedback(chosen) if error_feedback else chosen
 
 
+def _alpha(given: float | None, overlap_steps: int | str) -> float:
+    """Streaming DiLoCo's weight of the local params: of a single step in flight nothing is kept (2501.18512)."""
+    if given is not None:
+        return given
+    return 0.0 if overlap_steps in (0, 1) else 0.5
+
+
 def _merge(
     name: str, mixing_alpha: float = 0.5, compensation: str = "adaptive", compensation_strength: float = 0.5
 ) -> Merge:
@@ -391,7 +405,7 @@ def _merge(
     return known[name]()
 
 
-def _penalty(value: str) -> OuterTransform:
+def _penalty(value: float | str) -> OuterTransform:
     try:
         constant = None if value == "gap" else float(value)
     except ValueError:
@@ -402,7 +416,12 @@ def _penalty(value: str) -> OuterTransform:
 
 
 def _check_overlap(overlap_steps: int | str, sync_interval: int) -> None:
-    if overlap_steps != "auto" and int(overlap_steps) >= sync_interval:
+    if overlap_steps == "auto":
+        raise InputError(
+            "outer.overlap_steps=auto follows measured times, as method=cocodc alone does. Give a number of steps: as many as a "
+            "transfer takes (hf-cocodc bench link)."
+        )
+    if int(overlap_steps) >= sync_interval:
         raise InputError(
             f"outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment has "
             "to land before it is sent again. Lower overlap_steps or raise sync_interval."

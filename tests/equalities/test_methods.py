@@ -18,6 +18,7 @@ from hf_cocodc.codecs.cast import Cast
 from hf_cocodc.config import OuterConfig
 from hf_cocodc.merges import Merge
 from hf_cocodc.methods import METHODS, Method, from_config
+from hf_cocodc.methods import settings as settings_of
 from hf_cocodc.schedules import AgreedStats, Land, Send
 from hf_cocodc.sync_info import Piece, SyncInfo
 from tests.equalities.test_equalities import live, locals_of
@@ -263,9 +264,25 @@ def test_rounds_follow_the_rank() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given_", "alpha"),
+    [({}, 0.0), ({"overlap_steps": 0}, 0.0), ({"overlap_steps": 2}, 0.5), ({"mixing_alpha": 0.3}, 0.3)],
+)
+def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float) -> None:
+    """0.5, and 0 where at most one step is in flight; both what is done and what is said."""
+    config = OuterConfig(method="streaming", **given_)
+    assert settings_of(config)["mixing_alpha"] == alpha
+    piece = Piece(torch.ones(1), torch.zeros(1), torch.zeros(1), torch.empty(1), (1,))
+    info = SyncInfo(**dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)))  # type: ignore[arg-type]
+    assert from_config(config).merge.apply(piece, info) == pytest.approx(alpha)
+
+
+@pytest.mark.parametrize(
     ("given_", "message"),
     [
         ({"method": "diloco", "overlap_steps": 2}, "would throw away the steps"),
+        ({"method": "diloco", "overlap_steps": "auto", "merge": "additive"}, "as method=cocodc alone does"),
+        ({"method": "streaming", "overlap_steps": "auto"}, "as method=cocodc alone does"),
+        ({"method": "co2", "staleness_penalty": 0.5}, "must be gap, none, or a number"),
         ({"method": "streaming", "codec": "topk"}, "Set error_feedback=true"),
         ({"method": "diloco", "error_feedback": True}, "no error to feed back"),
         ({"method": "cocodc", "sends_per_interval": 2}, "must lie between outer.num_fragments=4"),
