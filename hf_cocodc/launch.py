@@ -66,8 +66,26 @@ def start(
 
     A run that is resumed goes on with its journal and its log.
     """
+    started: list[RegionProcess] = []
+    try:
+        _start(started, recipe, recipe_path, overrides, regions, store, launcher_args, resume)
+    except BaseException:
+        stop(started)
+        raise
+    return started
+
+
+def _start(
+    started: list[RegionProcess],
+    recipe: Recipe,
+    recipe_path: str,
+    overrides: Sequence[str],
+    regions: Sequence[int],
+    store: str | None,
+    launcher_args: Sequence[str],
+    resume: bool,
+) -> None:
     count = recipe.regions.count or 1
-    started = []
     for place, region in enumerate(regions):
         folder = output_dir(recipe) / f"region-{region}"
         (folder / "cocodc").mkdir(parents=True, exist_ok=True)
@@ -90,7 +108,6 @@ def start(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
         started.append(RegionProcess(region, folder, process, log))
-    return started
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
@@ -147,11 +164,17 @@ def watch(
 
 
 def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
-    """Signal the ranks, which stop together with a checkpoint; not their launchers, which would not wait for them."""
+    """Signal the ranks, which stop together with a checkpoint; not their launchers, which would not wait for them.
+
+    Where there are none yet, the launcher is all that there is to end.
+    """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for rank in psutil.Process(each.process.pid).children():
+            ranks = psutil.Process(each.process.pid).children()
+            for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
+            if not ranks:
+                each.end(signal.SIGTERM)
 
 
 def stop(processes: Sequence[RegionProcess], patience_s: float = 5.0) -> None:

@@ -40,6 +40,8 @@ def simulate(
         return _simulate_recipe(what, regions, link)
     if regions is None:
         raise InputError("simulate(function) needs the number of regions: simulate(function, regions=2).")
+    if regions < 1:
+        raise InputError(f"simulate(function, regions={regions}): the number of regions must be at least 1.")
     return run_in_lockstep(regions, what, link)
 
 

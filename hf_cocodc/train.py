@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from .config import Recipe
 from .errors import CocodcError, InputError, nearest
@@ -31,6 +31,10 @@ def check(recipe: Recipe) -> None:
 
     from_config(recipe.outer)
     _known_fields("training", recipe.training, TrainingArguments)
+    if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
+        raise InputError(
+            "data.streaming=true: a stream has no length, so training.max_steps has to say where to end."
+        )
     if recipe.peft is not None:
         from peft import LoraConfig
 
@@ -96,12 +100,16 @@ def run(recipe: Recipe, link: Any = None) -> Any:
 
 def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
-    for key in given:
+    hints = get_type_hints(kind)
+    for key, value in given.items():
         if key not in known:
             close = nearest(key, known).split(" Known:")[0]
             raise InputError(
                 f"recipe: unknown key {section}.{key}.{close} It takes the fields of {kind.__name__}."
             )
+        wanted = {int: "a whole number", float: "a number"}.get(hints[key])
+        if wanted and (isinstance(value, bool) or not isinstance(value, hints[key] | int)):
+            raise InputError(f"{section}.{key}={value!r} must be {wanted}, not {type(value).__name__}.")
 
 
 def _tokenizer(recipe: Recipe) -> Any:

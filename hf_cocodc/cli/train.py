@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
+    early: list[int] = []
+    _on_signals(lambda number, frame: early.append(number))  # a process is not to be lost while it is started
     processes = launch.start(
         recipe, options.recipe, overrides, regions, address, options.launcher, options.resume
     )
@@ -92,8 +94,10 @@ def run(options: argparse.Namespace) -> int:
         int(recipe.training.get("max_steps", -1)),
         options.resume,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's way to say Ctrl-C
     try:
+        _on_signals(_interrupt)
+        for number in early:
+            _interrupt(number, None)
         failed = launch.watch(processes, display.update, here.timeout_s)
     except KeyboardInterrupt:
         _stop(processes, display, here.timeout_s)
@@ -106,6 +110,22 @@ def run(options: argparse.Namespace) -> int:
     if not display.has_trained:
         print("the run had finished: nothing was left to train")
     return _report_success(output_dir(recipe), [each.folder for each in processes])
+
+
+def _on_signals(handle: Callable[[int, Any], None]) -> None:
+    """Have Ctrl-C, a scheduler's SIGTERM and a terminal's SIGHUP handled alike."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, handle)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    if number == signal.SIGHUP:  # nobody is there to read, and to write would fail
+        with open(os.devnull, "wb") as nowhere:
+            for stream in (sys.stdout, sys.stderr):
+                if stream.isatty():
+                    os.dup2(nowhere.fileno(), stream.fileno())
+    raise KeyboardInterrupt
 
 
 def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:

@@ -110,6 +110,32 @@ def test_ctrl_c_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_before_there_is_anything_to_save(sign: signal.Signals, tmp_path: Path) -> None:
+    """Launchers that have not started their ranks yet end at once, whoever asks: Ctrl-C, a scheduler, a closed terminal."""
+    run = start(tmp_path)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (children := psutil.Process(run.pid).children()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run.send_signal(sign)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "Traceback" not in errors
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_stops_all_regions_with_a_checkpoint(tmp_path: Path) -> None:
+    """SIGHUP would end the command alone, and leave its regions training."""
+    run = start(tmp_path)
+    wait_for_step(run, tmp_path)
+    run.send_signal(signal.SIGHUP)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 130
+    assert "is complete in every region" in errors
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
     """Where no transfer is due for long, a second SIGINT ends every process."""
     run = start(tmp_path, "--set", "outer.sync_interval=100000")
