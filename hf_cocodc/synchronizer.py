@@ -418,6 +418,7 @@ class Synchronizer:
         trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
         what = f"the mean of the global params of fragment {index}"
         arrival = self._wait(self.link.mean(conversation, state.fragment.numel, lambda: trailer, what))
+        check_in_step(self.link.region, arrival.trailers, index, self.inner_step)
         self.totals.bytes_sent += arrival.bytes_sent
         state.show(arrival.result.mean)
         self.link.give(arrival.result.mean)

@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate, state
-from hf_cocodc.errors import CheckpointError, InputError, RunStopped
+from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
 from hf_cocodc.links.base import Link
 from tests.processes.worker import Tokens
 from tests.test_resuming import (
     STEPS,
     At,
+    Dry,
     H,
     callback_of,
     checkpoint_of,
@@ -208,3 +209,51 @@ def test_the_same_arguments_serve_a_second_trainer(tmp_path: Path) -> None:
         return str(second.args.output_dir)
 
     assert simulate(body, regions=2) == [str(tmp_path / f"region-{region}") for region in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        (
+            "streaming",
+            {"save_strategy": "epoch"},
+            r"region 0 saves every 5 inner steps, region 1 every 6.* save_steps=5",
+        ),
+        ("streaming", {"save_steps": 4}, r"region 0 saves every 4 inner steps, region 1 every 5"),
+        (
+            "eager",
+            {"save_strategy": "no", "eval_strategy": "epoch"},
+            r"region 0 evaluates every 5 .* eval_steps=5",
+        ),
+    ],
+)
+def test_what_all_regions_do_together_comes_at_the_same_steps(
+    name: str, more: dict, message: str, tmp_path: Path
+) -> None:
+    """No checkpoint would be complete everywhere where shards, and so epochs, differ in length; said before step 1."""
+
+    def body(region: int, link: Link) -> None:
+        own = {"save_steps": more["save_steps"] + region} if "save_steps" in more else {}
+        make(tmp_path, link, name, data=Tokens(10 + 2 * region), **more | own).train()
+
+    with pytest.raises(HandshakeError, match=message):
+        simulate(body, regions=2)
+
+
+def test_a_signal_to_a_region_whose_data_has_run_out(tmp_path: Path) -> None:
+    """It keeps step with the others, which hear of it as they would of any."""
+    callbacks = {}
+
+    def body(region: int, link: Link) -> None:
+        data = Dry(10) if region else None
+        own = {"accelerator_config": {"dispatch_batches": False}}
+        trainer = make(
+            tmp_path, link, data=data, when_one_ends="continue", max_steps=40, save_strategy="no", **own
+        )
+        callbacks[region] = callback_of(trainer)
+        if region == 0:
+            trainer.add_callback(At(10, lambda control: callbacks[1]._note_signal("SIGTERM")))
+        with pytest.raises(RunStopped, match=r"region 1 was interrupted \(SIGTERM\)"):
+            trainer.train()
+
+    simulate(body, regions=2)

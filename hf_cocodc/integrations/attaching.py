@@ -1,9 +1,11 @@
 """Finding the Trainer that a callback was given to, and checking that it can be trained across regions."""
 
+import math
 import sys
+from typing import Any
 
-from transformers import Trainer
-from transformers.trainer_utils import HubStrategy
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, has_length
 
 from ..errors import InputError
 from ..state import EXPORT
@@ -53,3 +55,12 @@ def refuse(trainer: Trainer) -> None:
         raise InputError(
             "DeepSpeed inside a region is not supported. Use DDP (accelerate launch --multi_gpu)."
         )
+
+
+def interval(strategy: str, steps: int, args: TrainingArguments, loader: Any, max_steps: int) -> int:
+    """Inner steps between two times that Trainer saves or evaluates; 0 where it does not, or where that is not known."""
+    if strategy == IntervalStrategy.STEPS:
+        return min(int(steps), max_steps)
+    if strategy != IntervalStrategy.EPOCH or not has_length(loader):
+        return 0
+    return min(max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1), max_steps)

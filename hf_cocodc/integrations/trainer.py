@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import TrainOutput
 
-from ..agreement import Ending, agree_on_start
+from ..agreement import Ending, agree_on_start, check_same_interval
 from ..config import OuterConfig, Recipe, RegionConfig
 from ..errors import InputError, LinkError, RunStopped
 from ..links.base import Link
@@ -27,7 +27,7 @@ from ..methods import from_config
 from ..state import EXPORT, PREFIX, begin_run, continue_run, read, remove, rotate
 from . import card
 from .accelerate import OuterOptimizer
-from .attaching import find_trainer, refuse
+from .attaching import find_trainer, interval, refuse
 from .checkpoints import Saved, agree, export, give_up_later, has_finished, of_region
 from .joining import join, refuse_unsupported
 from .signals import first_signal
@@ -164,6 +164,12 @@ class CoCoDCCallback(TrainerCallback):
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
         max_steps, run = agree_on_start(self._link, state.max_steps, secrets.randbits(48))
+        loader = kwargs.get("train_dataloader")
+        often = interval(args.save_strategy, state.save_steps, args, loader, max_steps)
+        check_same_interval(self._link, often, "saves", "save")
+        if self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree:
+            often = interval(args.eval_strategy, state.eval_steps, args, loader, max_steps)
+            check_same_interval(self._link, often, "evaluates", "eval")
         if self._saved is None and args.should_save:
             begin_run(Path(args.output_dir), run)
         if max_steps < state.max_steps:
@@ -343,6 +349,7 @@ class CoCoDCCallback(TrainerCallback):
             "second signal ends this process at once.\n"
         )
         if self.outer is not None:
+            self.outer.say(Ending.INTERRUPTED)
             self.outer.link.leave_note(name)
 
     def _log_save_evaluate(self, log_save_evaluate: Callable, *args: Any, **kwargs: Any) -> None:

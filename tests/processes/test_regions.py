@@ -22,6 +22,7 @@ CONFIG = {
     "sync_interval": 4,
     "num_fragments": 2,
     "overlap_steps": 1,
+    "mixing_alpha": 0.5,
     "outer_lr": 0.7,
     "outer_momentum": 0.9,
     "codec": "bf16",
@@ -29,6 +30,8 @@ CONFIG = {
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
 # to the other region for payloads and for control messages, and one each to the store to set them up
 CONNECTIONS = 4
+# max_steps and the steps at which to save, then whether all came to the same end
+GATHERS = 3
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
 
 
@@ -85,7 +88,7 @@ def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict],
     assert torch.equal(found["region0-rank0"]["final"], found["region1-rank0"]["final"])
     if kind == "trainer":
         for each in found.values():
-            assert_promise_kept(each["promise"], world_size=0, connections=CONNECTIONS, gathers=2)
+            assert_promise_kept(each["promise"], world_size=0, connections=CONNECTIONS, gathers=GATHERS)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1")
         assert torch.equal(
             torch.cat([p.detach().reshape(-1) for p in saved.parameters()]), lockstep[0]["final"]
@@ -97,7 +100,7 @@ def test_two_regions_of_two_ranks(tmp_path: Path) -> None:
     found = fork_regions(worker.main, 2, ["trainer", str(tmp_path), json.dumps(CONFIG)], tmp_path)
     assert_all_ranks_equal(found)
     first = found["region0-rank0"]
-    assert_promise_kept(first["promise"], world_size=2, connections=None, gathers=2)
+    assert_promise_kept(first["promise"], world_size=2, connections=None, gathers=GATHERS)
     assert not found["region0-rank1"]["promise"]["calls"], "only the leader talks"
     assert [each["bytes_sent"] > 0 for _, each in sorted(found.items())] == [True, False, True, False]
 
