@@ -170,7 +170,8 @@ def co2(
     inner learning rate.
 
     Differs from the paper: Lambda in its gap-aware form (its printed form was not seen), anchored at x_t; gamma is that of
-    the round t-1 whose outer gradient lands, for it has travelled with it and is the same in all regions.
+    the round t-1 whose outer gradient lands, for it has travelled with it and is the same in all regions. After the first
+    round nothing lands and theta goes on, so that the second outer gradient spans both rounds.
     """
     penalty = {} if staleness_penalty == "none" else {"penalty": _penalty(staleness_penalty)}
     return Method(
@@ -208,7 +209,8 @@ def dilocox(
     Symbols: H_1 is sync_interval, r_1 is rank, e the error feedback's residual.
 
     Differs from the paper: the rank counts the directions that hold 95 % of the energy, over 5 rounds, in every stage of a
-    pipeline for itself; the outer learning rate and momentum are DiLoCo's, the paper gives none that we have seen.
+    pipeline for itself; the outer learning rate and momentum are DiLoCo's, the paper gives none that we have seen. After the
+    first round nothing lands and theta goes on, so that the second outer gradient spans both rounds.
     """
     return Method(
         fragments=_pattern(fragment_pattern, num_fragments),

@@ -35,7 +35,7 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
         )
     held_out = [(e["step"], e["eval_loss"]) for e in runs[0] if e["kind"] == "evaluate" and "eval_loss" in e]
     if held_out:
-        losses.plot(*zip(*held_out, strict=True), "ko-", ms=4, label="global weights, held out")
+        losses.plot(*zip(*held_out, strict=True), "ko-", ms=4, label="held out")
     losses.set_ylabel("loss (nats per token)")
     losses.grid(alpha=0.25)
     losses.legend(frameon=False)

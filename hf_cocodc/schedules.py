@@ -5,8 +5,11 @@ region that sent while another did not would wait for ever. Sends come before la
 one round both fall on one step, and landing first would reset the local params, making every outer gradient zero.
 """
 
+import logging
 import math
 from typing import Any, NamedTuple, Protocol
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 """A schedule's state: JSON-able, equal in all regions, saved in checkpoints."""
@@ -181,6 +184,7 @@ class _Adaptive:
         self._overlap_steps = overlap_steps
         self._utilization = utilization
         self._sends_per_interval = sends_per_interval
+        self._has_warned = False
 
     def init(self, num_fragments: int) -> State:
         sent = [[0, 0] for _ in range(num_fragments)]  # the steps of a fragment's last two sends
@@ -216,7 +220,20 @@ class _Adaptive:
         if self._sends_per_interval is None and stats.sync_steps:
             affordable = self._utilization * self._sync_interval * stats.step_time_s / stats.sync_time_s
             sends = max(num_fragments, math.floor(affordable + 1e-9))
+            self._warn_of_a_slow_link(num_fragments, affordable, stats)
         return max(1, self._sync_interval // sends)
+
+    def _warn_of_a_slow_link(self, num_fragments: int, affordable: float, stats: AgreedStats) -> None:
+        """Once, if each fragment cannot go once in H steps in the share of the time that the link is to be used."""
+        if self._has_warned or math.floor(affordable + 1e-9) >= num_fragments:
+            return
+        self._has_warned = True
+        logger.warning(
+            "the link cannot carry all %d fragments in sync_interval=%d inner steps within utilization=%g of the time: one takes "
+            "%.3g s, an inner step %.3g s. It could with sync_interval=%d; a smaller codec (int8, fp4) helps as well.",
+            *(num_fragments, self._sync_interval, self._utilization, stats.sync_time_s, stats.step_time_s),
+            math.ceil(num_fragments * stats.sync_time_s / (self._utilization * stats.step_time_s)),
+        )
 
     def _overlap(self, num_fragments: int, stats: AgreedStats) -> int:
         """tau; while nothing is measured as long as the next K sends take, so that the first transfers stall nobody."""

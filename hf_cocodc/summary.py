@@ -17,6 +17,7 @@ class Summary:
     outer_steps: int
     perplexity_before: float | None
     perplexity_after: float | None
+    evaluated: str
     blocked_s: float
     training_s: float
     bytes_sent: int
@@ -26,10 +27,10 @@ class Summary:
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as a person reads it."""
         rows = []
-        if self.perplexity_before is not None and self.perplexity_after is not None:
+        if self.perplexity_after is not None:
+            before = "" if self.perplexity_before is None else f"{self.perplexity_before:.2f} before, "
             rows.append(
-                f"held-out perplexity   {self.perplexity_before:.2f} before, {self.perplexity_after:.3f} after "
-                "(global weights)"
+                f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights)"
             )
         rows += [
             f"method                {self.method}",
@@ -53,15 +54,19 @@ def summarise(journals: Sequence[Path]) -> Summary:
     runs = [read(journal) for journal in journals]
     start = runs[0][0]
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
-    perplexities = [event["eval_perplexity"] for event in runs[0] if event.get("eval_perplexity") is not None]
+    evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
+    perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
     inner_steps = finishes[0]["step"]
     num_regions = start["num_regions"]
     return Summary(
         num_regions=num_regions,
         inner_steps=inner_steps,
         outer_steps=sum(e["kind"] == "land" and e["sent_at"] > 0 for e in runs[0]) // start["num_fragments"],
-        perplexity_before=perplexities[0] if len(perplexities) > 1 else None,
-        perplexity_after=perplexities[-1] if perplexities else None,
+        perplexity_before=perplexities.get(0),
+        perplexity_after=evaluations[-1]["eval_perplexity"]
+        if evaluations and evaluations[-1]["step"]
+        else None,
+        evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
         blocked_s=max(finish["blocked_s"] for finish in finishes),
         training_s=max(finish["time_s"] for finish in finishes),
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),

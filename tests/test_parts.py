@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 
@@ -159,6 +160,16 @@ def test_the_summary_reads_the_journals(tmp_path: Path) -> None:
     assert summary.data_parallel_bytes == data_parallel_bytes(10, 4, 2) == 4 * 10 * 4
 
 
+def test_the_summary_says_what_was_measured_and_when(tmp_path: Path) -> None:
+    """Not before step 1: not "before"; and on which weights."""
+    journal = a_run(tmp_path, 0)
+    events = [event for event in read(journal) if event["kind"] != "evaluate" or event["step"]]
+    events[-1]["weights"] = "local"
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+    line = summarise([journal]).lines(tmp_path, [journal])[0]
+    assert line.split() == ["held-out", "perplexity", "2.718", "after", "(local", "weights)"]
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """A run gives one PNG, also with NaN losses in it."""
     plots.plot_run([a_run(tmp_path, 0), a_run(tmp_path, 1)], tmp_path / "run.png")
@@ -203,3 +214,17 @@ def test_simulated_time_decides_when_transfers_arrive(num_regions: int) -> None:
             3 if num_regions == 2 else 5
         )  # ceil(trips * 1.7 s + half a payload, over 1 s)
         assert blocked_s == 0
+
+
+def test_a_link_that_cannot_carry_every_fragment_in_time_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """CoCoDC, measured: 4 transfers of 15 s do not fit in 0.4 x 20 steps of 1 s; once, with the interval that would do."""
+    schedule, stats = schedules.adaptive(20), AgreedStats(step_time_s=1.0, sync_time_s=15.0)
+    state = schedule.init(4)
+    for step in range(1, 100):
+        _, state = schedule.events(step, stats, state)
+    assert caplog.text.count("the link cannot carry all 4 fragments in sync_interval=20") == 1
+    assert "with sync_interval=150" in caplog.text
+    caplog.clear()
+    schedule = schedules.adaptive(150)
+    schedule.events(149, stats, {**schedule.init(4), "next": 149})
+    assert not caplog.text

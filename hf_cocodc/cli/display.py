@@ -95,7 +95,7 @@ class Display:
             for name in ("eval_loss", "eval_perplexity", "eval_accuracy")
             if event.get(name) is not None
         )
-        self._say(f"step {event['step']}: held out, global weights: {shown}")
+        self._say(f"step {event['step']}: held out, {event.get('weights', 'global')} weights: {shown}")
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

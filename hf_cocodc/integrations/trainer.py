@@ -368,7 +368,8 @@ class CoCoDCCallback(TrainerCallback):
             with outer.global_weights() if swap and outer is not None else contextlib.nullcontext():
                 result = original(*args, **kwargs)
             if outer is not None and name == "evaluate":
-                outer.journal.write("evaluate", step=trainer.state.global_step, **result)
+                shown = self.evaluate_on if self._in_training else "global"
+                outer.journal.write("evaluate", step=trainer.state.global_step, weights=shown, **result)
             return result
 
         return run
