@@ -176,7 +176,9 @@ def load_text(
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             what = f"data.path={path!r}, data.name={name!r}, data.split={split!r}"
-            reason = str(error.__cause__ or error).rstrip(". ")  # datasets wraps what happened in words that do not tell
+            reason = str(error.__cause__ or error).rstrip(
+                ". "
+            )  # datasets wraps what happened in words that do not tell
             raise InputError(
                 f"{what}: {reason}. Name a dataset on the Hub or a folder of data files that are not empty."
             ) from error

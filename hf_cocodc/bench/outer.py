@@ -34,7 +34,7 @@ _INTERVAL = 500
 _WHOLE: dict[str, Any] = {"fragment_pattern": "whole", "num_fragments": 1}
 _LANDINGS: dict[str, tuple[OuterConfig, int]] = {
     "land, replace (diloco)": (OuterConfig(method="diloco"), 24),
-    "land, mix (streaming)": (OuterConfig(method="streaming", **_WHOLE), 28),
+    "land, mix (streaming)": (OuterConfig(method="streaming", mixing_alpha=0.5, **_WHOLE), 28),
     "land, compensate (cocodc)": (OuterConfig(method="cocodc", **_WHOLE), 44),
 }
 """Methods, and bytes a parameter of their landings: outer gradient 4, momentum 8, global params 8, local params written 4;
