@@ -74,7 +74,7 @@ def callback_of(trainer: Trainer) -> CoCoDCCallback:
     return next(each for each in trainer.callback_handler.callbacks if isinstance(each, CoCoDCCallback))
 
 
-QUICK = ("streaming", "dilocox")
+QUICK = ("streaming",)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_epochs_of_unequal_shards_end_together(tmp_path: Path) -> None:
     assert torch.equal(weights, other_weights)
 
 
-@pytest.mark.parametrize("name", ["streaming", "eager", "dilocox"])
+@pytest.mark.parametrize("name", ["streaming", "eager", pytest.param("dilocox", marks=pytest.mark.slow)])
 def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two regions go on as three, then as one; who joins takes the global params, outer state and data share of its own."""
     step = stopped(tmp_path, 6, name=name)

@@ -92,9 +92,8 @@ def test_the_readmes_table_is_the_code() -> None:
         assert merge == chosen.get("merge", "replace")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "cocodc" else pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_every_quickstart_trains(name: str, tmp_path: Path) -> None:
     """A few steps of each method's recipe: all regions end with the same model, and the journal tells of every landing."""
     overrides = [*SHORT, "outer.sync_interval=4", "training.max_steps=9", "data.block_size=32"]
