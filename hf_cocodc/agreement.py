@@ -64,13 +64,15 @@ def newest_common(link: Link, own: Sequence[int], run: int, num_writers: int) ->
     newest = max(steps)
     writers = link.gather(Trailer(inner_step=num_writers), "who wrote the newest complete checkpoint")
     count = int(writers[steps.index(newest)].inner_step)
-    if own and link.region >= count:
+    # one that joined after them has taken them over
+    first = [step if region < count or step == newest else 0 for region, step in enumerate(steps)]
+    if own and not first[link.region]:
         logger.warning(
             "region %d was not there when the checkpoints of step %d were written: its own are not used.",
             *(link.region, newest),
         )
         own = ()
-    first = steps = [step if region < count else 0 for region, step in enumerate(steps)]
+    steps = first
     while len(set(steps) - {0}) > 1:
         bound = min(step for step in steps if step)
         proposal = max((step for step in own if step <= bound), default=0)

@@ -124,6 +124,20 @@ def test_a_region_that_comes_back_takes_the_others_progress_over(
     assert 20 in state.checkpoints(tmp_path / "region-0")
 
 
+def test_a_region_that_has_joined_goes_on_from_what_it_took_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stopped before it saved anything of its own, it does not take it over once more."""
+    step = stopped(tmp_path, 3)
+    resumed(tmp_path, 3, save_strategy="no")
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        resumed(tmp_path, 3, save_strategy="no")
+    assert f"region 2 resumes from {checkpoint_of(tmp_path, 2, step)}" in caplog.text
+    assert "are not used" not in caplog.text
+    assert "has no complete checkpoint" not in caplog.text
+
+
 def test_who_goes_back_by_a_path_leaves_the_later_steps_behind(tmp_path: Path) -> None:
     """Resumed from step 6 of 14 and stopped before 14, a run goes on from where it was stopped."""
     resumed(tmp_path)
