@@ -109,6 +109,21 @@ def test_another_regions_checkpoint_is_refused(tmp_path: Path) -> None:
         simulate(body, regions=2)
 
 
+def test_a_region_that_is_left_alone_goes_on_as_another(tmp_path: Path) -> None:
+    """Region 0's machine is gone: region 1 goes on from its own checkpoint, as region 0 of one."""
+    step = stopped(tmp_path, 6)
+    shutil.rmtree(tmp_path / "region-0")
+    path = checkpoint_of(tmp_path, 1, step)
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(tmp_path, link, save_strategy="no")
+        trainer.train(resume_from_checkpoint=str(path))
+        return trainer
+
+    [alone] = simulate(body, regions=1)
+    assert alone.state.global_step == STEPS
+
+
 def test_a_region_that_comes_back_takes_the_others_progress_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ from .. import state
 from ..agreement import newest_common
 from ..codecs.base import State
 from ..errors import CheckpointError, InputError
-from ..links.base import Link
+from ..links.base import Link, Trailer
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +67,8 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
 def of_region(checkpoint: Path, region: int) -> Path:
     """This region's own checkpoint where `checkpoint` may be the one of another: a script has one path for all regions."""
     home = checkpoint.parent
-    if not re.fullmatch(r"region-\d+", home.name):
-        return checkpoint
-    return home.with_name(f"region-{region}") / checkpoint.name
+    own = home.with_name(f"region-{region}") / checkpoint.name
+    return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
 
 
 def give_up_later(folder: Path, step: int, region: int) -> None:
@@ -106,13 +105,18 @@ def has_finished(facts: dict[str, Any], args: TrainingArguments, checkpoint: Pat
 
 
 def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
-    """Compare the run that a checkpoint was written by with this one; what cannot be exact is said.
+    """Compare the run that a checkpoint was written by with this one; what cannot be exact is said. A collective call.
 
     Raises:
-        CheckpointError: it is of another method or region, or of regions with another number of lanes.
+        CheckpointError: it is of another method, another region's too, or of regions with another number of lanes.
     """
     facts = saved.facts
-    if facts["region"] != link.region and not facts.get(JOINING):
+    writer = -1 if facts.get(JOINING) else facts["region"]
+    writers = [
+        trailer.inner_step for trailer in link.gather(Trailer(inner_step=writer), "who wrote the checkpoints")
+    ]
+    # regions may have been numbered anew, but two that go on from one's local weights and random numbers train the same
+    if writer not in (-1, link.region) and writers.count(writer) > 1:
         raise CheckpointError(
             f"the checkpoint is region {facts['region']}'s, and this is region {link.region}. Give every region its own, or let "
             "them find it: trainer.train(resume_from_checkpoint=True), or hf-cocodc train RECIPE --resume."
