@@ -66,48 +66,36 @@ def start(
 
     A run that is resumed goes on with its journal and its log.
     """
-    started: list[RegionProcess] = []
-    try:
-        _start(started, recipe, recipe_path, overrides, regions, store, launcher_args, resume)
-    except BaseException:
-        stop(started)
-        raise
-    return started
-
-
-def _start(
-    started: list[RegionProcess],
-    recipe: Recipe,
-    recipe_path: str,
-    overrides: Sequence[str],
-    regions: Sequence[int],
-    store: str | None,
-    launcher_args: Sequence[str],
-    resume: bool,
-) -> None:
     count = recipe.regions.count or 1
-    for place, region in enumerate(regions):
-        folder = output_dir(recipe) / f"region-{region}"
-        (folder / "cocodc").mkdir(parents=True, exist_ok=True)
-        journal = folder / "cocodc" / "journal.jsonl"
-        if resume:
-            forget_errors(journal)
-        else:
-            journal.unlink(missing_ok=True)
-        env = {**os.environ, ENV_REGION: str(region), ENV_REGIONS: str(count)}
-        if store is not None:
-            env[ENV_STORE] = store
-        arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
-        sets = [
-            part for override in (*overrides, "training.disable_tqdm=true") for part in ("--set", override)
-        ]
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
-        command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-        log = (folder / "log.txt").open("ab" if resume else "wb")
-        process = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-        started.append(RegionProcess(region, folder, process, log))
+    started: list[RegionProcess] = []
+    with contextlib.ExitStack() as unless_all_start:
+        unless_all_start.callback(stop, started)
+        for place, region in enumerate(regions):
+            folder = output_dir(recipe) / f"region-{region}"
+            (folder / "cocodc").mkdir(parents=True, exist_ok=True)
+            journal = folder / "cocodc" / "journal.jsonl"
+            if resume:
+                forget_errors(journal)
+            else:
+                journal.unlink(missing_ok=True)
+            env = {**os.environ, ENV_REGION: str(region), ENV_REGIONS: str(count)}
+            if store is not None:
+                env[ENV_STORE] = store
+            arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
+            sets = [
+                part
+                for override in (*overrides, "training.disable_tqdm=true")
+                for part in ("--set", override)
+            ]
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
+            command += ["-m", "hf_cocodc.train", recipe_path, *sets]
+            log = (folder / "log.txt").open("ab" if resume else "wb")
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            started.append(RegionProcess(region, folder, process, log))
+        unless_all_start.pop_all()
+    return started
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
