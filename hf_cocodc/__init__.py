@@ -7,24 +7,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import OuterConfig, Recipe, RegionConfig
-    from .data import region_shard
-    from .integrations.accelerate import OuterOptimizer
     from .integrations.trainer import CoCoDCCallback
-    from .regions import split_world
-    from .simulation import simulate
+    from .meeting.split_world import split_world
+    from .recipes.recipe import Recipe
+    from .run.outer_optimizer import OuterOptimizer
+    from .run.shards import region_shard
+    from .settings import OuterConfig, RegionConfig
+    from .training.simulation import simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CoCoDCCallback": ".integrations.trainer",
-    "OuterConfig": ".config",
-    "OuterOptimizer": ".integrations.accelerate",
-    "Recipe": ".config",
-    "RegionConfig": ".config",
-    "region_shard": ".data",
-    "simulate": ".simulation",
-    "split_world": ".regions",
+    "OuterConfig": ".settings",
+    "OuterOptimizer": ".run.outer_optimizer",
+    "Recipe": ".recipes.recipe",
+    "RegionConfig": ".settings",
+    "region_shard": ".run.shards",
+    "simulate": ".training.simulation",
+    "split_world": ".meeting.split_world",
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_cocodc.config import OuterConfig
+from hf_cocodc.settings import OuterConfig
 
 STEPS = 7
 SETTINGS: dict[str, dict[str, Any]] = {

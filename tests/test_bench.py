@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.bench import emulator, hub, link, workers
+from hf_cocodc.bench import link, workers
 from hf_cocodc.bench.report import Report, write
 from hf_cocodc.cli.main import main
+from hf_cocodc.emulation import hub
+from hf_cocodc.emulation import wan as emulator
 from hf_cocodc.errors import HandshakeError, LinkError
-from hf_cocodc.regions import serve_store
+from hf_cocodc.meeting.store import serve_store
 from tests.processes.launching import ROOT
 
 SIZE = 1448

@@ -9,7 +9,7 @@ import pytest
 
 from hf_cocodc.bench import codec
 from hf_cocodc.cli.main import main
-from hf_cocodc.methods import CODECS
+from hf_cocodc.parts.choose import CODECS
 
 
 def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

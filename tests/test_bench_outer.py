@@ -11,7 +11,7 @@ import torch
 
 from hf_cocodc.bench import outer
 from hf_cocodc.cli.main import main
-from hf_cocodc.synchronizer import Synchronizer
+from hf_cocodc.engine.synchronizer import Synchronizer
 
 
 def test_every_part_of_an_outer_step_has_a_row() -> None:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc import state
-from hf_cocodc.config import OuterConfig
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.methods import from_config
-from hf_cocodc.synchronizer import Synchronizer
+from hf_cocodc.resolve import from_config
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.settings import OuterConfig
 from tests.toys import Blocks, Region
 
 H = 6

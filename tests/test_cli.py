@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_cocodc import launch
 from hf_cocodc.cli import train
 from hf_cocodc.cli.main import parse
 from hf_cocodc.errors import InputError
+from hf_cocodc.training import launch
 
 ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
 

@@ -9,9 +9,11 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_cocodc.cli.main import main
-from hf_cocodc.config import OuterConfig, Recipe, RegionConfig
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import METHODS, from_config
+from hf_cocodc.methods import METHODS
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig, RegionConfig
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "diloco.yaml"
 

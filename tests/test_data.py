@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from transformers import AutoTokenizer, default_data_collator
 
-from hf_cocodc import data
 from hf_cocodc.errors import InputError
+from hf_cocodc.training import data
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,17 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc import state, tensors
-from hf_cocodc.buffers import HOST, Buffers, Departure
-from hf_cocodc.config import OuterConfig
+from hf_cocodc.engine.fragment import FragmentState
+from hf_cocodc.engine.memory import memory
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.handshake import compare, hello
-from hf_cocodc.integrations.joining import outer_device
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.methods import METHODS, from_config
-from hf_cocodc.synchronizer import Synchronizer
-from hf_cocodc.transfers import FragmentState, memory
+from hf_cocodc.meeting.handshake import compare, hello
+from hf_cocodc.methods import METHODS
+from hf_cocodc.resolve import from_config
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.connect import outer_device
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors import flat as tensors
+from hf_cocodc.tensors.departures import Departure
+from hf_cocodc.tensors.pools import HOST, Pool
 from tests.far import FAR, Far
 from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks
@@ -192,7 +196,7 @@ def _kept(each: FragmentState) -> list[Tensor]:
 
 def test_what_leaves_a_device_is_copied_when_it_is_asked_for() -> None:
     """Not before, into memory that is used again; what is on the host already leaves from where it is."""
-    host = Buffers(5)
+    host = Pool(5)
     flat = torch.arange(3.0)
     assert Departure(flat, host).fetch() is flat
     far = flat.to(FAR)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.fragments import Fragment, find_blocks, sequential, strided, whole
+from hf_cocodc.parts.fragments import Fragment, find_blocks, sequential, strided, whole
 from tests.toys import Blocks, llama
 
 SMALL = {

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import Trainer
 
-from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate, state
+from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
 from hf_cocodc.links.base import Link
+from hf_cocodc.run import checkpoint as state
 from tests.processes.worker import Tokens
 from tests.test_resuming import (
     STEPS,

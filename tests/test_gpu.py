@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_cocodc.buffers import HOST, Buffers, Departure, bring
-from hf_cocodc.config import OuterConfig
 from hf_cocodc.methods import METHODS
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors.departures import Departure, bring
+from hf_cocodc.tensors.pools import HOST, Pool
 from tests.processes.test_gloo import run_over_gloo
 from tests.test_device import trajectory
 from tests.toys import Region, llama, run
@@ -42,7 +43,7 @@ def test_over_a_link_with_a_thread_of_its_own(method: str) -> None:
 def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
     """It travels on a stream of its own, into pinned memory, and is there before work that the training stream got later."""
     flat = torch.ones(1 << 24, device="cuda")
-    host = Buffers(flat.numel(), pinned=True)
+    host = Pool(flat.numel(), pinned=True)
     leaving = Departure(flat, host)
     torch.cuda._sleep(4_000_000_000)  # cycles: seconds
     trained = torch.cuda.current_stream().record_event()
@@ -54,7 +55,7 @@ def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
 
 def test_training_goes_on_while_a_mean_comes() -> None:
     """It is there before work that the training stream got earlier; memory that this still reads is not written to."""
-    home = Buffers(device=torch.device("cuda", 0))
+    home = Pool(device=torch.device("cuda", 0))
     torch.cuda._sleep(4_000_000_000)  # cycles: seconds
     trained = torch.cuda.current_stream().record_event()
     first = bring(torch.ones(1 << 24), home)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, simulate
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
-from hf_cocodc.synchronizer import Synchronizer
 from tests.matrix import SETTINGS, STEPS, arguments, config
 from tests.processes.worker import Tokens
 from tests.toys import llama

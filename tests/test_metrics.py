@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_cocodc import metrics
 from hf_cocodc.errors import InputError
+from hf_cocodc.training import metrics
 
 VOCABULARY = 23
 

@@ -14,17 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc import landing, schedules, tensors, transfers
-from hf_cocodc.buffers import HOST, Buffers
-from hf_cocodc.codecs.base import Conversation, Result
-from hf_cocodc.config import OuterConfig
-from hf_cocodc.links.base import Arrival, Handle, Trailer
+from hf_cocodc.engine import fragment as transfers
+from hf_cocodc.engine import landing
+from hf_cocodc.engine.memory import memory
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.transfer import Here
+from hf_cocodc.links.base import Arrival, Handle
 from hf_cocodc.links.lockstep import LockstepHub, LockstepLink
 from hf_cocodc.links.loopback import loopback
-from hf_cocodc.methods import METHODS, Method, from_config
-from hf_cocodc.schedules import AgreedStats, Land, Schedule
-from hf_cocodc.synchronizer import Synchronizer
-from hf_cocodc.transfers import Here, memory
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.methods import METHODS, Method
+from hf_cocodc.parts import schedules
+from hf_cocodc.parts.codecs.base import Conversation, Result
+from hf_cocodc.parts.schedules import AgreedStats, Land, Schedule
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors import flat as tensors
+from hf_cocodc.tensors.pools import HOST, Pool
 from tests.toys import Blocks, Region, params_of, run
 
 SHAPES = ((37, 5), (3,), (129, 3), (1,), (64, 2), (11, 7))
@@ -180,15 +186,15 @@ def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyP
     holds NaN at first and again as soon as it is given back."""
     pooled = trajectory(crowded(name))
 
-    def take(self: Buffers, numel: int) -> Tensor:
+    def take(self: Pool, numel: int) -> Tensor:
         return torch.full((numel,), float("nan"))
 
-    def give(self: Buffers, *buffers: Tensor) -> None:
+    def give(self: Pool, *buffers: Tensor) -> None:
         for buffer in buffers:
             buffer.fill_(float("nan"))
 
-    monkeypatch.setattr(Buffers, "take", take)
-    monkeypatch.setattr(Buffers, "give", give)
+    monkeypatch.setattr(Pool, "take", take)
+    monkeypatch.setattr(Pool, "give", give)
     fresh = trajectory(crowded(name))
     assert same(pooled, fresh)
     assert torch.isfinite(torch.cat(fresh)).all()
@@ -197,7 +203,7 @@ def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyP
 def test_buffers_are_used_again_by_any_fragment() -> None:
     """A buffer is as long as the longest fragment; what came from elsewhere and is shorter is not taken in. Without such
     a length the smallest that is long enough serves."""
-    buffers = Buffers(10)
+    buffers = Pool(10)
     short = buffers.take(4)
     place = short.data_ptr()
     assert short.shape == (4,)
@@ -207,7 +213,7 @@ def test_buffers_are_used_again_by_any_fragment() -> None:
     again = buffers.take(10)
     assert (again.data_ptr(), again.shape) == (place, (10,))
     assert buffers.take(10).data_ptr() not in (place, other.data_ptr())
-    buffers = Buffers()
+    buffers = Pool()
     long, short = buffers.take(9), buffers.take(3)
     buffers.give(long, short)
     assert buffers.take(2).data_ptr() == short.data_ptr()

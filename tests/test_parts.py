@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc import handshake, outer, plots, schedules
-from hf_cocodc.config import OuterConfig
 from hf_cocodc.errors import HandshakeError, LinkError
-from hf_cocodc.journal import Journal, append_error, read
 from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
-from hf_cocodc.schedules import AgreedStats, Land, Send
-from hf_cocodc.summary import data_parallel_bytes, summarise
-from hf_cocodc.sync_info import SyncInfo
+from hf_cocodc.meeting import handshake
+from hf_cocodc.parts import outer, schedules
+from hf_cocodc.parts.info import SyncInfo
+from hf_cocodc.parts.schedules import AgreedStats, Land, Send
+from hf_cocodc.run.journal import Journal, append_error, read
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.views import pictures as plots
+from hf_cocodc.views.summary import data_parallel_bytes, summarise
 from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama
 
 

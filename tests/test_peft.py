@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_cocodc import OuterConfig
-from hf_cocodc.codecs.base import Conversation
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.handshake import compare, hello
-from hf_cocodc.links.base import Handle, Link, Trailer
-from hf_cocodc.methods import from_config
+from hf_cocodc.links.base import Handle, Link
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.meeting.handshake import compare, hello
+from hf_cocodc.parts.codecs.base import Conversation
+from hf_cocodc.resolve import from_config
 from tests.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 from tests.toys import llama
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc import state
 from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import RunStopped
-from hf_cocodc.journal import Journal
 from hf_cocodc.links.base import Link
-from hf_cocodc.simulation import simulate
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import Journal
+from hf_cocodc.training.simulation import simulate
 from tests.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
 
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from hf_cocodc.regions import ACK_S, Roster, connect_store, rendezvous, serve_store
+from hf_cocodc.meeting.rendezvous import ACK_S, Roster, rendezvous
+from hf_cocodc.meeting.store import connect_store, serve_store
 
 
 def meet(address: str, late_s: dict[int, float]) -> list[Roster]:

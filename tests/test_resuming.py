@@ -30,11 +30,12 @@ from transformers import (
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate, state
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
-from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.loopback import loopback
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
 from tests.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.errors import InputError
-from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
+from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard, simulate
-from hf_cocodc.journal import read
 from hf_cocodc.links.base import Link
+from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
 from tests.test_resuming import config as config_of
 from tests.toys import VOCAB, llama

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_cocodc import CoCoDCCallback, region_shard, simulate
-from hf_cocodc.data import byte_tokenizer
 from hf_cocodc.links.base import Link
+from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.launching import ROOT, run_recipe
 from tests.test_training_variants import CONFIG, STEPS, trained_params
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_cocodc.config import OuterConfig
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
-from hf_cocodc.methods import Method, from_config
-from hf_cocodc.synchronizer import Synchronizer
+from hf_cocodc.methods import Method
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
 
 T = TypeVar("T")
 Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]

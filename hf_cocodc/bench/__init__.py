@@ -1,1 +1,4 @@
-"""What a link, a codec and an outer step cost on this machine, as ratios to the physical floor."""
+"""What a link, a codec and an outer step cost on this machine, as ratios to the physical floor.
+
+May import: engine, errors, links, meeting, parts, resolve, settings, tensors.
+"""

@@ -8,12 +8,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from .. import codecs
-from ..codecs.base import Codec, Message, Reply, State
 from ..errors import InputError, nearest
-from ..fragments import Fragment
 from ..links.base import drive
-from ..methods import CODECS
+from ..parts import codecs
+from ..parts.choose import CODECS
+from ..parts.codecs.base import Codec, Message, Reply, State
+from ..parts.fragments import Fragment
 from .report import Report, Row
 
 KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..codecs.base import Codec
 from ..errors import HandshakeError, InputError, LinkError, nearest
-from ..fragments import Fragment
-from ..links.base import Trailer
 from ..links.gloo import GlooLink
-from ..regions import connect_store, own_address, rendezvous, serve_store
-from ..tensors import digest
+from ..links.trailer import Trailer
+from ..meeting.addresses import own_address
+from ..meeting.rendezvous import rendezvous
+from ..meeting.store import connect_store, serve_store
+from ..parts.codecs.base import Codec
+from ..parts.fragments import Fragment
+from ..tensors.flat import digest
 from .codec import KNOWN
-from .emulator import INTERFACE, Wan
 from .report import Report, Row, cores
-from .workers import STORE_PORT, TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
+from .workers import TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
 
 ROUND_TRIPS = 5
 
@@ -96,20 +97,10 @@ def measure_here(trial: Trial, regions: int) -> Figures:
     """
     store = serve_store("127.0.0.1")
     spec = {"store": f"127.0.0.1:{store.port}", "interface": None, "alone": False}
-    return _measure_between(trial, regions, start_here, spec)
+    return measure_between(trial, regions, start_here, spec)
 
 
-def measure_across(trial: Trial, wan: Wan) -> Figures:
-    """Measure between the regions of an emulated WAN.
-
-    Raises:
-        LinkError: a process failed.
-    """
-    spec = {"store": f"{wan.address(0)}:{STORE_PORT}", "interface": INTERFACE, "alone": True}
-    return _measure_between(trial, wan.regions, wan.popen, spec)
-
-
-def _measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
+def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
     common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions}
     num_threads = max(cores() // regions, 1)
     [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
@@ -255,7 +246,7 @@ def report(
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One region of `_measure_between`."""
+    """One region of `measure_between`."""
     region, regions, store = spec["region"], spec["regions"], spec["store"]
     with store_in_region_0(store, region, regions) if spec["alone"] else nullcontext():
         found = take_part(Trial(**spec["trial"]), store, region, regions, spec["interface"])

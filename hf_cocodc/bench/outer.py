@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..codecs.base import Conversation, Result
-from ..config import OuterConfig
-from ..links.base import Arrival, Handle, Trailer
+from ..engine.synchronizer import Synchronizer
+from ..engine.transfer import Here
+from ..links.base import Arrival, Handle
 from ..links.lockstep import LockstepHub, LockstepLink
-from ..methods import from_config
-from ..schedules import every
-from ..synchronizer import Synchronizer
-from ..transfers import Here
+from ..links.trailer import Trailer
+from ..parts.codecs.base import Conversation, Result
+from ..parts.schedules import every
+from ..resolve import from_config
+from ..settings import OuterConfig
 from .report import Report, Row
 
 _NOTES = (

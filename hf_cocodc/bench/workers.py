@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any
 
 from ..errors import CocodcError, LinkError
-from ..regions import connect_store, serve_store
+from ..meeting.store import connect_store, serve_store
 
 TIMEOUT_S = 120.0
 STORE_PORT = 29650

@@ -1,1 +1,4 @@
-"""The command `hf-cocodc`: each file one command; they parse, call, print and return an exit code."""
+"""The command `hf-cocodc`, one file a command: they parse, call, print and return an exit code.
+
+May import: bench, emulation, errors, meeting, recipes, run, settings, training, views.
+"""

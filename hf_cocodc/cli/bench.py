@@ -166,7 +166,7 @@ def _codec(options: argparse.Namespace) -> Iterator[Any]:
 
 def _link(options: argparse.Namespace) -> Iterator[Any]:
     from ..bench import link
-    from ..config import RegionConfig
+    from ..settings import RegionConfig
 
     ends = RegionConfig(  # checks what a run would
         region=options.region,
@@ -205,7 +205,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _wan(options: argparse.Namespace) -> Iterator[Any]:
-    from ..bench import wan
+    from ..emulation import training as wan
 
     _check("--regions", options.regions, 2, 100)
     _check("--rtt-ms", options.rtt_ms, 0, 60_000)

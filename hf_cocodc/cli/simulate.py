@@ -26,10 +26,10 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..config import Recipe
-    from ..simulation import VirtualLink, simulate
-    from ..summary import summarise
-    from ..train import output_dir
+    from ..recipes.recipe import Recipe
+    from ..training.simulation import VirtualLink, simulate
+    from ..training.train import output_dir
+    from ..views.summary import summarise
 
     overrides = [*options.overrides]
     if options.regions is not None:

@@ -21,7 +21,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..regions import serve_store
+    from ..meeting.store import serve_store
 
     server = serve_store(options.host, options.port)
     print(f"store listening on {options.host}:{server.port}; end it with Ctrl-C", flush=True)

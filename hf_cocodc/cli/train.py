@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import ENV_REGION, ENV_REGIONS, ENV_STORE, Recipe, from_env
 from ..errors import InputError
+from ..recipes.recipe import Recipe
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, from_env
 from .display import Display
 
 
@@ -46,9 +47,9 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from .. import launch
-    from ..regions import connect_store, serve_store
-    from ..train import check, output_dir
+    from ..meeting.store import connect_store, serve_store
+    from ..training import launch
+    from ..training.train import check, output_dir
 
     overrides = list(options.overrides)
     recipe = Recipe.load(options.recipe, overrides)
@@ -130,7 +131,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
     """End all regions in good order; at once if interrupted again."""
-    from .. import launch
+    from ..training import launch
 
     print(
         "\nstopping: every region trains on until all have heard of it with the next transfer, then saves a checkpoint. "
@@ -147,7 +148,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
 
 def _saved(folder: Path) -> str:
     """What an interrupted run leaves behind."""
-    from ..state import checkpoints, unusable
+    from ..run.checkpoint import checkpoints, unusable
 
     complete = [
         {step for step, path in checkpoints(region).items() if unusable(path) is None}
@@ -183,13 +184,13 @@ def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
 
 
 def _report_success(output: Path, folders: Sequence[Path]) -> int:
-    from ..summary import summarise
+    from ..views.summary import summarise
 
     journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
     summary = summarise(journals)
     print("\n".join(summary.lines(folders[0], journals)))
     if importlib.util.find_spec("matplotlib"):
-        from ..plots import plot_run
+        from ..views.pictures import plot_run
 
         plot_run(journals, output / "run.png")
         print(f"picture               {output / 'run.png'}")

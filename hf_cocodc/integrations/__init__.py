@@ -1,1 +1,4 @@
-"""Where training loops meet the engine: Trainer's callback and a plain Accelerate loop."""
+"""Everything that touches Transformers' Trainer.
+
+May import: errors, links, recipes, resolve, run, settings.
+"""

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, has_length
 
 from ..errors import InputError
-from ..state import EXPORT
+from ..run.checkpoint import EXPORT
 
 
 def find_trainer() -> Trainer | None:

@@ -1,12 +1,10 @@
 """The model card of a model trained across regions: how, by how many, at what cost, after which papers."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..synchronizer import Synchronizer
+from ..run.outer_optimizer import OuterOptimizer
 
 TAG = "hf-cocodc"
 PAPERS = {
@@ -32,14 +30,10 @@ _EAGER = (
 )
 
 
-def section(settings: Mapping[str, Any], synchronizer: Synchronizer) -> str:
-    """The card's section, in Markdown.
-
-    Args:
-        settings: of the method, every one.
-        synchronizer: knows what the run has come to.
-    """
-    title, number = PAPERS[settings["method"]]
+def section(outer: OuterOptimizer) -> str:
+    """The card's section, in Markdown."""
+    settings, synchronizer = outer.settings, outer.synchronizer
+    title, number = PAPERS[str(settings["method"])]
     rows = {
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,

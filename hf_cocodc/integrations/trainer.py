@@ -19,17 +19,20 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import TrainOutput
 
-from ..agreement import Ending, agree_on_start, check_same_interval
-from ..config import OuterConfig, Recipe, RegionConfig
 from ..errors import InputError, LinkError, RunStopped
 from ..links.base import Link
-from ..methods import from_config
-from ..state import EXPORT, PREFIX, begin_run, continue_run, read, remove, rotate
+from ..links.trailer import Ending
+from ..recipes.recipe import Recipe
+from ..resolve import from_config
+from ..run.checkpoint import EXPORT, PREFIX, begin_run, continue_run, read, remove, rotate
+from ..run.connect import join, refuse_unsupported
+from ..run.outer_optimizer import OuterOptimizer
+from ..run.resume import Saved, agree, give_up_later, of_region
+from ..run.starting import agree_on_start, check_same_interval
+from ..settings import OuterConfig, RegionConfig
 from . import card
-from .accelerate import OuterOptimizer
 from .attaching import find_trainer, interval, refuse
-from .checkpoints import Saved, agree, export, give_up_later, has_finished, of_region
-from .joining import join, refuse_unsupported
+from .patches import export, has_finished
 from .signals import first_signal
 
 logger = logging.getLogger(__name__)
@@ -408,7 +411,7 @@ class CoCoDCCallback(TrainerCallback):
         with outer.own_global_weights() if self._in_training else contextlib.nullcontext():
             export(trainer, str(checkpoint / EXPORT))
         if trainer.args.should_save:
-            card.write(checkpoint / EXPORT, outer.card)
+            card.write(checkpoint / EXPORT, card.section(outer))
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         try:
             save_checkpoint(model, trial, *args, **kwargs)
@@ -422,7 +425,7 @@ class CoCoDCCallback(TrainerCallback):
     def _create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         create_model_card(*args, **kwargs)
         if self.outer is not None and self._trainer is not None and self._trainer.args.should_save:
-            card.write(Path(self._trainer.args.output_dir or "."), self.outer.card)
+            card.write(Path(self._trainer.args.output_dir or "."), card.section(self.outer))
 
     def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
         """Trainer takes every folder of a checkpoint that holds an adapter for one of the model's own."""

@@ -1,1 +1,4 @@
-"""How regions reach each other: see `base` for what a link is."""
+"""The ways by which a mean crosses from region to region, and how the ranks of a region share it.
+
+May import: errors, meeting, parts, tensors.
+"""

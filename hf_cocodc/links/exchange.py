@@ -11,8 +11,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from ..buffers import Buffers
-from ..codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
+from ..parts.codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
+from ..tensors.pools import Pool
 from .wire import Pending, Wire
 
 _LARGEST = 1 << 20
@@ -30,7 +30,7 @@ class Exchange:
         what: names the transfer in messages.
     """
 
-    def __init__(self, wire: Wire, message: Message, buffers: Buffers, what: str) -> None:
+    def __init__(self, wire: Wire, message: Message, buffers: Pool, what: str) -> None:
         self._wire, self._buffers, self._what = wire, buffers, what
         self._values, self._coder = message.values, message.coder
         numel, count = self._values.numel(), wire.num_regions

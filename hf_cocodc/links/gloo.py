@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..buffers import HOST, Buffers, bring
-from ..codecs.base import Conversation, Message, Reply, Result
 from ..errors import LinkError, RegionLostError
-from ..tensors import square
-from .base import Arrival, Handle, Trailer, drive, weights
+from ..meeting.heartbeat import Heartbeat
+from ..parts.codecs.base import Conversation, Message, Reply, Result
+from ..tensors.departures import bring
+from ..tensors.norms import square
+from ..tensors.pools import HOST, Pool
+from .base import Arrival, Handle, drive, weights
 from .exchange import Exchange
-from .heartbeat import Heartbeat
+from .trailer import Trailer
 from .wire import Wire
 
 _PIECE_BYTES = 1 << 20
@@ -68,7 +70,7 @@ class GlooLink:
         self.wire = Wire(
             store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
         )
-        self._buffers = Buffers(pinned=pin_memory)
+        self._buffers = Pool(pinned=pin_memory)
         self._home = self._buffers
         self._lent = WeakIdKeyDictionary()
         self._heartbeat = Heartbeat(
@@ -112,7 +114,7 @@ class GlooLink:
 
         return self._submit(transfer, what)
 
-    def bring_to(self, home: Buffers) -> None:
+    def bring_to(self, home: Pool) -> None:
         self._home = self._buffers if home.device == HOST else home
 
     def give(self, mean: Tensor) -> None:

@@ -12,11 +12,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..buffers import Buffers
-from ..codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..errors import InputError, LinkError
-from ..tensors import square
-from .base import Arrival, Handle, Trailer
+from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
+from ..tensors.norms import square
+from ..tensors.pools import Pool
+from .base import Arrival, Handle
+from .trailer import Trailer
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class LockstepLink:
         meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
         return _Handle(self, self._bring(what, (conversation, trailer(), self.now), meet))
 
-    def bring_to(self, home: Buffers) -> None:
+    def bring_to(self, home: Pool) -> None:
         """Means stay on the host."""
 
     def give(self, mean: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
-from .heartbeat import Heartbeat
+from ..meeting.heartbeat import Heartbeat
 
 MAX_CONNECTIONS = 16
 ASSUMED_RATE = 125e6

@@ -37,7 +37,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, region_shard
-from hf_cocodc.data import byte_tokenizer, load_text, pack
+from hf_cocodc.training.data import byte_tokenizer, load_text, pack
 
 
 @dataclass

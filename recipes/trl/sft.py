@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, set_se
 from trl import SFTConfig, SFTTrainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, region_shard
-from hf_cocodc.data import byte_tokenizer
+from hf_cocodc.training.data import byte_tokenizer
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/sft",

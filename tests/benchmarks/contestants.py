@@ -159,8 +159,8 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
     from accelerate import Accelerator
 
     from hf_cocodc import OuterConfig, OuterOptimizer
-    from hf_cocodc.config import RegionConfig
-    from hf_cocodc.regions import serve_store
+    from hf_cocodc.meeting.store import serve_store
+    from hf_cocodc.settings import RegionConfig
 
     server = serve_store(port=place.port) if place.region == 0 else None
     accelerator = Accelerator(cpu=True)

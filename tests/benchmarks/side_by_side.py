@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hf_cocodc.bench.emulator import Wan, obstacle
 from hf_cocodc.bench.report import Report, write
+from hf_cocodc.emulation.wan import Wan, obstacle
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant

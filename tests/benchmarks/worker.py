@@ -236,7 +236,7 @@ def main() -> None:
     for name in (
         "accelerate.local_sgd",
         "transformers.models.llama.modeling_llama",
-        "hf_cocodc.integrations.accelerate",
+        "hf_cocodc.run.outer_optimizer",
     ):
         __import__(name)
     answer(None)

@@ -61,7 +61,7 @@ def set_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 def write_text(folder: Path) -> None:
     """The source of Python's standard library as bytes: a file of training text, a file of held-out text."""
-    from hf_cocodc.data import python_stdlib
+    from hf_cocodc.training.data import python_stdlib
 
     for split in ("train", "test"):
         content = "\n".join(python_stdlib(split)["text"]).encode()

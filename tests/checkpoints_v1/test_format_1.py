@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_cocodc import OuterConfig, OuterOptimizer, state
-from hf_cocodc.integrations.checkpoints import Saved
+from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.links.base import Link
-from hf_cocodc.simulation import simulate
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.resume import Saved
+from hf_cocodc.training.simulation import simulate
 from tests.toys import Blocks
 
 FOLDER = Path(__file__).parent

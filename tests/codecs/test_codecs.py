@@ -11,16 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_cocodc import codecs
-from hf_cocodc.codecs.base import Codec, Coder, Plain, State, weighted_mean
-from hf_cocodc.codecs.block import Float4, Integers
-from hf_cocodc.codecs.cast import Cast
-from hf_cocodc.codecs.lowrank import LowRank, _orthonormal, compression, effective_rank, lowrank
-from hf_cocodc.codecs.topk import TopK
 from hf_cocodc.errors import InputError
-from hf_cocodc.fragments import Fragment
-from hf_cocodc.links.base import Arrival, Trailer
+from hf_cocodc.links.base import Arrival
 from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs.base import Codec, Coder, Plain, State, weighted_mean
+from hf_cocodc.parts.codecs.block import Float4, Integers
+from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, compression, effective_rank, lowrank
+from hf_cocodc.parts.codecs.topk import TopK
+from hf_cocodc.parts.fragments import Fragment
 from tests.oracles.codecs import e3m0_roundtrip, int4_roundtrip, int8_roundtrip
 from tests.oracles.dilocox import lowrank_mean
 

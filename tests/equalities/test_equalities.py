@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc import codecs, fragments, merges, outer, schedules
-from hf_cocodc.config import OuterConfig
 from hf_cocodc.methods import Method
+from hf_cocodc.parts import codecs, fragments, merges, outer, schedules
+from hf_cocodc.settings import OuterConfig
 from tests.toys import Region, batch, global_of, llama, llama_adamw, params_of, run, train_llama
 
 H = 4

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_cocodc import codecs, merges, schedules
-from hf_cocodc.codecs.base import Plain
-from hf_cocodc.codecs.cast import Cast
-from hf_cocodc.config import OuterConfig
-from hf_cocodc.merges import Merge
-from hf_cocodc.methods import METHODS, Method, from_config
-from hf_cocodc.methods import settings as settings_of
-from hf_cocodc.schedules import AgreedStats, Land, Send
-from hf_cocodc.sync_info import Piece, SyncInfo
+from hf_cocodc.methods import METHODS, Method
+from hf_cocodc.parts import codecs, merges, schedules
+from hf_cocodc.parts.codecs.base import Plain
+from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.info import Piece, SyncInfo
+from hf_cocodc.parts.merges import Merge
+from hf_cocodc.parts.schedules import AgreedStats, Land, Send
+from hf_cocodc.resolve import from_config
+from hf_cocodc.resolve import settings as settings_of
+from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
 from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.config import OuterConfig
 from hf_cocodc.methods import METHODS
+from hf_cocodc.settings import OuterConfig
 from tests.toys import Blocks, Region, run
 
 FOLDER = Path(__file__).parent

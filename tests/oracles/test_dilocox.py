@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from hf_cocodc import codecs
-from hf_cocodc.codecs.block import Integers
-from hf_cocodc.config import OuterConfig
-from hf_cocodc.fragments import whole
 from hf_cocodc.links.lockstep import VirtualLink
-from hf_cocodc.methods import Method, from_config
+from hf_cocodc.methods import Method
+from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs.block import Integers
+from hf_cocodc.parts.fragments import whole
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
 from tests.oracles.dilocox import lowrank_delay
 from tests.oracles.dilocox_full import (
     Compression,

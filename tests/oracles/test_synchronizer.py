@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_cocodc import codecs, merges, schedules
-from hf_cocodc.codecs.cast import Cast
-from hf_cocodc.config import OuterConfig
-from hf_cocodc.fragments import whole
-from hf_cocodc.methods import from_config
-from hf_cocodc.schedules import AgreedStats, Schedule
+from hf_cocodc.parts import codecs, merges, schedules
+from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.fragments import whole
+from hf_cocodc.parts.schedules import AgreedStats, Schedule
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
 from tests.oracles.co2 import co2, slowmo
 from tests.oracles.cocodc import cocodc, cocodc_static
 from tests.oracles.diloco import diloco

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore
 
-from hf_cocodc.regions import serve_store
+from hf_cocodc.meeting.store import serve_store
 from tests.processes.launching import environment, outcomes
 
 TIMEOUT_S = 90

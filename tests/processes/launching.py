@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_cocodc.regions import serve_store
+from hf_cocodc.meeting.store import serve_store
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("worker.py"))

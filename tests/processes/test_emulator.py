@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.bench.emulator import Wan, obstacle
+from hf_cocodc.emulation.wan import Wan, obstacle
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from hf_cocodc import state
-from hf_cocodc.journal import read
-from hf_cocodc.regions import serve_store
+from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import read
 from tests.processes.ending_worker import STEPS, live
 from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, wait_until
 from tests.processes.launching import environment

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, RegionConfig
-from hf_cocodc.integrations.joining import join
-from hf_cocodc.regions import serve_store
+from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.run.connect import join
 from tests.processes.forks import fork, rank_env
 from tests.toys import llama
 

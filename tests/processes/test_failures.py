@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_cocodc.journal import read
+from hf_cocodc.run.journal import read
 from tests.processes.launching import ROOT, environment
 
 RECIPE = str(ROOT / "recipes" / "quickstart" / "diloco.yaml")

@@ -14,19 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_cocodc import codecs
-from hf_cocodc.buffers import Buffers
-from hf_cocodc.codecs.base import Codec, Coder, Plain
-from hf_cocodc.codecs.block import Float4, Integers
-from hf_cocodc.codecs.cast import Cast
-from hf_cocodc.codecs.topk import TopK
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.fragments import Fragment
-from hf_cocodc.links import exchange, heartbeat, wire
-from hf_cocodc.links.base import Arrival, Link, Trailer
+from hf_cocodc.links import exchange, wire
+from hf_cocodc.links.base import Arrival, Link
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.links.wire import connections_for
+from hf_cocodc.meeting import heartbeat
+from hf_cocodc.parts import codecs
+from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
+from hf_cocodc.parts.codecs.block import Float4, Integers
+from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.codecs.topk import TopK
+from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.tensors.pools import Pool
 from tests.far import FAR
 
 GBIT = 125e6
@@ -226,7 +228,7 @@ def test_means_come_home(codec: Codec) -> None:
     """Into the memory where they are wanted, on a device: the bits that they have on the host, in one place that is used
     again; what the link needs for them on the host is handed back as well."""
 
-    def body(home: Buffers, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
+    def body(home: Pool, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
         link.bring_to(home)
         state, means, places = codec.init(FRAGMENT), [], set()
         for step in range(4):
@@ -241,8 +243,8 @@ def test_means_come_home(codec: Codec) -> None:
         assert sum(each.numel() for each in kept) == FRAGMENT.numel * isinstance(codec, Plain)
         return means, places
 
-    away = run_over_gloo(2, lambda _, link: body(Buffers(device=FAR), link))
-    home = run_over_gloo(2, lambda _, link: body(Buffers(), link))
+    away = run_over_gloo(2, lambda _, link: body(Pool(device=FAR), link))
+    home = run_over_gloo(2, lambda _, link: body(Pool(), link))
     for (there, places), (here, _) in zip(away, home, strict=True):
         assert [device for device, _ in places] == [FAR]
         torch.testing.assert_close(there, here, atol=0, rtol=0)

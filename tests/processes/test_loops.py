@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc import state
+from hf_cocodc.run import checkpoint as state
 from tests.processes import forks
 from tests.processes.launching import run_regions
 from tests.processes.loop_worker import SAVED_AT, main

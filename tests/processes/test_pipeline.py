@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import InputError
-from hf_cocodc.integrations.joining import join
 from hf_cocodc.links.base import Link
+from hf_cocodc.run.connect import join
 from tests.processes import pipeline_worker
 from tests.processes.launching import ROOT, run_recipe, run_regions
 from tests.processes.pipeline_worker import DILOCO, EAGER, MAX_NORM, MICROBATCHES, STEPS, rows_of

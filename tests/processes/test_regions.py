@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_cocodc.config import OuterConfig
 from hf_cocodc.links.base import Link
-from hf_cocodc.simulation import simulate
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.training.simulation import simulate
 from tests.processes import worker
 from tests.processes.forks import fork_regions
 from tests.processes.launching import WORKER, accelerate, environment, outcomes, run_all, run_regions

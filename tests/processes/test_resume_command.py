@@ -13,9 +13,10 @@ import datasets
 import psutil
 import pytest
 
-from hf_cocodc import simulate, state
+from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.journal import read
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import read
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
-from hf_cocodc import state
-from hf_cocodc.config import OuterConfig, RegionConfig
 from hf_cocodc.errors import InputError
-from hf_cocodc.integrations.joining import join
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.connect import join
+from hf_cocodc.settings import OuterConfig, RegionConfig
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
 from tests.toys import params_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and sys.argv[4:] == ["split"]:
-    from hf_cocodc.regions import split_world
+    from hf_cocodc.meeting.split_world import split_world
 
     split_world(2)
 
@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
+from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.gloo import GlooLink
-from hf_cocodc.synchronizer import Synchronizer
 from tests.toys import VOCAB, llama
 
 STEPS = 11

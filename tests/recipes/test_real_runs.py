@@ -20,9 +20,10 @@ from transformers import TrainingArguments
 
 from hf_cocodc.cli import store, train
 from hf_cocodc.cli.main import parse
-from hf_cocodc.config import ModelSection, OuterConfig, Recipe
-from hf_cocodc.methods import from_config
-from hf_cocodc.train import _model, check
+from hf_cocodc.recipes.recipe import ModelSection, Recipe
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.training.train import _model, check
 from tests.recipes.traffic import landings, step_time_s, traffic
 from tests.toys import Region, llama_adamw, run, train_llama
 

@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.config import OuterConfig, Recipe
-from hf_cocodc.journal import read
-from hf_cocodc.methods import METHODS, from_config, settings
-from hf_cocodc.train import check
+from hf_cocodc.methods import METHODS
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.resolve import from_config, settings
+from hf_cocodc.run.journal import read
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.training.train import check
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -1,0 +1,338 @@
+"""What training over a link costs: every method in real regions of an emulated WAN, against regions without a link."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..bench import link
+from ..bench.report import Report, cores
+from ..bench.workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
+from ..errors import InputError, nearest
+from ..meeting.store import connect_store
+from ..resolve import from_config
+from ..settings import OuterConfig, RegionConfig
+from .wan import INTERFACE, Wan
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""3.2 million parameters: 13 MB in fp32, a tenth of a second at 1 Gbit/s; an inner step takes about as long on one core."""
+
+BATCH, LENGTH = 4, 64
+HELD_OUT = 128  # blocks of LENGTH bytes
+LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "streaming": {"num_fragments": 4, "outer_lr": 0.5, "outer_momentum": 0.5},
+    "eager": {"outer_lr": 0.5, "outer_momentum": 0.5},
+    "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "dilocox": {"rank": 16, "outer_lr": 0.3, "outer_momentum": 0.0},
+    "cocodc": {"num_fragments": 4, "outer_lr": 0.5, "outer_momentum": 0.5},
+}
+"""As in recipes/quickstart: the papers' outer learning rates and momenta are for thousands of rounds, these for tens."""
+
+NO_LINK = "no link"
+PACE_STEPS = 30
+COVERS = 4.0
+"""Times what a transfer takes at best that streaming's overlap is made to cover; the other methods need no such number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is trained over which link.
+
+    Attributes:
+        regions: number of regions; each is one process of one thread.
+        rtt_s: seconds of a round trip.
+        rate: bits per second of each pair of regions and direction.
+        loss: probability that a packet gets lost.
+        congestion: TCP congestion control; None takes the machine's.
+        methods: names, in the order of the rows.
+        steps: inner steps of each region with each method.
+        sync_interval: H of every method.
+        rate_limit: Mbit/s that a region sends at most (`regions.rate_limit`); None for as many as it can.
+
+    Raises:
+        InputError: a value that cannot be.
+    """
+
+    regions: int = 2
+    rtt_s: float = 0.1
+    rate: float = 1e9
+    loss: float = 0.0
+    congestion: str | None = None
+    methods: Sequence[str] = tuple(SETTINGS)
+    steps: int = 240
+    sync_interval: int = 20
+    rate_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            if name not in SETTINGS:
+                raise InputError(f"--methods {name!r} is not known.{nearest(name, list(SETTINGS))}")
+            num_fragments = SETTINGS[name].get("num_fragments", 1)
+            if self.sync_interval < num_fragments:
+                raise InputError(
+                    f"--sync-interval {self.sync_interval} is too short for {name}, which sends {num_fragments} fragments in it. "
+                    "Raise it."
+                )
+        if self.steps < self.sync_interval:
+            raise InputError(
+                f"--steps {self.steps} makes no round of --sync-interval {self.sync_interval} inner steps. Raise it."
+            )
+
+    def outer(self, method: str) -> OuterConfig:
+        """The method's configuration."""
+        return OuterConfig(method=method, sync_interval=self.sync_interval, **SETTINGS[method])
+
+    def wan(self) -> Wan:
+        """The emulated WAN, not up yet."""
+        return Wan(self.regions, rtt_s=self.rtt_s, rate=self.rate, loss=self.loss, congestion=self.congestion)
+
+
+def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:
+    """First the link by itself, then training over it.
+
+    Args:
+        plan: what is measured.
+        progress: told in words what has been done.
+
+    Raises:
+        InputError: this machine cannot emulate a WAN.
+        LinkError: a process failed.
+    """
+    with plan.wan() as wan:
+        setting = {
+            "rtt_ms": plan.rtt_s * 1e3,
+            "rate_mbit": plan.rate / 1e6,
+            "loss": plan.loss,
+            "congestion": wan.congestion,
+            "cores": cores(),
+        }
+        trial = link.Trial(rate_limit=plan.rate_limit)
+        yield link.report(trial, measure_across(trial, wan), setting, plan.rate, plan.rtt_s)
+        phases = [NO_LINK, *plan.methods]
+        common = {
+            "store": f"{wan.address(0)}:{STORE_PORT}",
+            "plan": {**vars(plan), "methods": list(plan.methods)},
+            "phases": phases,
+        }
+        specs = [{**common, "region": region} for region in range(plan.regions)]
+        found = []
+        for figures in run(__name__, specs, wan.popen, num_threads=1):
+            found.append(figures)
+            share = figures["tokens_per_s"] / figures["ceiling"]
+            progress(f"{len(found)} of {len(phases)}: {figures['phase']}, {share:.0%} of the ceiling")
+    yield _report(plan, found, setting)
+
+
+def measure_across(trial: link.Trial, wan: Wan) -> link.Figures:
+    """Measure between the regions of an emulated WAN.
+
+    Raises:
+        LinkError: a process failed.
+    """
+    spec = {"store": f"{wan.address(0)}:{STORE_PORT}", "interface": INTERFACE, "alone": True}
+    return link.measure_between(trial, wan.regions, wan.popen, spec)
+
+
+def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]) -> Report:
+    rows = [
+        {
+            "method": figures["phase"],
+            "tokens/s": figures["tokens_per_s"],
+            "ceiling": figures["ceiling"],
+            "of ceiling": figures["tokens_per_s"] / figures["ceiling"],
+            "seconds": figures["seconds"],
+            "blocked s": figures["blocked_s"],
+            "MB sent": figures["bytes_sent"] / 1e6,
+            "held-out loss": figures["loss"],
+        }
+        for figures in found
+    ]
+    tokens = plan.steps * BATCH * LENGTH
+    notes = [
+        f"tokens/s: of all {plan.regions} regions, the last round included. Each is one process of one thread, on "
+        f"{setting['cores']} core(s) in all, which the link's own work shares.",
+        f"ceiling: the same without a link or an outer optimizer, all regions side by side, over {PACE_STEPS} steps before and "
+        f"{PACE_STEPS} after each row. {NO_LINK!r} itself should reach 100%: by how much it does not, the machine was not quiet.",
+        f"held-out loss: nats a byte, of the global weights after {plan.regions * tokens} tokens; without a link of region 0's "
+        f"after its own {tokens}.",
+        "seconds and blocked s: of the slowest region. MB sent: payload, by region 0.",
+        *(
+            f"{figures['phase']}: overlap_steps={figures['overlap_steps']}, which covers {COVERS:g} times what the link takes "
+            "at best."
+            for figures in found
+            if figures["overlap_steps"] is not None
+        ),
+    ]
+    setting = {
+        "regions": plan.regions,
+        **setting,
+        "parameters": found[0]["parameters"],
+        "rate_limit": plan.rate_limit,
+        "sync_interval": plan.sync_interval,
+        "steps": plan.steps,
+        "tokens a step": BATCH * LENGTH,
+    }
+    formats = {"of ceiling": ".0%", "held-out loss": ".3f"}
+    return Report("training over a link", setting, rows, notes, formats)
+
+
+def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One region: train in each phase, and tell what it came to."""
+    plan = Plan(**spec["plan"])
+    with store_in_region_0(spec["store"], spec["region"], plan.regions):
+        region = _Region(plan, spec["region"], spec["store"])
+        before = region.pace()
+        for phase in spec["phases"]:
+            figures = region.train(phase)
+            after = region.pace()
+            yield {**figures, "ceiling": (before + after) / 2}
+            before = after
+
+
+class _Region:
+    """A region that trains one model after the other, all from the same weights on the same text."""
+
+    def __init__(self, plan: Plan, region: int, store: str) -> None:
+        from accelerate import Accelerator
+
+        self._plan, self._region, self._address = plan, region, store
+        self._store: dist.Store = connect_store(store, TIMEOUT_S)
+        self._said = 0
+        self._accelerator = Accelerator(cpu=True)
+        self._text = _bytes_of("train", region, plan.regions)
+        self._held_out = _bytes_of("test", 0, 1)[: HELD_OUT * LENGTH].view(-1, LENGTH)
+        self._step_s = 0.0
+
+    def pace(self) -> float:
+        """Tokens a second of all regions now, without a link: the ceiling, under the load that others put on the machine."""
+        self._step_s = max(self._all(self._run(*self._model(), PACE_STEPS, lambda: None))) / PACE_STEPS
+        return self._plan.regions * BATCH * LENGTH / self._step_s
+
+    def train(self, phase: str) -> dict[str, Any]:
+        """Train with a method, or without a link; the figures of all regions together."""
+        from ..run.outer_optimizer import OuterOptimizer
+
+        plan = self._plan
+        model, optimizer, scheduler = self._model()
+        overlap_steps = None
+        if phase == NO_LINK:
+            mine = {"seconds": self._run(model, optimizer, scheduler, plan.steps, lambda: None)}
+            mine |= {"blocked_s": 0.0, "bytes_sent": 0}
+        else:
+            config = plan.outer(phase)
+            if phase == "streaming":
+                overlap_steps = self._covering(config, model)
+                config = replace(config, overlap_steps=overlap_steps)
+            regions = RegionConfig(
+                region=self._region,
+                count=plan.regions,
+                store=self._address,
+                interface=INTERFACE,
+                rate_limit=plan.rate_limit,
+            )
+            outer = OuterOptimizer(self._accelerator, model, optimizer, config, regions, max_steps=plan.steps)
+            seconds = self._run(model, optimizer, scheduler, plan.steps, outer.step, outer.finish)
+            totals = outer.synchronizer.totals
+            mine = {"seconds": seconds, "blocked_s": totals.blocked_s, "bytes_sent": totals.bytes_sent}
+        everyone = self._all(mine)
+        seconds = max(each["seconds"] for each in everyone)
+        return {
+            "phase": phase,
+            "tokens_per_s": plan.regions * plan.steps * BATCH * LENGTH / seconds,
+            "seconds": seconds,
+            "blocked_s": max(each["blocked_s"] for each in everyone),
+            "bytes_sent": everyone[0]["bytes_sent"],
+            "loss": self._loss(model) if self._region == 0 else None,
+            "overlap_steps": overlap_steps,
+            "parameters": model.num_parameters(),
+        }
+
+    def _model(self) -> tuple[Any, Any, Any]:
+        from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
+
+        set_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        scheduler = get_cosine_schedule_with_warmup(optimizer, WARMUP_STEPS, self._plan.steps)
+        return *self._accelerator.prepare(model, optimizer), scheduler
+
+    def _run(
+        self,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        steps: int,
+        after_step: Callable[[], None],
+        at_end: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Make inner steps, all regions from the same moment on; the seconds that it took."""
+        self._all(None)
+        start = time.perf_counter()
+        for batch in self._batches(steps):
+            self._accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            after_step()
+        at_end()
+        return time.perf_counter() - start
+
+    def _covering(self, config: OuterConfig, model: Any) -> int:
+        """Inner steps that cover a transfer of the largest fragment; equal in all regions, for all know all figures."""
+        plan, method = self._plan, from_config(config)
+        sent = max(method.codec.wire_bytes(each, 0, plan.regions) for each in method.fragments(model))
+        seconds = COVERS * (sent * 8 / (plan.regions - 1) / plan.rate + plan.rtt_s)
+        return min(max(math.ceil(seconds / self._step_s), 1), plan.sync_interval - 1)
+
+    def _batches(self, steps: int) -> Iterator[torch.Tensor]:
+        """(BATCH, LENGTH) bytes at random places of this region's text: the same ones in every phase."""
+        places = torch.Generator().manual_seed(self._region)
+        for _ in range(steps):
+            starts = torch.randint(self._text.numel() - LENGTH, (BATCH,), generator=places).tolist()
+            yield torch.stack([self._text[start : start + LENGTH] for start in starts]).long()
+
+    @torch.no_grad()
+    def _loss(self, model: Any) -> float:
+        model.eval()
+        blocks = self._held_out.long().split(32)
+        return torch.stack([model(input_ids=each, labels=each).loss for each in blocks]).mean().item()
+
+    def _all(self, mine: Any) -> list[Any]:
+        """What every region says, in order; waits for all, who have to call in the same order."""
+        self._said += 1
+        self._store.set(f"{self._said}/{self._region}", json.dumps(mine))
+        return [json.loads(self._store.get(f"{self._said}/{each}")) for each in range(self._plan.regions)]
+
+
+def _bytes_of(split: str, region: int, regions: int) -> torch.Tensor:
+    """A region's part of the standard library's source as a flat tensor of bytes."""
+    from ..run.shards import region_shard
+    from ..training.data import python_stdlib
+
+    documents = region_shard(python_stdlib(split).shuffle(seed=0), region, regions)
+    return torch.frombuffer(bytearray("\0".join(documents["text"]).encode()), dtype=torch.uint8)
+
+
+if __name__ == "__main__":
+    serve(_region)

@@ -1,0 +1,65 @@
+"""Whether a saved state fits the model and the method of this run."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..parts.fragments import Fragment
+
+
+def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
+    """[name, shape] of every parameter, one list a fragment."""
+    return [[[name, list(shape)] for name, shape in zip(f.names, f.shapes, strict=True)] for f in fragments]
+
+
+def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
+    """Check that a saved layout is that of `fragments`.
+
+    Raises:
+        CheckpointError: names the first parameter that differs.
+    """
+    expected = layout(fragments)
+    if len(found) != len(expected):
+        raise CheckpointError(
+            f"the checkpoint has {len(found)} fragments, this run {len(expected)}. Resume with the num_fragments and "
+            "fragment_pattern that wrote it."
+        )
+    for index, (theirs, ours) in enumerate(zip(found, expected, strict=True)):
+        for their_param, our_param in zip_longest(theirs, ours):
+            if their_param != our_param:
+                raise CheckpointError(
+                    f"fragment {index}: the checkpoint has the parameter {_show(their_param)}, this run {_show(our_param)}. "
+                    "Resume with the model and fragment_pattern that wrote it."
+                )
+
+
+def _show(param: list | None) -> str:
+    return "no more" if param is None else f"{param[0]} {param[1]}"
+
+
+def same_structure(found: Any, expected: Any, what: str) -> None:
+    """Check that a saved state has the keys of a fresh one, and tensors of its shapes.
+
+    Raises:
+        CheckpointError: names the first place where they differ.
+    """
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != expected.keys():
+            names = sorted(found) if isinstance(found, dict) else type(found).__name__
+            raise CheckpointError(
+                f"{what}: the checkpoint has {names}, this run {sorted(expected)}. Resume with the method, codec and "
+                "merge that wrote it."
+            )
+        for key, value in expected.items():
+            same_structure(found[key], value, f"{what}, {key}")
+    elif isinstance(expected, Tensor) and (
+        not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype
+    ):
+        seen = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise CheckpointError(
+            f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
+            "and settings that wrote it."
+        )

@@ -1,0 +1,78 @@
+"""One `accelerate launch` as several regions."""
+
+import os
+import socket
+
+import torch.distributed as dist
+
+from ..errors import InputError
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
+from .addresses import free_port
+
+
+def split_world(num_regions: int) -> int:
+    """Turn one `accelerate launch` into `num_regions` regions of equal size; returns this process's region.
+
+    Call it at the very start of the script, before Accelerate or TrainingArguments exist: it rewrites the environment
+    that torchrun set, so that every region is a world of its own. Consecutive ranks form a region. The launcher's own
+    store is where the regions meet.
+
+    Raises:
+        InputError: not under a launcher, or the processes do not divide into `num_regions`.
+    """
+    env = os.environ
+    if num_regions < 1:
+        raise InputError(f"split_world({num_regions}): the number of regions must be at least 1.")
+    if "HF_COCODC_SPLIT" in env:  # torchrun's workers may fork workers that run the script again
+        return int(env[ENV_REGION])
+    if "WORLD_SIZE" not in env or "MASTER_PORT" not in env:
+        if num_regions == 1:
+            return 0
+        raise InputError(
+            f"split_world({num_regions}) needs a launcher that starts several processes. Use `accelerate launch "
+            "--multi_gpu --num_processes N script.py` (on CPUs with ACCELERATE_USE_CPU=true), or torchrun."
+        )
+    world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+    if world % num_regions:
+        raise InputError(
+            f"split_world({num_regions}): {world} processes do not divide into {num_regions} regions of equal size. "
+            f"Launch a multiple of {num_regions}."
+        )
+    size = world // num_regions
+    region, rank_in_region = divmod(rank, size)
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    store = _launcher_store(host, port, rank)
+    key = f"hf_cocodc/split/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}/{region}"
+    if rank_in_region == 0:
+        store.set(
+            key, f"{socket.gethostname() if world > int(env['LOCAL_WORLD_SIZE']) else host}:{free_port()}"
+        )
+    region_host, _, region_port = store.get(key).decode().rpartition(":")
+    local_rank, local_size = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+    if local_size > size:  # several regions on this machine: each sees its own devices, counted from 0
+        first = local_rank // size * size
+        devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size)))).split(",")
+        if len(devices) >= local_size:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + size])
+        env.update(LOCAL_RANK=str(local_rank % size), LOCAL_WORLD_SIZE=str(size))
+    env.update(
+        RANK=str(rank_in_region),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR=region_host,
+        MASTER_PORT=region_port,
+        TORCHELASTIC_USE_AGENT_STORE="False",
+        HF_COCODC_SPLIT=str(num_regions),
+    )
+    env.update({ENV_REGION: str(region), ENV_REGIONS: str(num_regions), ENV_STORE: f"{host}:{port}"})
+    return region
+
+
+_kept_stores: list[dist.TCPStore] = []
+
+
+def _launcher_store(host: str, port: int, rank: int) -> dist.TCPStore:
+    """torchrun's store; where the launcher keeps none for its workers, rank 0 serves it, as env:// would."""
+    ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(host, port, is_master=ours and rank == 0, wait_for_workers=False)
+    _kept_stores.append(store)
+    return store

@@ -1,0 +1,61 @@
+"""The store: a TCP key-value server that every region reaches, used to meet and to say why a region left."""
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import InputError, LinkError
+
+CONNECT_S = 10.0
+
+
+def serve_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
+    """Start a store in this process; it lives as long as the returned object. Port 0 takes a free one (`.port`).
+
+    Raises:
+        InputError: the address cannot be listened on.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise InputError(
+            f"cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
+        ) from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """Connect to the store at HOST:PORT.
+
+    Raises:
+        InputError: the host name is unknown.
+        LinkError: nothing answers there within `timeout_s` (10 s at most).
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    deadline = time.monotonic() + min(timeout_s, CONNECT_S)
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 1.0)).close()
+            break
+        except socket.gaierror as error:
+            raise InputError(
+                f"the store's host {host!r} has no address ({error.strerror}). Check regions.store={address!r}."
+            ) from error
+        except OSError as error:
+            if time.monotonic() + 0.5 > deadline:
+                raise LinkError(
+                    f"no store answers at {address} ({error.strerror or error}). Start one there with `hf-cocodc store "
+                    f"--port {port}`, and see that firewalls let every region reach it."
+                ) from error
+            time.sleep(0.5)
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

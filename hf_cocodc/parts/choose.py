@@ -1,0 +1,99 @@
+"""From settings to parts: each function takes settings by their names in a recipe and returns the part they name."""
+
+from collections.abc import Callable
+
+from ..errors import InputError, nearest
+from . import codecs, fragments, merges, outer
+from .codecs.base import Codec
+from .fragments import Pattern
+from .merges import Merge
+from .outer import OuterTransform
+
+
+def pattern(name: str, num_fragments: int) -> Pattern:
+    if name == "whole":
+        if num_fragments != 1:
+            raise InputError(
+                f"outer.num_fragments={num_fragments} with fragment_pattern=whole: the whole model is one fragment. "
+                "Use fragment_pattern=strided, or num_fragments=1."
+            )
+        return fragments.whole()
+    by_blocks = {"strided": fragments.strided, "sequential": fragments.sequential}
+    if name not in by_blocks:
+        raise InputError(
+            f"outer.fragment_pattern={name!r} is not known.{nearest(name, ['whole', *by_blocks])}"
+        )
+    return by_blocks[name](num_fragments)
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "fp32": codecs.fp32,
+    "bf16": codecs.bf16,
+    "fp16": codecs.fp16,
+    "int8": codecs.int8,
+    "int4": codecs.int4,
+    "fp4": codecs.fp4,
+    "topk": codecs.topk,
+}
+
+
+def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = False) -> Codec:
+    if name not in (*CODECS, "lowrank"):
+        raise InputError(f"outer.codec={name!r} is not known.{nearest(name, [*CODECS, 'lowrank'])}")
+    if name == "lowrank":
+        chosen: Codec = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
+    else:
+        chosen = CODECS[name]()
+    if error_feedback and name == "fp32":
+        raise InputError(
+            "outer.error_feedback=True with codec=fp32: fp32 loses nothing, so there is no error to feed back."
+        )
+    if name == "topk" and not error_feedback:
+        raise InputError(
+            "outer.codec=topk without outer.error_feedback would drop all but a few values for good. Set error_feedback=true."
+        )
+    return codecs.feedback(chosen) if error_feedback else chosen
+
+
+def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:
+    """Streaming DiLoCo's weight of the local params: of a single step in flight nothing is kept (2501.18512)."""
+    if given is not None:
+        return given
+    return 0.0 if overlap_steps in (0, 1) else 0.5
+
+
+def merge(
+    name: str, mixing_alpha: float = 0.5, compensation: str = "adaptive", compensation_strength: float = 0.5
+) -> Merge:
+    known: dict[str, Callable[[], Merge]] = {
+        "replace": merges.replace,
+        "mix": lambda: merges.mix(mixing_alpha),
+        "additive": merges.additive,
+        "compensate": lambda: merges.compensate_delay(compensation, compensation_strength),
+    }
+    if name not in known:
+        raise InputError(f"outer.merge={name!r} is not known.{nearest(name, list(known))}")
+    return known[name]()
+
+
+def penalty(value: float | str) -> OuterTransform:
+    try:
+        constant = None if value == "gap" else float(value)
+    except ValueError:
+        constant = 0.0
+    if constant is not None and not constant >= 1:
+        raise InputError(f"outer.staleness_penalty={value!r} must be gap, none, or a number of at least 1.")
+    return outer.staleness_penalty(constant)
+
+
+def check_overlap(overlap_steps: int | str, sync_interval: int) -> None:
+    if overlap_steps == "auto":
+        raise InputError(
+            "outer.overlap_steps=auto follows measured times, as method=cocodc alone does. Give a number of steps: as many as a "
+            "transfer takes (hf-cocodc bench link)."
+        )
+    if int(overlap_steps) >= sync_interval:
+        raise InputError(
+            f"outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment has "
+            "to land before it is sent again. Lower overlap_steps or raise sync_interval."
+        )

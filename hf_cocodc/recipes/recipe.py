@@ -1,0 +1,133 @@
+"""A recipe: a complete run as frozen dataclasses, one for each section of its YAML."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, nearest
+from ..settings import OuterConfig, RegionConfig, require
+from .reading import build, override_key, read_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Either a `config` (with `model_type`) to start from random weights, or a `name_or_path` to load."""
+
+    config: dict[str, Any] | None = None
+    name_or_path: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.config is None) == (self.name_or_path is None):
+            raise InputError(
+                "model needs exactly one of config (random weights) and name_or_path (trained weights)."
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise InputError("model.config needs model_type, for example llama.")
+        known = ("float32", "bfloat16", "float16")
+        if self.dtype is not None and self.dtype not in known:
+            raise InputError(f"model.dtype={self.dtype!r} is not known.{nearest(self.dtype, known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """Either `builtin: bytes` or a `name_or_path` to load."""
+
+    builtin: str | None = None
+    name_or_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.builtin is None) == (self.name_or_path is None):
+            raise InputError("tokenizer needs exactly one of builtin (bytes) and name_or_path.")
+        if self.builtin not in (None, "bytes"):
+            raise InputError(
+                f"tokenizer.builtin={self.builtin!r} is not known.{nearest(str(self.builtin), ['bytes'])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Text, from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
+
+    builtin: str | None = None
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    eval_split: str = "test"
+    text_column: str = "text"
+    streaming: bool = False
+    block_size: int = 1024
+    eval_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.builtin is None) == (self.path is None):
+            raise InputError(
+                "data needs exactly one of builtin (python-stdlib) and path (anything datasets loads)."
+            )
+        if self.builtin not in (None, "python-stdlib"):
+            raise InputError(
+                f"data.builtin={self.builtin!r} is not known.{nearest(str(self.builtin), ['python-stdlib'])}"
+            )
+        require(self, "block_size", lambda v: v >= 2, "must be at least 2 tokens", "data")
+        require(self, "eval_blocks", lambda v: v >= 1, "must be at least 1", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """What is measured on the held-out split, and on which weights."""
+
+    metrics: list[str] = field(default_factory=lambda: ["perplexity", "accuracy"])
+    on: str = "global"
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in ("perplexity", "accuracy"):
+                raise InputError(
+                    f"evaluation.metrics: {name!r} is not known.{nearest(name, ['perplexity', 'accuracy'])}"
+                )
+        if self.on not in ("global", "local"):
+            raise InputError(
+                f"evaluation.on={self.on!r} is not known.{nearest(self.on, ['global', 'local'])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete run. `training` holds any `TrainingArguments` field, `peft` any `LoraConfig` field."""
+
+    model: ModelSection
+    tokenizer: TokenizerSection
+    data: DataSection
+    training: dict[str, Any]
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    regions: RegionConfig = field(default_factory=RegionConfig)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    peft: dict[str, Any] | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read a recipe from YAML; each override is "section.key=value", its value YAML too.
+
+        Raises:
+            InputError: no such file, broken YAML, unknown keys, impossible values; the message says where.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise InputError(
+                f"recipe {str(path)!r} is not a file. Recipes of this project lie under recipes/."
+            )
+        content = read_yaml(file.read_text(encoding="utf-8"), str(path))
+        if not isinstance(content, dict):
+            raise InputError(
+                f"recipe {str(path)!r} must be a mapping of sections, for example outer: and training:."
+            )
+        for override in overrides:
+            override_key(content, override)
+        return cls.from_dict(content, f"recipe {file.name}")
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """The recipe that nested mappings describe; raises InputError as `load` does."""
+        return build(cls, content, where, "")

@@ -1,0 +1,172 @@
+"""How a region meets the others: who of its ranks talks to whom."""
+
+import atexit
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import InputError
+from ..links.base import Link
+from ..links.gloo import GlooLink
+from ..links.loopback import loopback
+from ..links.ranks import LaneLink, SharedLink
+from ..meeting.addresses import own_address
+from ..meeting.handshake import compare, hello
+from ..meeting.rendezvous import rendezvous
+from ..meeting.store import connect_store
+from ..resolve import settings
+from ..settings import OuterConfig, RegionConfig
+from ..tensors.pools import HOST
+
+logger = logging.getLogger(__name__)
+
+_LAST_BREATH_S = 0.1
+
+
+def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
+    """Check that a region can be what `accelerate launch` has made it.
+
+    Raises:
+        InputError: it cannot; the message says what to change.
+    """
+    kind = accelerator.distributed_type
+    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if kind is DistributedType.FSDP and accelerator.is_fsdp2:
+        if settings(config)["codec"] == "lowrank":
+            raise InputError(
+                "outer.codec=lowrank with FSDP2: each rank would choose a rank for its own shards, and regions would no longer "
+                "agree on the interval. Use another codec, or DDP."
+            )
+    elif kind not in supported:
+        raise InputError(
+            f"distributed type {kind.value} inside a region is not supported: one process, DDP and FSDP2 are. Launch the region "
+            "with fsdp_version 2 (FSDP1 is not supported), and without DeepSpeed or Megatron."
+        )
+
+
+def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
+    """Where outer state is kept."""
+    params = (param for param in model.parameters() if param.requires_grad)
+    return next((param.device for param in params), HOST) if config.device == "model" else HOST
+
+
+def _is_replicated(param: nn.Parameter) -> bool:
+    """Whether several ranks of a sharded parameter's mesh hold the same shard."""
+    assert isinstance(param.data, DTensor)
+    sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
+
+
+def _let_gloo_end() -> None:
+    """Leave the interpreter to gloo's threads for a moment before it goes.
+
+    One that has yet to let go of a collective call's tensors needs it, and aborts the process when it is no longer there:
+    a run that went well would fail (pytorch/pytorch#190489). Destroying the group does not help while a model holds it.
+    """
+    time.sleep(_LAST_BREATH_S)
+
+
+def join(
+    accelerator: Accelerator,
+    model: nn.Module,
+    config: OuterConfig,
+    regions: RegionConfig,
+    max_steps: int | None,
+    resumes: bool = False,
+    stage: tuple[int, int] | None = None,
+) -> Link:
+    """Meet the other regions, compare settings and connect.
+
+    Where ranks hold the same parameters the leader alone talks; a rank with shards (FSDP2) or a stage of its own reaches
+    the same rank elsewhere.
+
+    Raises:
+        InputError: settings that cannot work.
+        HandshakeError: regions disagree.
+        LinkError: the store or a region cannot be reached in time.
+    """
+    regions = regions.resolved()
+    region, count = regions.region, regions.count
+    assert region is not None and count is not None
+    rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    sharded = accelerator.distributed_type is DistributedType.FSDP
+    lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
+    if stage is not None and (sharded or (lane, num_lanes) != (rank, num_ranks)):
+        raise InputError(
+            f"stage={stage} in rank {rank} of {num_ranks}: every rank holds one stage, in the order of ranks, so that it must be "
+            f"{(rank, num_ranks)}; and no stage can be sharded (FSDP2). Launch each region with one process a stage."
+        )
+    parts = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    if parts and num_ranks > 1 and not sharded:
+        raise InputError(
+            f"{parts[0]} is sharded over ranks that Accelerate takes for replicas ({accelerator.distributed_type.value}): tensor "
+            "parallelism, which is not supported. Shard with FSDP2 through Accelerate, or make stages of the model."
+        )
+    replicated = next((name for name in parts if _is_replicated(model.get_parameter(name))), None)
+    if sharded and replicated is not None:
+        raise InputError(
+            f"{replicated} is sharded over some ranks and replicated over others (dp_replicate_size): each replica would send "
+            "the same shards over the link, and norms would count them several times. Shard over all ranks of the region "
+            "(dp_replicate_size=1), or make each replica a region."
+        )
+    if num_ranks > 1:
+        atexit.unregister(_let_gloo_end)
+        atexit.register(_let_gloo_end)
+    if count == 1:
+        logger.info(
+            "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."
+        )
+        alone = loopback()
+        alone.lane, alone.num_lanes = lane, num_lanes
+        return LaneLink(alone, rank, num_ranks, device) if sharded else alone
+    assert regions.store is not None
+    run: str | None = None
+    if accelerator.is_main_process or stage is not None:
+        shared = {
+            "connections": regions.connections,
+            "timeout_s": regions.timeout_s,
+            "when_one_ends": regions.when_one_ends,
+            "resume": resumes,
+            # of one kind, for another one rounds differently; the model may not be there yet
+            "device": (device if config.device == "model" else HOST).type,
+        }
+        mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
+        store: dist.Store = connect_store(regions.store, regions.timeout_s)
+        meeting = dist.PrefixStore(f"stage{lane}", store) if stage is not None else store
+        roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
+        compare(roster.hellos)
+        run = roster.run
+        logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
+    if sharded:
+        [run] = broadcast_object_list([run])
+    link: GlooLink | None = None
+    if run is not None:
+        store = connect_store(regions.store, regions.timeout_s)
+        address = own_address(regions.store, regions.interface)
+        prefix = f"{run}/lane{lane}"
+        link = GlooLink(
+            store,
+            prefix,
+            region,
+            count,
+            connections=regions.connections if isinstance(regions.connections, int) else None,
+            address=address,
+            timeout_s=regions.timeout_s,
+            rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
+            num_lanes=num_lanes,
+            pin_memory=device.type == "cuda",
+        )
+        logger.info(
+            "%d connections to each other region, round trip %.1f ms",
+            *(link.wire.connections, 1000 * link.wire.rtt_s),
+        )
+        link.lane = lane
+    if link is None or (num_ranks > 1 and num_lanes == 1):
+        return SharedLink(link, region, count, device)
+    return LaneLink(link, lane, num_lanes, device) if sharded else link

@@ -1,0 +1,53 @@
+"""Lets `accelerator.save_state` and `load_state` save and load an outer optimizer too."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .outer_optimizer import OuterOptimizer
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from . import checkpoint as state
+from .resume import Saved
+
+
+def hook_into_saving(accelerator: Accelerator, outer: "OuterOptimizer") -> list[Callable[[], Any]]:
+    """Let `accelerator.save_state` and `load_state` do their work for `outer` too; returns what undoes it.
+
+    Accelerate's hooks run before its own files are written or read, so they say which folder it is; what has to come
+    last is done by wrapping the two methods of this one accelerator.
+    """
+    folder: list[str] = []
+    read: list[Saved] = []
+    save_state, load_state = accelerator.save_state, accelerator.load_state
+
+    def before_saving(models: Any, weights: Any, output_dir: str) -> None:
+        folder[:] = [output_dir]
+        outer.save(output_dir)
+
+    def before_loading(models: Any, input_dir: str) -> None:
+        read[:] = [Saved(*state.read(Path(input_dir), outer.link.lane))]
+
+    def save_all(*args: Any, **kwargs: Any) -> Any:
+        result = save_state(*args, **kwargs)
+        outer.seal(folder[0])
+        return result
+
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        outer.load(read[0])
+
+    hooks = [
+        accelerator.register_save_state_pre_hook(before_saving),
+        accelerator.register_load_state_pre_hook(before_loading),
+    ]
+    accelerator.save_state, accelerator.load_state = save_all, load_all
+
+    def unwrap() -> None:
+        accelerator.save_state, accelerator.load_state = save_state, load_state
+
+    return [unwrap, *(hook.remove for hook in hooks)]

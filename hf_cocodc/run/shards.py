@@ -1,0 +1,91 @@
+"""Each region's own part of a dataset.
+
+Importing this module imports neither torch nor datasets; each function imports what it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..settings import ENV_REGION, ENV_REGIONS
+
+if TYPE_CHECKING:
+    pass
+
+
+def region_shard(dataset: Any, region: int | None = None, num_regions: int | None = None) -> Any:
+    """The part of `dataset` that belongs to one region; every sample is in exactly one, in a fixed order.
+
+    All regions must pass the same samples in the same order: shuffle before with one seed or the shard after.
+    A stream that splits itself over DataLoader workers needs the same number of workers in all regions.
+
+    Args:
+        dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if they divide
+            evenly, else strided), torch map-style (strided Subset) or iterable dataset (strided, no length).
+        region: 0 .. num_regions - 1; default: environment HF_COCODC_REGION.
+        num_regions: default: environment HF_COCODC_REGIONS; with neither variable set, region 0 of 1.
+
+    Raises:
+        InputError: no such region, fewer samples than regions, or not a dataset.
+    """
+    region, num_regions = _place(region, num_regions)
+    if num_regions == 1:
+        return dataset
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+    from torch.utils.data import IterableDataset, Subset
+
+    # First, because datasets makes its IterableDataset a torch one as well.
+    if isinstance(dataset, datasets.IterableDataset):
+        return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
+    if isinstance(dataset, IterableDataset):
+        return _stride(dataset, region, num_regions)
+    if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise InputError(f"{type(dataset).__name__} is not a dataset. Pass one split, map-style or iterable.")
+    if len(dataset) < num_regions:
+        found = f"{len(dataset)} samples for {num_regions} regions"
+        raise InputError(f"{found}: each region needs at least one. Use more data or fewer regions.")
+    if isinstance(dataset, datasets.Dataset):
+        return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
+    return Subset(dataset, range(region, len(dataset), num_regions))
+
+
+def _place(region: int | None, num_regions: int | None) -> tuple[int, int]:
+    """Fill what was not passed from the environment and check it."""
+    place = os.environ.get(ENV_REGION) if region is None else region
+    count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
+    if place is None and count is None:
+        return 0, 1
+    with contextlib.suppress(TypeError, ValueError):
+        if 0 <= int(place) < int(count):  # type: ignore[arg-type]  # one may be None, which int() refuses
+            return int(place), int(count)  # type: ignore[arg-type]
+    raise InputError(
+        f"region={place} of num_regions={count} does not exist: regions are 0 .. num_regions - 1. Correct "
+        f"both (region_shard's arguments, or {ENV_REGION} and {ENV_REGIONS}), or give neither."
+    )
+
+
+def _stride(dataset: Any, region: int, num_regions: int) -> Any:
+    """Samples region, region + num_regions, ... of a torch iterable dataset, or of each worker's part."""
+    from torch.utils.data import IterableDataset
+
+    # No __len__: torch would hold it against a count that depends on how `dataset` splits over workers.
+    class RegionStride(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.islice(iter(dataset), region, None, num_regions)
+
+        # Spawned DataLoader workers get a pickle, and a class made in a function is not found by name.
+        def __reduce__(self) -> Any:
+            return _stride, (dataset, region, num_regions)
+
+    shard = RegionStride()
+    # Accelerate asks with hasattr() for these, to reshuffle each epoch alike on every rank.
+    for name in ("set_epoch", "generator"):
+        if hasattr(dataset, name):
+            setattr(shard, name, getattr(dataset, name))
+    return shard

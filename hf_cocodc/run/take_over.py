@@ -1,0 +1,97 @@
+"""Taking over another region's checkpoint where this region has none."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+
+from ..links.base import Link
+from . import checkpoint as state
+
+JOINING = "joining"
+"""A fact of a checkpoint that was taken over from another region."""
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 26
+
+
+def take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], run: int) -> None:
+    """Send a checkpoint from the first region that holds it to those that do not; all regions have to call."""
+    source = min(holders)
+    lacking = link.region not in holders
+    writes = lacking and is_main
+    if lacking:
+        logger.warning(
+            "region %d has no complete checkpoint of step %s: taking region %d's.",
+            *(link.region, checkpoint.name.removeprefix(state.PREFIX), source),
+        )
+    files = _shared_files(checkpoint) if link.region == source else {}
+    listed = _spread(link, source, json.dumps(files).encode(), "the list of files of its checkpoint")
+    half = checkpoint.with_name(f"{checkpoint.name}.{JOINING}")
+    if writes:
+        shutil.rmtree(half, ignore_errors=True)
+    for name, size in json.loads(listed).items():
+        if writes:
+            (half / name).parent.mkdir(parents=True, exist_ok=True)
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = b""
+            if link.region == source:
+                with (checkpoint / name).open("rb") as file:
+                    file.seek(start)
+                    chunk = file.read(_CHUNK_BYTES)
+            chunk = _spread(link, source, chunk, f"{name} of its checkpoint")
+            if writes:
+                with (half / name).open("ab") as file:
+                    file.write(chunk)
+    if writes:
+        _make_own(half)
+        if state.damage(checkpoint) is None:
+            aside = checkpoint.with_name(f"{checkpoint.name}.run{state.run_of(checkpoint.parent)}")
+            logger.warning("%s is of another run: it is now %s.", checkpoint, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            checkpoint.rename(aside)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        half.rename(checkpoint)
+        state.begin_run(checkpoint.parent, run)
+        state.seal(checkpoint)
+
+
+def _shared_files(checkpoint: Path) -> dict[str, int]:
+    """Files that another region can go on from, with their sizes: not the local weights nor the random numbers."""
+    exported = {path.name for path in (checkpoint / state.EXPORT).iterdir()}
+    names = {
+        path.relative_to(checkpoint).as_posix(): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file()
+    }
+    return {
+        name: size
+        for name, size in names.items()
+        if name not in exported and name != state.COMPLETE and not name.startswith("rng_state")
+    }
+
+
+def _make_own(checkpoint: Path) -> None:
+    """Turn what was received into a checkpoint: the global weights are the local ones of a region that joins."""
+    for path in (checkpoint / state.EXPORT).iterdir():
+        shutil.copyfile(path, checkpoint / path.name)
+    for path in (checkpoint / state.FOLDER).glob("state*.json"):
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**facts, JOINING: True}), encoding="utf-8")
+
+
+def _spread(link: Link, source: int, data: bytes, what: str) -> bytes:
+    """Bytes of region `source`, in every region."""
+    what = f"region {source}'s {what}"
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    link.broadcast(length.view(torch.float32), f"the length of {what}", source)
+    size = int(length)
+    padded = bytearray(data if link.region == source else size)
+    padded += bytes(-size % 4)
+    if not padded:
+        return b""
+    flat = torch.frombuffer(padded, dtype=torch.float32)
+    link.broadcast(flat, what, source)
+    return bytes(padded[:size])

@@ -1,0 +1,76 @@
+"""How a flat tensor leaves a device for the link, and how a mean comes back to it."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .pools import Pool
+
+
+class Departure:
+    """A flat tensor that the link's thread will read on the host: itself, or its copy where it lies on a device.
+
+    A GPU copies on a stream of its own, once the training stream has come to where this was made; neither that stream nor
+    the training thread waits for it. Until the transfer has ended nobody may write to the tensor.
+
+    Args:
+        flat: what leaves.
+        host: where memory for the copy comes from.
+    """
+
+    def __init__(self, flat: Tensor, host: Pool) -> None:
+        self._flat, self._host = flat, host
+        self._copy: Tensor | None = None
+        self._written = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+
+    def fetch(self) -> Tensor:
+        """The tensor on the host; called by the link's thread, which waits for the copy."""
+        if self._flat.device == self._host.device:
+            return self._flat
+        self._copy = self._host.take(self._flat.numel())
+        if self._written is None:
+            return self._copy.copy_(self._flat)
+        with _aside(self._flat.device) as stream:
+            stream.wait_event(self._written)
+            self._copy.copy_(self._flat, non_blocking=True)
+        return self._copy
+
+    def end(self) -> None:
+        """Hand back the copy's memory: the transfer has ended, and its result been used."""
+        if self._copy is not None:
+            self._host.give(self._copy)
+            self._copy = None
+
+
+def bring(flat: Tensor, home: Pool) -> Tensor:
+    """A copy of a flat tensor of the host on the device of `home`, in its memory; called by the link's thread, which waits.
+
+    To a GPU over the stream that outer gradients leave by, so that training goes on meanwhile.
+    """
+    if home.device.type != "cuda":
+        return home.take(flat.numel()).copy_(flat)
+    with _aside(home.device) as stream:
+        copy = home.take(flat.numel())
+        if home.given is not None:
+            stream.wait_event(home.given)
+        copy.copy_(flat, non_blocking=True)
+    return copy
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Inside the block this thread's work for a GPU goes to a stream of its own; behind it that is done."""
+    stream = _side_stream(device)
+    # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield stream
+        stream.synchronize()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream by which everything leaves that device and comes to it."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,41 @@
+"""Norms of flat tensors, in fp64 and with the same bits on every machine."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, linalg
+
+from .pieces import PIECE, UNSHARED, in_this_thread
+
+
+def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[float]:
+    """Euclidean norms of tensors whose sums of squares are given.
+
+    In fp64: decisions hang on them, and the order of an fp32 sum differs between processors. `total` adds up over the
+    ranks that hold shards of the tensors.
+    """
+    return total(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
+
+
+def square(tensor: Tensor) -> float:
+    """Sum of squares in fp64, to the same bits however many threads torch has."""
+    return sum(squares_of(tensor.reshape(-1).split(UNSHARED)))
+
+
+def squares_of(parts: Sequence[Tensor]) -> list[float]:
+    """Sum of squares of each, in fp64; a device is waited for once, not once a part.
+
+    No dot product: the library behind it has threads of its own, and gives other bits with more of them.
+    """
+    lengths = torch.stack([linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    return lengths.square().cpu().tolist()
+
+
+def square_of_difference(one: Tensor, other: Tensor) -> float:
+    """Sum of squares of `one - other`, flat, on the host without the memory for the difference."""
+    if one.device.type != "cpu":
+        return squares_of([one - other])[0]
+    room = torch.empty(PIECE, dtype=torch.float32)
+    pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
+    with in_this_thread():
+        return sum(squares_of([torch.sub(a, b, out=room[: a.numel()])])[0] for a, b in pairs)

@@ -1,0 +1,179 @@
+"""The text that a recipe names: loaded, tokenised, packed into blocks, and a corpus that needs no download.
+
+Importing this module imports neither torch nor datasets nor transformers; each function imports what it uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, nearest
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+BUILTINS = ("python-stdlib",)
+PACKED_TOGETHER = 1000  # documents
+TOKENIZED_TOGETHER = 16  # documents; a tokenizer holds about 100 bytes a token until its answer is converted
+# Not part of every installation: third-party code, caches, and tests, which many distributions strip.
+LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def python_stdlib(split: str) -> datasets.Dataset:
+    """Source of the running interpreter's standard library, one document a file, in path order: about 10 MB.
+
+    Without tests, third-party packages, duplicates and files that are empty or not UTF-8. A hash of the path
+    decides the split ("train", or "test" for 1 file in 20), so a file keeps its split in any Python version.
+
+    Raises:
+        InputError: no such split, or an interpreter without source files.
+    """
+    if split not in ("train", "test"):
+        raise InputError(f"data.split={split!r} does not exist in python-stdlib. Use 'train' or 'test'.")
+    import datasets
+
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
+        paths += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    texts: dict[str, list[str]] = {"train": [], "test": []}
+    seen = {""}  # across both splits: a copy must not be held out of training on the original
+    for path in sorted(paths):
+        with contextlib.suppress(UnicodeDecodeError):
+            text = (root / path).read_bytes().decode("utf-8")
+            if text not in seen:
+                seen.add(text)
+                held_out = int(hashlib.sha256(path.encode()).hexdigest(), 16) % 20 == 0
+                texts["test" if held_out else "train"].append(text)
+    if not texts[split]:
+        rule = "the standard library must lie there as .py files, not zipped or compiled."
+        raise InputError(f"No Python sources in {root}: {rule} Set data.path instead of data.builtin.")
+    return datasets.Dataset.from_dict({"text": texts[split]})
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 257 tokens made here: the 256 bytes, and 256 = <|endoftext|> as bos, eos and pad."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # ByteLevel writes a printable Latin-1 byte as itself and numbers the others, in order, from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    # Without merges there are no words to respect, and not looking for them halves the time.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+    exact = {"clean_up_tokenization_spaces": False, "model_max_length": 10**30}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **exact)
+
+
+def load_text(
+    builtin: str | None, path: str | None, name: str | None, split: str, text_column: str, streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The dataset that a recipe's `data` section names: `builtin`, or `path` (on the Hub, or a local folder).
+
+    Raises:
+        InputError: both or neither of builtin and path, or no such built-in corpus, dataset, split or column.
+    """
+    import datasets
+
+    if (builtin is None) == (path is None):
+        raise InputError(f"data.builtin={builtin!r} and data.path={path!r}: give one of the two.")
+    if builtin is not None and builtin not in BUILTINS:
+        raise InputError(
+            f"data.builtin={builtin!r} is unknown.{nearest(builtin, BUILTINS)} Or set data.path."
+        )
+    if builtin:
+        dataset: Any = python_stdlib(split)
+        dataset = dataset.to_iterable_dataset() if streaming else dataset
+    else:
+        try:
+            dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            what = f"data.path={path!r}, data.name={name!r}, data.split={split!r}"
+            reason = str(error.__cause__ or error).rstrip(
+                ". "
+            )  # datasets wraps what happened in words that do not tell
+            raise InputError(
+                f"{what}: {reason}. Name a dataset on the Hub or a folder of data files that are not empty."
+            ) from error
+    _columns(dataset, text_column)
+    return dataset
+
+
+def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
+    """Tokenise documents, join them with an eos token after each, and cut the result into equal blocks.
+
+    Takes 1000 documents at a time and drops what is left of them after the last full block. A stream stays
+    one; its first block is read here, to fail now and not after the model has been built.
+
+    Args:
+        dataset: datasets.Dataset or IterableDataset of documents; all its columns are replaced by `input_ids`
+            and `labels`, equal, each (block_size,), stored as int32.
+        tokenizer: its eos token is added, no other special token.
+        block_size: tokens per block, at least 2.
+
+    Raises:
+        InputError: no eos token, no such column, no documents, or less than one block of text.
+    """
+    if block_size < 2:
+        raise InputError(f"block_size={block_size} must be at least 2, a token and the next. Raise it.")
+    if tokenizer.eos_token_id is None:
+        raise InputError("The tokenizer has no eos token to put between documents. Set tokenizer.eos_token.")
+    import datasets
+
+    columns = _columns(dataset, text_column)
+    ids = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({"input_ids": ids, "labels": ids})
+    task = {"tokenizer": tokenizer, "block_size": block_size, "text_column": text_column}
+    shape = {"batched": True, "batch_size": PACKED_TOGETHER, "remove_columns": columns, "features": features}
+    # Quiet unless the user set HF_DATASETS_DISABLE_PROGRESS_BARS=0: bars on by default are nobody's choice.
+    chosen = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None
+    hide = not (chosen or datasets.are_progress_bars_disabled())
+    if hide:
+        datasets.disable_progress_bars()
+    try:
+        blocks = dataset.map(_pack_batch, fn_kwargs=task, **shape)
+    finally:
+        if hide:
+            datasets.enable_progress_bars()
+    if next(iter(blocks), None) is None:
+        counts = [len(tokenizer(row[text_column], add_special_tokens=False).input_ids) + 1 for row in dataset]
+        found = f"{len(counts)} documents with {sum(counts)} tokens, {PACKED_TOGETHER} documents at a time,"
+        raise InputError(f"{found} do not fill one block of {block_size=}. Use more text or smaller blocks.")
+    return blocks
+
+
+def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -> dict[str, list[Any]]:
+    import numpy as np
+
+    # verbose=False: a document longer than the model's context is what packing is for, not worth a warning.
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    documents = []
+    for start in range(0, len(batch[text_column]), TOKENIZED_TOGETHER):
+        encoded = tokenizer(batch[text_column][start : start + TOKENIZED_TOGETHER], **options)
+        documents += [np.array([*ids, tokenizer.eos_token_id]) for ids in encoded["input_ids"]]
+    tokens = np.concatenate(documents)
+    blocks = list(tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size))
+    return {"input_ids": blocks, "labels": blocks}
+
+
+def _columns(dataset: Any, text_column: str) -> list[str]:
+    """The dataset's columns, `text_column` among them; a stream may know them only from its first sample."""
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if not columns:
+        raise InputError("0 documents in the dataset: it must have one. Correct data.path or data.split.")
+    if text_column not in columns:
+        known = ", ".join(columns)
+        raise InputError(f"data.text_column={text_column!r} is not in the dataset. Set it to one of {known}.")
+    return columns

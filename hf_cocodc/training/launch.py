@@ -1,0 +1,179 @@
+"""Start the regions of a recipe on this machine, one `accelerate launch` each, and see them to their end."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from ..errors import InputError
+from ..recipes.recipe import Recipe
+from ..run.journal import forget_errors, read
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
+from .train import output_dir
+
+GRACE_S = 30.0
+POLL_S = 0.2
+
+
+@dataclass
+class RegionProcess:
+    """A region that was started here."""
+
+    region: int
+    folder: Path
+    process: subprocess.Popen
+    log: IO[bytes]
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "cocodc" / "journal.jsonl"
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of what the region printed."""
+        text = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+        return text.rstrip().splitlines()[-count:]
+
+    def error(self) -> tuple[str, int] | None:
+        """Why the region gave up and the exit code for it, if it said so."""
+        if not self.journal.is_file():
+            return None
+        said = [event for event in read(self.journal) if event["kind"] == "error"]
+        return (said[-1]["message"], said[-1]["exit_code"]) if said else None
+
+    def end(self, sig: signal.Signals) -> None:
+        """Signal the launcher and every rank it started; they are a process group of their own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, sig)
+
+
+def start(
+    recipe: Recipe,
+    recipe_path: str,
+    overrides: Sequence[str],
+    regions: Sequence[int],
+    store: str | None,
+    launcher_args: Sequence[str] = (),
+    resume: bool = False,
+) -> list[RegionProcess]:
+    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`; their output goes to `region-{r}/log.txt`.
+
+    A run that is resumed goes on with its journal and its log.
+    """
+    count = recipe.regions.count or 1
+    started: list[RegionProcess] = []
+    with contextlib.ExitStack() as unless_all_start:
+        unless_all_start.callback(stop, started)
+        for place, region in enumerate(regions):
+            folder = output_dir(recipe) / f"region-{region}"
+            (folder / "cocodc").mkdir(parents=True, exist_ok=True)
+            journal = folder / "cocodc" / "journal.jsonl"
+            if resume:
+                forget_errors(journal)
+            else:
+                journal.unlink(missing_ok=True)
+            env = {**os.environ, ENV_REGION: str(region), ENV_REGIONS: str(count)}
+            if store is not None:
+                env[ENV_STORE] = store
+            arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
+            sets = [
+                part
+                for override in (*overrides, "training.disable_tqdm=true")
+                for part in ("--set", override)
+            ]
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
+            command += ["-m", "hf_cocodc.train", recipe_path, *sets]
+            log = (folder / "log.txt").open("ab" if resume else "wb")
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            started.append(RegionProcess(region, folder, process, log))
+        unless_all_start.pop_all()
+    return started
+
+
+def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
+    """What accelerate is told where the user says nothing: an even share of this machine's GPUs, else one CPU process.
+
+    Raises:
+        InputError: there are GPUs, but not one for each region.
+    """
+    import torch
+
+    common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    share = len(devices) // places
+    if torch.cuda.is_available() and share == 0:
+        raise InputError(
+            f"{places} regions on this machine, but it has {len(devices)} GPU(s). Start fewer here (regions.count, or "
+            "--region for one only), or hide the GPUs to train on the CPU: CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
+        )
+    if not torch.cuda.is_available():
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // places)))
+        return [*common, "--cpu", "--num_processes", "1"]
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place * share : (place + 1) * share])
+    return [
+        *common,
+        "--num_processes",
+        str(share),
+        "--main_process_port",
+        "0",
+        *(["--multi_gpu"] if share > 1 else []),
+    ]
+
+
+def watch(
+    processes: Sequence[RegionProcess], show: Callable[[], None], timeout_s: float
+) -> RegionProcess | None:
+    """Wait for all regions, calling `show` meanwhile; returns the first that failed.
+
+    When one fails the others get the time to notice it themselves (`timeout_s`) and to save, then they are ended.
+    """
+    failed: RegionProcess | None = None
+    deadline = 0.0
+    while any(each.process.poll() is None for each in processes):
+        show()
+        if failed is None:
+            failed = next((each for each in processes if each.process.poll()), None)
+            deadline = time.monotonic() + timeout_s + GRACE_S
+        elif time.monotonic() > deadline:
+            stop(processes)
+        time.sleep(POLL_S)
+    show()
+    for each in processes:
+        each.log.close()
+    return failed or next((each for each in processes if each.process.returncode), None)
+
+
+def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
+    """Signal the ranks, which stop together with a checkpoint; not their launchers, which would not wait for them.
+
+    Where there are none yet, the launcher is all that there is to end.
+    """
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ranks = psutil.Process(each.process.pid).children()
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+            if not ranks:
+                each.end(signal.SIGTERM)
+
+
+def stop(processes: Sequence[RegionProcess], patience_s: float = 5.0) -> None:
+    """End all regions: asked first, killed after `patience_s`."""
+    for each in processes:
+        if each.process.poll() is None:
+            each.end(signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and any(each.process.poll() is None for each in processes):
+        time.sleep(0.05)
+    for each in processes:
+        each.end(signal.SIGKILL)
+        each.process.wait()

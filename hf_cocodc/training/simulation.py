@@ -1,0 +1,53 @@
+"""Many regions in one process: exactly the numbers of a real run, without a cluster."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..errors import InputError
+from ..links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
+from ..recipes.recipe import Recipe
+
+T = TypeVar("T")
+
+
+def simulate(
+    what: Recipe | str | os.PathLike | Callable[[int, LockstepLink], T],
+    regions: int | None = None,
+    overrides: Sequence[str] = (),
+    link: VirtualLink | None = None,
+) -> list[Any]:
+    """Train all regions of a run in this process, taking turns; nothing depends on timing.
+
+    Args:
+        what: a recipe or its path; or a function body(region, link) that trains one region with anything: a Trainer
+            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, a bare `Synchronizer`.
+        regions: number of regions M; by default the recipe's regions.count.
+        overrides: changes to a recipe given by path, each "section.key=value".
+        link: simulate time: T_c, latency and bandwidth decide when transfers arrive. Without it no time passes on the link,
+            so that a schedule which follows measured times has nothing to follow.
+
+    Returns:
+        One value a region: its Trainer (whose model holds the global weights), or what the function returned.
+
+    Raises:
+        InputError: the recipe cannot work, or the number of regions is not known.
+    """
+    if isinstance(what, (str, os.PathLike)):
+        what = Recipe.load(what, overrides)
+    if isinstance(what, Recipe):
+        return _simulate_recipe(what, regions, link)
+    if regions is None:
+        raise InputError("simulate(function) needs the number of regions: simulate(function, regions=2).")
+    if regions < 1:
+        raise InputError(f"simulate(function, regions={regions}): the number of regions must be at least 1.")
+    return run_in_lockstep(regions, what, link)
+
+
+def _simulate_recipe(recipe: Recipe, regions: int | None, virtual: VirtualLink | None) -> list[Any]:
+    from . import train
+
+    count = regions or recipe.regions.count or 1
+    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, count=count))
+    return run_in_lockstep(count, lambda region, link: train.run(recipe, link), virtual)

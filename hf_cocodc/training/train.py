@@ -1,0 +1,207 @@
+"""From a recipe to a trained model: what `accelerate launch -m hf_cocodc.train RECIPE` runs, once in each rank."""
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ..errors import CocodcError, InputError, nearest
+from ..recipes.recipe import Recipe
+from ..run.journal import append_error
+
+
+def output_dir(recipe: Recipe) -> Path:
+    """Folder of the whole run; each region writes to `region-{r}` in it."""
+    return Path(recipe.training.get("output_dir") or f"runs/{recipe.outer.method}")
+
+
+def check(recipe: Recipe) -> None:
+    """Everything about a recipe that can be known without loading a model or data.
+
+    Raises:
+        InputError: what cannot work, and the way out.
+    """
+    from transformers import TrainingArguments
+
+    from ..resolve import from_config
+
+    from_config(recipe.outer)
+    _known_fields("training", recipe.training, TrainingArguments)
+    if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
+        raise InputError(
+            "data.streaming=true: a stream has no length, so training.max_steps has to say where to end."
+        )
+    if recipe.peft is not None:
+        from peft import LoraConfig
+
+        _known_fields("peft", recipe.peft, LoraConfig)
+
+
+def run(recipe: Recipe, link: Any = None) -> Any:
+    """Train one region of the recipe; returns its Trainer, whose model holds the global weights.
+
+    Args:
+        recipe: the run.
+        link: reaches the other regions; by default one is made from `recipe.regions` and the environment.
+
+    Raises:
+        CocodcError: see errors.py.
+    """
+    from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+
+    from ..integrations.trainer import CoCoDCCallback
+    from ..run.shards import region_shard
+    from .data import pack
+    from .metrics import causal_lm_metrics
+
+    check(recipe)
+    callback = CoCoDCCallback(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link)
+    try:
+        args = TrainingArguments(**{**recipe.training, "output_dir": str(output_dir(recipe))})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"training: {error}") from error
+    set_seed(args.seed)
+    tokenizer = _tokenizer(recipe)
+    model = _model(recipe, len(tokenizer))
+    text = _text(recipe, recipe.data.split)
+    text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
+    train_dataset = pack(
+        region_shard(text, callback.region, callback.num_regions),
+        tokenizer,
+        recipe.data.block_size,
+        recipe.data.text_column,
+    )
+    eval_dataset = None
+    if args.eval_strategy != "no" or args.eval_on_start:
+        held_out = _text(recipe, recipe.data.eval_split)
+        eval_dataset = pack(held_out, tokenizer, recipe.data.block_size, recipe.data.text_column)
+        if recipe.data.eval_blocks is not None:
+            eval_dataset = _first(eval_dataset, recipe.data.eval_blocks)
+    compute_metrics, preprocess_logits = causal_lm_metrics(recipe.evaluation.metrics)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits,
+        callbacks=[callback],
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.create_model_card()
+    return trainer
+
+
+def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    hints = get_type_hints(kind)
+    for key, value in given.items():
+        if key not in known:
+            close = nearest(key, known).split(" Known:")[0]
+            raise InputError(
+                f"recipe: unknown key {section}.{key}.{close} It takes the fields of {kind.__name__}."
+            )
+        wanted = {int: "a whole number", float: "a number"}.get(hints[key])
+        if wanted and (isinstance(value, bool) or not isinstance(value, hints[key] | int)):
+            raise InputError(f"{section}.{key}={value!r} must be {wanted}, not {type(value).__name__}.")
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    from transformers import AutoTokenizer
+
+    from .data import byte_tokenizer
+
+    if recipe.tokenizer.builtin == "bytes":
+        return byte_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(recipe.tokenizer.name_or_path)
+    except OSError as error:
+        raise InputError(
+            f"tokenizer.name_or_path={recipe.tokenizer.name_or_path!r}: {_first_line(error)}"
+        ) from error
+
+
+def _model(recipe: Recipe, vocab_size: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    section = recipe.model
+    dtype = getattr(torch, section.dtype) if section.dtype else None
+    try:
+        if section.config is not None:
+            given = {"vocab_size": vocab_size, **section.config}
+            config = AutoConfig.for_model(**given)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(section.name_or_path, dtype=dtype or "auto")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"model: {_first_line(error)}") from error
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < vocab_size:
+        raise InputError(
+            f"the model's vocabulary has {rows} entries but the tokenizer has {vocab_size}. Raise "
+            "model.config.vocab_size, or use the tokenizer that belongs to the model."
+        )
+    if recipe.peft is not None:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.peft}))
+    return model
+
+
+def _text(recipe: Recipe, split: str) -> Any:
+    from .data import load_text
+
+    data = recipe.data
+    return load_text(data.builtin, data.path, data.name, split, data.text_column, data.streaming)
+
+
+def _first(dataset: Any, blocks: int) -> Any:
+    if hasattr(dataset, "select"):
+        return dataset.select(range(min(blocks, len(dataset))))
+    return dataset.take(blocks)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train one region; an error of ours is one paragraph and an exit code, never a traceback."""
+    parser = argparse.ArgumentParser(prog="hf_cocodc.train", description=__doc__, allow_abbrev=False)
+    parser.add_argument("recipe", help="recipe YAML")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("hf_cocodc").setLevel(logging.INFO)
+    journal = None
+    try:
+        recipe = Recipe.load(options.recipe, options.overrides)
+        journal = (
+            output_dir(recipe) / f"region-{recipe.regions.resolved().region}" / "cocodc" / "journal.jsonl"
+        )
+        run(recipe)
+        return 0
+    except CocodcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        if journal is not None and os.environ.get("RANK", "0") == "0":
+            append_error(journal, str(error), error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        return 130
+
+
+def end(code: int) -> None:
+    """End the process. After an error at once: a broken gloo group would hold the exit until its operations time out."""
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

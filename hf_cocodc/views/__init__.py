@@ -1,0 +1,4 @@
+"""What a run came to, for people: figures and pictures, made from journals alone.
+
+May import: errors, run.
+"""

@@ -1,0 +1,95 @@
+"""What a run came to, read from its journals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..run.journal import read
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a finished run; bytes and seconds are those of the region that has the most of them."""
+
+    num_regions: int
+    inner_steps: int
+    outer_steps: int
+    perplexity_before: float | None
+    perplexity_after: float | None
+    evaluated: str
+    blocked_s: float
+    training_s: float
+    bytes_sent: int
+    data_parallel_bytes: int
+    method: str
+
+    def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
+        """The summary as a person reads it."""
+        rows = []
+        if self.perplexity_after is not None:
+            before = "" if self.perplexity_before is None else f"{self.perplexity_before:.2f} before, "
+            rows.append(
+                f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights)"
+            )
+        rows += [
+            f"method                {self.method}",
+            f"inner steps           {self.inner_steps} in each of {self.num_regions} region(s)",
+            f"outer steps           {self.outer_steps}",
+            f"blocked on the link   {self.blocked_s:.2f} s of {self.training_s:.1f} s",
+        ]
+        if self.num_regions > 1:
+            ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
+            rows.append(
+                f"sent by a region      {_bytes(self.bytes_sent)}; data-parallel training would have sent "
+                f"{_bytes(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
+            )
+        rows.append(f"global model          {model}")
+        rows += [f"journal               {journal}" for journal in journals]
+        return rows
+
+
+def summarise(journals: Sequence[Path]) -> Summary:
+    """Read the journals of all regions that are at hand, region 0's first."""
+    runs = [read(journal) for journal in journals]
+    start = runs[0][0]
+    finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
+    evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
+    perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
+    inner_steps = finishes[0]["step"]
+    num_regions = start["num_regions"]
+    return Summary(
+        num_regions=num_regions,
+        inner_steps=inner_steps,
+        outer_steps=sum(e["kind"] == "land" and e["sent_at"] > 0 for e in runs[0]) // start["num_fragments"],
+        perplexity_before=perplexities.get(0),
+        perplexity_after=evaluations[-1]["eval_perplexity"]
+        if evaluations and evaluations[-1]["step"]
+        else None,
+        evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
+        blocked_s=max(finish["blocked_s"] for finish in finishes),
+        training_s=max(finish["time_s"] for finish in finishes),
+        bytes_sent=max(finish["bytes_sent"] for finish in finishes),
+        data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
+        method=describe(start["outer"]),
+    )
+
+
+def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
+    """Bytes a region would have sent with an fp32 gradient all-reduce over all regions at every step."""
+    return 2 * (num_regions - 1) * 4 * num_params * steps // num_regions
+
+
+def describe(outer: dict[str, Any]) -> str:
+    """A method and its settings in one line."""
+    return f"{outer['method']}: " + ", ".join(
+        f"{name}={value}" for name, value in outer.items() if name not in ("method", "digest_interval")
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
