@@ -1,6 +1,6 @@
 """Low-communication training across regions, for the Hugging Face stack.
 
-A region trains on its own for many inner steps; only an outer optimizer crosses the link between regions.
+Each region trains on its own for many inner steps. Only an outer optimizer uses the link between regions.
 """
 
 import importlib
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: torch and transformers take seconds."""
+    """Import a public name at its first use, because importing torch and transformers takes seconds."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name], __name__), name)

@@ -1,16 +1,16 @@
-"""The exceptions this package raises on purpose.
+"""The exceptions of this package.
 
 ::
 
     CocodcError                 exit code 1
     |-- InputError              exit code 2   a recipe, flag, argument or dataset that cannot work (also a ValueError)
-    |   |-- HandshakeError      exit code 2   two regions were started with settings that must agree and do not
-    |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete, or of another run
-    |-- LinkError              exit code 1   the link, the store or another region failed while running (also a RuntimeError)
-    |   `-- RegionLostError      exit code 1   one named region is gone or silent
-    `-- RunStopped             exit code 3   all regions stopped together, with a checkpoint to go on from
+    |   |-- HandshakeError      exit code 2   two regions differ in something that must be equal
+    |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
+    |-- LinkError               exit code 1   the link, the store or another region failed during the run (also a RuntimeError)
+    |   `-- RegionLostError     exit code 1   one named region is gone or silent
+    `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
 
-Every message names the value, the rule and the way out; the command line prints it as one paragraph, without a traceback.
+Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback.
 """
 
 import difflib
@@ -18,31 +18,31 @@ from collections.abc import Sequence
 
 
 class CocodcError(Exception):
-    """Base of everything raised on purpose here; `exit_code` is what the command line ends with."""
+    """Base of all exceptions of this package; the command line exits with `exit_code`."""
 
     exit_code = 1
 
 
 class InputError(CocodcError, ValueError):
-    """Something the user wrote cannot work; nothing has been trained or written yet."""
+    """An input from the user cannot work. Raised before anything is trained or written."""
 
     exit_code = 2
 
 
 class HandshakeError(InputError):
-    """Two regions disagree on something that must be equal everywhere before step 1."""
+    """Two regions differ in something that must be equal in all regions before step 1."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint cannot be resumed from; the message says what was found and what was expected."""
+    """A run cannot resume from a checkpoint. The message names the found and the expected content."""
 
 
 class LinkError(CocodcError, RuntimeError):
-    """A transfer, the store or the rendezvous failed while running."""
+    """A transfer, the store or the rendezvous failed during the run."""
 
 
 class RegionLostError(LinkError):
-    """A named region closed its connection or stayed silent past the deadline."""
+    """A region, named in the message, closed its connection or was silent for longer than the timeout."""
 
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)
@@ -50,12 +50,16 @@ class RegionLostError(LinkError):
 
 
 class RunStopped(CocodcError):
-    """A region was interrupted, and all have stopped at the same step with a checkpoint to go on from."""
+    """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from."""
 
     exit_code = 3
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """ " Did you mean ...? Known: ..." for an unknown name."""
+    """The end of a message about an unknown name: the closest known name, and all known names.
+
+    >>> nearest("dilcoo", ["diloco", "streaming"])
+    " Did you mean 'diloco'? Known: diloco, streaming."
+    """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(sorted(known))}."

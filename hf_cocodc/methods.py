@@ -1,19 +1,34 @@
-"""The methods, each one composition of the same five parts. Start reading here.
+"""The six methods: each function composes one method from the same six parts. Start reading here.
 
-A method says which parameters travel together (`fragments`), when they are sent and landed (`schedule`), as what they
-travel (`codec`), what the averaged outer gradient does to the global params (`outer`), and what becomes of the local
-params when the new global params land (`merge`). The engine (`synchronizer.py`) knows none of their names.
+Each region trains its own copy of the model, the local params. Each region also holds the global params, which only the
+outer optimizer changes. The outer gradient is their difference, global minus local. A send starts a transfer: the regions
+average the outer gradients of one fragment. When the transfer lands, the outer optimizer moves the global params of this
+fragment, and the merge updates the local params. The methods differ only in their parts:
 
-Symbols: H = sync_interval, P = num_fragments, tau = overlap_steps, alpha = mixing_alpha, eta_o = outer_lr,
-mu = outer_momentum; theta local params, Theta global params, Delta = Theta - theta the outer gradient (pseudo-gradient),
-Dbar its mean over regions.
+- `fragments`: which parameters travel together.
+- `schedule`: when a fragment is sent, and when it lands.
+- `codec`: how an outer gradient becomes bytes, and how the regions find the mean.
+- `outer`: how the mean outer gradient changes the global params.
+- `merge`: how the local params take in the new global params.
+- `closing`: how a run ends, so that its last inner steps reach the global params.
+
+The engine (`engine/synchronizer.py`) runs these parts and knows no method by name. The defaults of each function are those of
+its paper, unless its docstring says otherwise.
+
+Symbols in the docstrings below:
+
+- theta: local params, Theta: global params. Subscript m: of region m. Subscript p: of fragment p.
+- Delta = Theta - theta: outer gradient (pseudo-gradient), taken at the send. Dbar: its mean over the M regions.
+- H = sync_interval, P = num_fragments, tau = overlap_steps, alpha = mixing_alpha, eta_o = outer_lr, mu = outer_momentum.
+- Nesterov(Theta, g; eta_o, mu): one step of SGD with Nesterov momentum from Theta with the gradient g.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import InputError
-from .parts import choose, merges, outer, schedules
+from .parts import choose, closings, merges, outer, schedules
+from .parts.closings import Closing
 from .parts.codecs.base import Codec
 from .parts.fragments import Pattern
 from .parts.merges import Merge
@@ -23,13 +38,14 @@ from .parts.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """One part for each of the five slots."""
+    """A method: one choice for each of the six parts."""
 
     fragments: Pattern
     schedule: Schedule
     codec: Codec
     outer: OuterTransform
     merge: Merge
+    closing: Callable[[Merge], Closing]
 
 
 def diloco(
@@ -45,21 +61,22 @@ def diloco(
     rank: int = 64,
     merge: str = "replace",
 ) -> Method:
-    """DiLoCo: every H steps all regions restart from one outer step on their mean outer gradient (2311.08105, alg. 1).
+    """DiLoCo: every H steps, all regions take one outer step together and restart from its result (2311.08105, alg. 1).
 
     ::
 
-        Delta = 1/M sum_m (Theta - theta_m) ;  Theta = Nesterov(Theta, Delta; eta_o, mu) ;  theta_m = Theta
+        Dbar = 1/M sum_m (Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
 
-    Differs from the paper: nothing known. More than one fragment changes only how many transfers a round takes; with
-    overlap_steps the transfer travels while training goes on, which needs a merge that keeps those steps.
+    Differs from the paper: nothing known. Two options go beyond the paper. num_fragments > 1 changes only the number of
+    transfers in a round. With overlap_steps > 0 training goes on during a transfer; this needs a merge that keeps the
+    inner steps made meanwhile.
     """
     choose.check_overlap(overlap_steps, sync_interval)
     chosen = choose.merge(merge)
     if overlap_steps and not chosen.keeps_local_steps:
         raise InputError(
-            f"outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made while a transfer "
-            "travels. Use merge=additive or merge=compensate, or overlap_steps=0."
+            f"outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made during a "
+            "transfer. Use merge=additive or merge=compensate, or overlap_steps=0."
         )
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments),
@@ -67,6 +84,7 @@ def diloco(
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=chosen,
+        closing=closings.one_more_round,
     )
 
 
@@ -84,26 +102,28 @@ def streaming(
     rank: int = 64,
     merge: str = "mix",
 ) -> Method:
-    """Streaming DiLoCo: fragments take turns, travel while training goes on, and are mixed in (2501.18512, alg. 2).
+    """Streaming DiLoCo: fragments take turns, travel during training, and are mixed into the local params (2501.18512, alg. 2).
 
     ::
 
-        fragment p is sent at t with (t - p H / P) mod H = 0 and lands at t + tau:
-        Theta_p = Nesterov(Theta_p, mean Delta_p; eta_o, mu) ;  theta_p = alpha theta_p + (1 - alpha) Theta_p
+        fragment p is sent after each inner step t with (t - floor(p H / P)) mod H = 0, and lands after step t + tau:
+        Theta_p <- Nesterov(Theta_p, Dbar_p; eta_o, mu) ;  theta_p <- alpha theta_p + (1 - alpha) Theta_p
 
-    By default alpha is 0.5, and 0 where tau is at most 1.
+    The default alpha is 0.5, but 0 if tau is 0 or 1.
 
-    Differs from the paper: the embedding and the head join the smallest fragments instead of forming one of their own, and
-    blocks of unlike sizes (dense and MoE layers) are dealt out evenly; the 4-bit format's block of 64 values with a scale is
-    ours, the paper does not give one.
+    Differs from the paper: the embedding and the head join the smallest fragments; in the paper they form a fragment of
+    their own. Blocks of different sizes (dense and MoE layers) are spread evenly over the fragments. In the 4-bit format
+    64 values share one scale; the paper gives no number.
     """
     choose.check_overlap(overlap_steps, sync_interval)
+    chosen = choose.merge(merge, choose.mixing_alpha(mixing_alpha, overlap_steps))
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments),
         schedule=schedules.staggered(sync_interval, overlap_steps),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=choose.merge(merge, choose.mixing_alpha(mixing_alpha, overlap_steps)),
+        merge=chosen,
+        closing=closings.one_more_round,
     )
 
 
@@ -118,17 +138,18 @@ def eager(
     error_feedback: bool = False,
     rank: int = 64,
 ) -> Method:
-    """Eager updates: a delay of one round, in which a region's own stale part gives way to its fresh one (2502.12996).
+    """Eager updates: means land one round late, but each region replaces its own stale share by a fresh one (2502.12996).
 
     ::
 
         g_m(t) = Dbar(t-H) + (Delta_m(t) - Delta_m(t-H)) / M
-        Theta_m(t) = Nesterov(Theta_m(t-H), g_m(t); eta_o, mu) ;  theta_m = Theta_m(t)
+        Theta_m(t) = Nesterov(Theta_m(t-H), g_m(t); eta_o, mu) ;  theta_m <- Theta_m(t)
 
-    Global params and momentum differ between regions; they are averaged at the end, for evaluation and for export. Several
-    fragments take turns, each with a delay of one H.
+    The global params and the momentum differ between regions. The regions average their global params for evaluation, for
+    export and at the end. Several fragments take turns; each mean lands H steps after its send.
 
-    Differs from the paper: at a fragment's first send, where nothing has landed, Dbar and Delta_m(t-H) are taken as zero.
+    Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count
+    as zero.
     """
     schedule = schedules.every if num_fragments == 1 else schedules.staggered
     return Method(
@@ -139,6 +160,7 @@ def eager(
             eager=outer.eager(), nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)
         ),
         merge=merges.replace(),
+        closing=closings.own_part,
     )
 
 
@@ -155,20 +177,22 @@ def co2(
     error_feedback: bool = False,
     rank: int = 64,
 ) -> Method:
-    """CO2: the all-reduce of one round travels during the next; SlowMo's outer step one round late (2401.16265).
+    """CO2: the mean of one round travels during the next round; the outer step is SlowMo's, one round late (2401.16265).
 
     ::
 
-        m_t = clip(beta m_{t-1} + Dbar_{t-1} / (gamma_t Lambda_t), -phi, phi)      x: Theta, m: outer momentum
-        x_{t+1} = x_t - alpha gamma_t m_t ;  theta = x_{t+1}
+        m_t = clip(beta m_{t-1} + Dbar_{t-1} / (gamma_t Lambda_t), -phi, phi)
+        x_{t+1} = x_t - alpha gamma_t m_t ;  theta <- x_{t+1}
 
-    Symbols: the paper's tau is sync_interval, alpha is outer_lr, beta is outer_momentum (the authors: 0 up to 16 workers,
-    0.2 up to 32, 0.5 up to 64, 0.6 above), phi is clip_momentum, Lambda the staleness penalty; gamma is a round's mean
-    inner learning rate.
+    Symbols of the paper: t counts rounds, x is Theta, m is the outer momentum buffer, alpha is outer_lr, beta is
+    outer_momentum, phi is clip_momentum, tau is sync_interval. Lambda is the staleness penalty. gamma is the mean inner
+    learning rate of a round. The authors set beta by the number M of model copies: 0 up to 16, 0.2 up to 32, 0.5 up to 64,
+    0.6 above.
 
-    Differs from the paper: Lambda in its gap-aware form (its printed form was not seen), anchored at x_t; gamma is that of
-    the round t-1 whose outer gradient lands, for it has travelled with it and is the same in all regions. After the first
-    round nothing lands and theta goes on, so that the second outer gradient spans both rounds.
+    Differs from the paper: Lambda has the gap-aware form and is anchored at x_t; we have not seen the paper's printed form.
+    gamma_t is the learning rate of round t-1, whose outer gradient lands: the rate travels with the transfer, and is thus
+    equal in all regions. Nothing lands at the end of the first round. theta then goes on unchanged, and the second outer gradient
+    spans both rounds.
     """
     penalty = {} if staleness_penalty == "none" else {"penalty": choose.penalty(staleness_penalty)}
     return Method(
@@ -182,6 +206,7 @@ def co2(
             lr=outer.scale(lambda info: outer_lr * info.round_lr),
         ),
         merge=merges.replace(),
+        closing=closings.one_more_round,
     )
 
 
@@ -196,18 +221,20 @@ def dilocox(
     error_feedback: bool = True,
     rank: int = 64,
 ) -> Method:
-    """DiLoCoX: a delay of one round, low rank and int4 with error feedback, rounds that follow the rank (2506.21263).
+    """DiLoCoX: the mean lands one round late, at low rank in int4 with error feedback; rounds follow the rank (2506.21263).
 
     ::
 
-        delta_t = Theta_{t-1} - theta + e_t ;  Theta_t = Nesterov(Theta_{t-1}, Dbar_{t-1}; eta_o, mu) ;  theta = Theta_t
-        rank r_t <= r_1 the mean effective rank of the last rounds ;  H_t = H_1 r_t / r_1
+        delta_t = Theta_{t-1} - theta + e_t ;  Theta_t = Nesterov(Theta_{t-1}, Dbar_{t-1}; eta_o, mu) ;  theta <- Theta_t
+        H_t = H_1 r_t / r_1 ,  r_t = the mean effective rank of the last rounds, at most r_1
 
-    Symbols: H_1 is sync_interval, r_1 is rank, e the error feedback's residual.
+    Symbols: t counts rounds. delta is the outer gradient plus the residual e of the error feedback. Dbar is the mean of
+    the compressed delta. H_1 is sync_interval, r_1 is rank.
 
-    Differs from the paper: the rank counts the directions that hold 95 % of the energy, over 5 rounds, in every stage of a
-    pipeline for itself; the outer learning rate and momentum are DiLoCo's, the paper gives none that we have seen. After the
-    first round nothing lands and theta goes on, so that the second outer gradient spans both rounds.
+    Differs from the paper: the effective rank is the number of directions that hold 95 % of the energy, averaged over 5
+    rounds; each pipeline stage has its own. The outer learning rate and momentum are DiLoCo's; we have seen none in the
+    paper. Nothing lands at the end of the first round. theta then goes on unchanged, and the second outer gradient spans both
+    rounds.
     """
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments),
@@ -215,6 +242,7 @@ def dilocox(
         codec=choose.codec(codec, error_feedback, rank, adaptive_rank=True),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=merges.replace(),
+        closing=closings.one_more_round,
     )
 
 
@@ -236,26 +264,32 @@ def cocodc(
     rank: int = 64,
     merge: str = "compensate",
 ) -> Method:
-    """CoCoDC: fragments go as often as the link allows, the fastest changing first, and delay is compensated (2504.17672).
+    """CoCoDC: fragments travel as often as the link allows, the fastest changing first; the merge compensates for the delay.
 
     ::
 
         N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N) ;  tau = ceil(T_s / T_c)
-        Theta_p = Nesterov(Theta_p, mean Delta_p; eta_o, mu)
-        theta_p = Theta_p - tau (u + lambda u u D) ;  u = (theta(send) - theta) / tau ;  D = Theta_p - theta(send)
+        every h inner steps one fragment p is sent; it lands tau inner steps later:
+        Theta_p <- Nesterov(Theta_p, Dbar_p; eta_o, mu)
+        theta_p <- Theta_p - tau (u + lambda u u D) ;  u = (theta_p(send) - theta_p) / tau ;  D = Theta_p - theta_p(send)
 
-    Symbols: K is num_fragments, gamma is utilization, N is sends_per_interval, lambda is compensation_strength.
+    Symbols of the paper (2504.17672): K is num_fragments, N is sends_per_interval, gamma is utilization, lambda is
+    compensation_strength. T_c is the time of an inner step, T_s the time to synchronise one fragment. Products of tensors
+    are element-wise.
 
-    Differs from the paper: lambda is scaled for each tensor by default (compensation=fixed is the printed form); mixing_alpha
-    counts only with merge=mix.
+    Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form).
+    mixing_alpha has an effect only with merge=mix.
     """
     if overlap_steps != "auto":
         choose.check_overlap(overlap_steps, sync_interval)
     if sends_per_interval is not None and not num_fragments <= sends_per_interval <= sync_interval:
         raise InputError(
-            f"outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each goes "
-            f"once) and outer.sync_interval={sync_interval} (one a step)."
+            f"outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each "
+            f"fragment is sent at least once) and outer.sync_interval={sync_interval} (at most one send per inner step)."
         )
+    chosen = choose.merge(
+        merge, choose.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
+    )
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments),
         schedule=schedules.adaptive(
@@ -266,9 +300,8 @@ def cocodc(
         ),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=choose.merge(
-            merge, choose.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
-        ),
+        merge=chosen,
+        closing=closings.one_more_round,
     )
 
 

@@ -1,4 +1,4 @@
-"""From an `OuterConfig` to a method: which one it is, and with which settings."""
+"""From an `OuterConfig` to a method: choose the method and check its settings."""
 
 import inspect
 from typing import Any
@@ -15,14 +15,14 @@ NEEDS = (
     ("compensation_strength", "merge", "compensate"),
     ("utilization", "sends_per_interval", None),
 )
-"""Settings that mean something only with a certain choice of another."""
+"""(setting, other setting, value): the setting has an effect only if the other setting has this value."""
 
 
 def from_config(config: OuterConfig) -> Method:
     """The method that `config` describes.
 
     Raises:
-        InputError: unknown method or part, a setting that the method has no use for, values that exclude each other.
+        InputError: the method or a part is unknown, the method does not use a setting, or two values contradict each other.
     """
     if config.method not in METHODS:
         raise InputError(
@@ -34,28 +34,28 @@ def from_config(config: OuterConfig) -> Method:
     for name, value in given.items():
         if name not in takes:
             raise InputError(
-                f"outer.{name}={value} has no meaning for method={config.method}, which takes {', '.join(takes)}. "
-                "Remove it, or choose a method that uses it."
+                f"outer.{name}={value} has no meaning for method={config.method}. This method takes {', '.join(takes)}. "
+                f"Remove outer.{name}, or choose a method that uses it."
             )
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and settings.get(part) != needed:
-            remedy = "one of them" if needed is None else f"it, or set outer.{part}={needed}"
+            remedy = "one of them" if needed is None else f"outer.{name}, or set outer.{part}={needed}"
             raise InputError(
-                f"outer.{name}={given[name]} has a meaning only with outer.{part}={needed}, here it is {settings.get(part)}. "
-                f"Remove {remedy}."
+                f"outer.{name}={given[name]} has an effect only with outer.{part}={needed}, but outer.{part} is "
+                f"{settings.get(part)}. Remove {remedy}."
             )
     if settings["sync_interval"] < settings["num_fragments"]:
         raise InputError(
             f"outer.sync_interval={settings['sync_interval']} is smaller than outer.num_fragments="
-            f"{settings['num_fragments']}, but each fragment is sent once in sync_interval inner steps. Raise "
-            "sync_interval or lower num_fragments."
+            f"{settings['num_fragments']}, but each fragment is sent once every sync_interval inner steps. "
+            "Raise sync_interval or lower num_fragments."
         )
     return method(**given)
 
 
 def settings(config: OuterConfig) -> dict[str, object]:
-    """Every setting of the configured method, defaults filled in: what regions compare, and what the log says."""
+    """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them."""
     takes = inspect.signature(METHODS[config.method]).parameters
     defaults = {name: parameter.default for name, parameter in takes.items()}
     found: dict[str, Any] = {"method": config.method, **defaults, **config.given()}

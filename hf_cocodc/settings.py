@@ -1,7 +1,8 @@
-"""What a run is, as frozen dataclasses: the sections of a recipe and their YAML.
+"""The settings of a run as frozen dataclasses: the sections `outer` and `regions` of a recipe.
 
-`OuterConfig` and `RegionConfig` are flat, with a help text a field, so `HfArgumentParser` turns them into flags. A
-field left at None takes the method's default (`methods.py`) or, for regions, the environment's value. No torch in here.
+`OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags. A
+field that is None takes the default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
+This module must not import torch.
 """
 
 import contextlib
@@ -27,44 +28,46 @@ def _help(text: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    """How regions synchronise. A field left at None takes its method's default, which is its paper's."""
+    """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
 
     method: str = _help("Method: diloco, streaming, eager, co2, dilocox or cocodc.", "diloco")
-    sync_interval: int | None = _help("H: inner steps in which each fragment is sent once.")
-    num_fragments: int | None = _help("P: parts of the model that are sent on their own.")
+    sync_interval: int | None = _help("H: each fragment is sent once every H inner steps.")
+    num_fragments: int | None = _help("P: number of parts of the model that are sent separately.")
     fragment_pattern: str | None = _help("Which blocks form a fragment: whole, strided or sequential.")
     overlap_steps: int | str | None = _help(
-        "tau: inner steps made while a transfer travels; auto follows the link (cocodc only)."
+        "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only)."
     )
     merge: str | None = _help(
-        "What becomes of local params at a landing: replace, mix, additive or compensate."
+        "How local params take in global params at a landing: replace, mix, additive or compensate."
     )
     mixing_alpha: float | None = _help(
-        "Weight of the local params where global params land: 0 global only, 1 local only."
+        "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local."
     )
     outer_lr: float | None = _help("Learning rate of the outer optimizer.")
     outer_momentum: float | None = _help("Nesterov momentum of the outer optimizer.")
     codec: str | None = _help(
-        "What outer gradients travel as: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank."
+        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank."
     )
-    error_feedback: bool | None = _help("Add what a codec lost in one transfer to the next one.")
+    error_feedback: bool | None = _help(
+        "Add the values that the codec loses in one transfer to the next one."
+    )
     rank: int | None = _help("Rank r_1 of the low-rank codec.")
     staleness_penalty: float | str | None = _help(
-        "CO2's penalty Lambda: gap, none, or a constant of at least 1."
+        "CO2's staleness penalty Lambda: gap (measured), none, or a constant of at least 1."
     )
     clip_momentum: float | None = _help("CO2's bound phi on each element of the outer momentum.")
     compensation: str | None = _help("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
-    compensation_strength: float | None = _help("CoCoDC's lambda (lambda_0 where compensation=adaptive).")
+    compensation_strength: float | None = _help("CoCoDC's lambda (lambda_0 with compensation=adaptive).")
     utilization: float | None = _help("CoCoDC's gamma: share of the link's time to use.")
     sends_per_interval: int | None = _help(
-        "CoCoDC's N: transfers in sync_interval steps; by default as the link allows."
+        "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows."
     )
     digest_interval: int = _help(
-        "Rounds between two checks that all regions hold the same global params; those transfers take longer by a checksum.",
+        "Rounds between two checks that all regions hold the same global params. A check adds a checksum to the transfer.",
         10,
     )
     device: str = _help(
-        "Where global params and outer state are kept: host (the CPU's memory) or model (with the model's parameters).",
+        "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
         "host",
     )
 
@@ -77,7 +80,7 @@ class OuterConfig:
             self,
             "overlap_steps",
             lambda v: v == "auto" or (isinstance(v, int) and v >= 0),
-            "must be from 0, or auto",
+            "must be a whole number from 0, or auto",
         )
         require(self, "clip_momentum", lambda v: v > 0, "must be positive")
         require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
@@ -88,7 +91,7 @@ class OuterConfig:
         require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
 
     def given(self) -> dict[str, Any]:
-        """The method's arguments that are not left to its defaults."""
+        """The arguments for the method, without the fields that are None."""
         return {
             name: value
             for name, value in dataclasses.asdict(self).items()
@@ -98,24 +101,25 @@ class OuterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionConfig:
-    """Which region this is, and how it reaches the others. Fields left at None come from the environment."""
+    """Which region this is, and how it reaches the others. Fields that are None take the value from the environment."""
 
-    region: int | None = _help(f"This region, from 0 (environment {ENV_REGION}).")
+    region: int | None = _help(f"Number of this region, from 0 (environment {ENV_REGION}).")
     count: int | None = _help(f"M: number of regions (environment {ENV_REGIONS}).")
     store: str | None = _help(f"HOST:PORT of the store that all regions reach (environment {ENV_STORE}).")
     interface: str | None = _help(
-        "Network interface of the link, such as wg0; by default the one that reaches the store."
+        "Network interface of the link, for example wg0; by default the interface that reaches the store."
     )
     connections: int | str | None = _help(
-        "TCP connections to each other region; auto takes as many as the round trip asks for.", "auto"
+        "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
     )
     rate_limit: float | None = _help(
-        "Mbit/s that this region sends at most, to leave room on a link that others use; no limit by default."
+        "Highest rate in Mbit/s at which this region sends, to leave room on a shared link; no limit by default."
     )
-    timeout_s: float = _help("Seconds without a sign of life after which a region counts as lost.", 120.0)
+    timeout_s: float = _help("A region is lost after this many seconds without a sign of life.", 120.0)
     when_one_ends: str = _help(
-        "When one region ends early. auto: all finish if its training has come to an end, all stop with a checkpoint if it "
-        "was interrupted; finish or stop: always that; continue: as auto, but the others go on while it has come to an end.",
+        "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
+        "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
+        "training is over.",
         "auto",
     )
 
@@ -139,10 +143,10 @@ class RegionConfig:
             raise InputError(f"regions.store={self.store!r} must be HOST:PORT, for example 10.0.0.1:29650.")
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
-        """The same with None filled from the environment, and checked: who is alone needs no store.
+        """A checked copy in which the environment fills the fields that are None. A single region needs no store.
 
         Raises:
-            InputError: a value and the environment contradict each other, or something needed is missing.
+            InputError: a value contradicts the environment, or a needed value is missing.
         """
         env = os.environ if env is None else env
         region = from_env(self.region, env, ENV_REGION, "regions.region")
@@ -153,7 +157,7 @@ class RegionConfig:
             if count > 1:
                 raise InputError(
                     f"regions.count={count} but this process does not know which region it is. Set {ENV_REGION} to "
-                    f"0 .. {count - 1} (hf-cocodc train does it for you)."
+                    f"0 .. {count - 1} (hf-cocodc train sets it for you)."
                 )
             region = 0
         if region >= count:
@@ -163,17 +167,17 @@ class RegionConfig:
             )
         if count > 1 and store is None:
             raise InputError(
-                f"{count} regions need a store to find each other. Start one with `hf-cocodc store` where all of them "
-                f"reach it, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
+                f"{count} regions need a store to find each other. Start one with `hf-cocodc store` on a "
+                f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
             )
         return dataclasses.replace(self, region=region, count=count, store=store)
 
 
 def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
-    """`value`, or the environment's where it is None.
+    """`value`, or the value of `key` in the environment if `value` is None.
 
     Raises:
-        InputError: the two contradict each other, or the environment's is no number.
+        InputError: the two values contradict each other, or the one from the environment is not a number.
     """
     if key not in env:
         return value
@@ -187,7 +191,7 @@ def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> 
 
 
 def _take_number(config: Any, name: str) -> None:
-    """A number in words, as a flag gives it where a word is allowed too."""
+    """Turn a field that holds a number as text into a number. Flags give text to fields that also accept a word."""
     value = getattr(config, name)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -195,6 +199,7 @@ def _take_number(config: Any, name: str) -> None:
 
 
 def require(config: Any, name: str, holds: Any, rule: str, section: str = "outer") -> None:
+    """Raise InputError with `rule` if `holds` is false for the field `name`; None is always allowed."""
     value = getattr(config, name)
     if value is not None and not holds(value):
         raise InputError(f"{section}.{name}={value} {rule}.")

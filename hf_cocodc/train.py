@@ -1,4 +1,4 @@
-"""What `accelerate launch -m hf_cocodc.train RECIPE` runs, once in each rank of a region."""
+"""Entry point of `accelerate launch -m hf_cocodc.train RECIPE`: each rank of a region runs it once."""
 
 from .training.train import end, main
 

@@ -1,4 +1,4 @@
-"""Benchmarks: how figures are told, what the emulated link does to a packet, what the commands refuse."""
+"""Benchmarks: reports, the packets of the emulated link, and errors of the commands."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import pytest
 from hf_cocodc.bench import link, workers
 from hf_cocodc.bench.report import Report, write
 from hf_cocodc.cli.main import main
-from hf_cocodc.emulation import hub
-from hf_cocodc.emulation import wan as emulator
+from hf_cocodc.emulation import hub, privileges
 from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.meeting.store import serve_store
 from tests.processes.launching import ROOT
@@ -44,7 +43,7 @@ def one_way(**changes: float | None) -> hub._Pair:
 
 
 def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
-    """Numbers stand right, texts left, what is not there is a dash; JSON holds all of it and the machine."""
+    """Numbers align right, texts left; a missing value is a dash; JSON has all figures and the machine."""
     rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
     report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"})
     assert report.lines() == [
@@ -65,7 +64,7 @@ def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
 
 
 def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
-    """The floor is the payload for each other region at the link's rate and one round trip; without a rate, the best transfer."""
+    """The floor is the payload for each other region at the rate plus one round trip; without a rate, the best transfer."""
     found = link.Figures(
         regions=3, connections=2, bytes_sent=10**6, seconds=[3.0, 1.0, 2.0], round_trip_s=0.1
     )
@@ -78,7 +77,7 @@ def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
 
 
 def test_a_packet_takes_its_time_at_the_rate_and_the_delay() -> None:
-    """Packets queue behind each other; every segment of a bundle pays for headers of its own."""
+    """Packets queue one after another; every segment of a bundle has its own headers."""
     pair, alone = one_way(), bundle(bytes(SIZE))
     assert pair.take(alone, 1.0) == (pytest.approx(1.011), [alone])
     assert pair.take(alone, 1.0)[0] == pytest.approx(1.012)
@@ -89,7 +88,7 @@ def test_a_packet_takes_its_time_at_the_rate_and_the_delay() -> None:
 
 
 def test_a_full_buffer_drops_the_end_of_a_bundle() -> None:
-    """What fits goes on its way, as if the segments had come one by one."""
+    """The segments that fit go on, as if they had come one by one."""
     pair = one_way(queue_s=0.0025)
     arrives, parts = pair.take(bundle(bytes(9 * SIZE)), 1.0)
     assert (pair.counters.packets, pair.counters.dropped) == (3, 6)
@@ -109,7 +108,7 @@ def test_losses_come_as_often_as_asked_for_whatever_the_bundles() -> None:
 
 
 def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
-    """Lengths, sequence numbers, flags and checksums of the rest are those of bundles of their own."""
+    """Each part has the lengths, sequence numbers, flags and checksums of a separate bundle."""
     payload = bytes(range(256)) * 20
     whole = bundle(payload, sequence=2**32 - 1000)
     first, second = hub._cut(whole, 40, SIZE, 0, 1), hub._cut(whole, 40, SIZE, 2, 4)
@@ -118,12 +117,12 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         body = payload[offset : offset + 2 * SIZE] if offset else payload[:SIZE]
         assert part[50:] == body
         assert struct.unpack_from("!H", ip, 2) == (40 + len(body),)
-        assert hub._ones_sum(ip) == 0xFFFF  # what a correct IPv4 header comes to
+        assert hub._ones_sum(ip) == 0xFFFF  # the sum of a correct IPv4 header
         assert struct.unpack_from("!I", tcp, 4) == ((2**32 - 1000 + offset) % 2**32,)
         assert tcp[13] == flags
         pseudo = struct.pack("!8sHH", ip[12:20], 6, 20 + len(body))
         assert struct.unpack_from("!H", tcp, 16) == (hub._ones_sum(pseudo),)
-    assert VNET.unpack_from(first)[1:4] == (0, 40, 0)  # one segment is no bundle
+    assert VNET.unpack_from(first)[1:4] == (0, 40, 0)  # one segment is not a bundle
     assert VNET.unpack_from(second)[1:4] == (1, 40, SIZE)
 
 
@@ -134,13 +133,13 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["link", "--connections", "many"], "--connections many must lie in 1 .. 64, or be auto."),
         (["link", "--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
         (["link", "--regions", "1"], "--regions 1 must be at least 2."),
-        (["link", "--megabytes", "inf"], "--megabytes inf must be positive, and no more than"),
+        (["link", "--megabytes", "inf"], "--megabytes inf must be positive and fit into memory."),
         (["link", "--json", "."], "--json . is a folder."),
         (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
         (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be positive."),
         (["link", "--region", "0"], "--store and --region go together"),
-        (["link", "--interface", "wg0"], "--interface with them"),
+        (["link", "--interface", "wg0"], "--interface needs both"),
         (["link", "--store", "nowhere"], "must be HOST:PORT"),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "the folder no/such/folder does not exist."),
@@ -148,10 +147,10 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["wan", "--rtt-ms", "-1"], "--rtt-ms -1 must lie in 0 .. 60000."),
         (["wan", "--loss", "5"], "--loss 5 must lie in 0 .. 0.99."),
         (["wan", "--methods", "dilco"], "--methods 'dilco' is not known. Did you mean 'diloco'?"),
-        (["wan", "--steps", "3"], "--steps 3 makes no round of --sync-interval 20"),
+        (["wan", "--steps", "3"], "--steps 3 is less than one round of --sync-interval 20"),
         (
             ["wan", "--sync-interval", "3"],
-            "--sync-interval 3 is too short for streaming, which sends 4 fragments in it",
+            "--sync-interval 3 is too short for streaming, which sends 4 fragments in one interval",
         ),
     ],
 )
@@ -163,23 +162,64 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert said in capsys.readouterr().err
 
 
-def test_a_wan_needs_root_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("file", "value", "said"),
+    [
+        ("kernel/unprivileged_userns_clone", "0", "Run `sudo sysctl kernel.unprivileged_userns_clone=1`, or"),
+        ("user/max_user_namespaces", "0", "Run `sudo sysctl user.max_user_namespaces=10000`, or"),
+        ("user/max_net_namespaces", "0", "Run `sudo sysctl user.max_net_namespaces=10000`, or"),
+        (
+            "kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "Run `sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or",
+        ),
+        (
+            "user/max_user_namespaces",
+            "9",
+            "the kernel refuses it: unshare: not today. Start a container with",
+        ),
+    ],
+)
+def test_a_wan_without_privileges_names_the_way_out(
+    file: str,
+    value: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What is missing is named, with the way out."""
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    """Without root or a user namespace, the message names the kernel setting that forbids it and the command to run."""
+    for tool in ("ip", "nsenter", "unshare"):
+        (tmp_path / tool).write_text("#!/bin/sh\necho 'unshare: not today' >&2\nexit 1\n")
+        (tmp_path / tool).chmod(0o755)
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(f"{value}\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(privileges, "_KERNEL", tmp_path)
+    monkeypatch.setattr(privileges, "may_administer", lambda: False)
     assert main(["bench", "wan"]) == 2
-    assert "needs root, to make network namespaces. Use sudo" in capsys.readouterr().err
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(emulator, "TUN", "/dev/net/no-tun")
-    assert "modprobe tun" in str(emulator.obstacle())
-    monkeypatch.setattr(emulator, "TUN", "/dev/null")
+    error = capsys.readouterr().err
+    assert said in error
+    assert "run the command as root (`sudo env" in error
+
+
+def test_a_wan_names_the_device_and_the_command_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names what is missing, with the way out."""
+    monkeypatch.setattr(privileges, "may_administer", lambda: True)
+    monkeypatch.setattr(privileges, "TUN", "/dev/net/no-tun")
+    assert "modprobe tun" in str(privileges.obstacle())
+    monkeypatch.setattr(privileges, "TUN", str(tmp_path))
+    assert f"sudo chmod 0666 {tmp_path}" in str(privileges.obstacle())
+    monkeypatch.setattr(privileges, "TUN", "/dev/null")
+    assert privileges.obstacle() is None
     monkeypatch.setenv("PATH", "")
-    assert "Install iproute2" in str(emulator.obstacle())
+    assert "Install iproute2" in str(privileges.obstacle())
 
 
 def test_a_link_is_measured_between_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`bench link` starts the regions itself and tells what one mean took."""
+    """`bench link` starts the regions itself and reports the time of one mean."""
     words = ["bench", "link", "--megabytes", "1", "--repeat", "1", "--rate-mbit", "1e6"]
     assert main([*words, "--json", str(tmp_path / "link.json")]) == 0
     assert "one mean over a link: regions=2, megabytes=1, codec=fp32" in capsys.readouterr().out
@@ -189,9 +229,9 @@ def test_a_link_is_measured_between_processes(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
+@pytest.mark.skipif(privileges.obstacle() is not None, reason=str(privileges.obstacle()))
 def test_methods_train_over_an_emulated_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`bench wan` measures the link, then every method on it beside regions that have none."""
+    """`bench wan` measures the link, then every method over it, against regions without a link."""
     words = ["bench", "wan", "--rtt-ms", "20", "--steps", "20", "--methods", "diloco", "streaming"]
     assert main([*words, "--congestion", "cubic", "--json", str(tmp_path / "wan.json")]) == 0
     over_link, training = json.loads((tmp_path / "wan.json").read_text())
@@ -206,9 +246,9 @@ def test_methods_train_over_an_emulated_link(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(emulator.obstacle() is not None, reason=str(emulator.obstacle()))
+@pytest.mark.skipif(privileges.obstacle() is not None, reason=str(privileges.obstacle()))
 def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
-    """The program of tests/benchmarks, one row long: table, JSON and picture."""
+    """The program of tests/benchmarks with one row: table, JSON and picture."""
     rows = ["--profiles", "fast", "--only", "DiLoCo int8", "--skip", "one-sync"]
     short = ["--seconds", "1", "--steps", "20", "--pace", "0", "--output", str(tmp_path)]
     found, picture = tmp_path / "training-2-regions.json", tmp_path / "share.png"
@@ -224,7 +264,7 @@ def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
 
 
 def test_the_ends_of_a_real_link_find_each_other() -> None:
-    """Every end gets the same figures; ends that would measure different things say so instead."""
+    """Every end gets the same figures; ends with different options fail and say so."""
     store = serve_store("127.0.0.1")
 
     def meet(region: int, codec: str) -> link.Figures:
@@ -244,7 +284,7 @@ def test_the_ends_of_a_real_link_find_each_other() -> None:
 
 
 def test_a_process_that_fails_is_named_with_its_last_words() -> None:
-    """The others are ended, although they would run on, and the error is the process's own."""
+    """The other processes are ended, and the error message is the failed process's own."""
     started = []
 
     def start(

@@ -1,4 +1,4 @@
-"""`hf-cocodc bench codec`: a row for every codec, figures that do not hang on the clock, errors that help."""
+"""`hf-cocodc bench codec`: a row for every codec, figures that do not depend on the clock, helpful errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_cocodc.parts.choose import CODECS
 
 
 def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A million values: exact bytes, errors as the codecs' docstrings say them, speeds that are there."""
+    """A million values: exact bytes, the errors of the codecs' docstrings, positive speeds."""
     file = tmp_path / "codecs.json"
     assert main(["bench", "codec", "--millions", "1", "--repeat", "1", "--json", str(file)]) == 0
     rows = {row["codec"]: row for row in json.loads(file.read_text())["rows"]}
@@ -30,7 +30,7 @@ def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_only_some(capsys: pytest.CaptureFixture[str]) -> None:
-    """--only measures what it names, in that order; what is no codec is named with what is."""
+    """--only measures the named codecs in that order; the error for an unknown name lists the codecs."""
     report = codec.measure(1000, 1, ["int4", "lowrank"])
     assert [row["codec"] for row in report.rows] == ["int4", "lowrank"]
     assert report.rows[1]["bits per value"] == report.rows[0]["bits per value"], "no matrix to make smaller"

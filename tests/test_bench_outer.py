@@ -16,12 +16,15 @@ from hf_cocodc.engine.synchronizer import Synchronizer
 
 def test_every_part_of_an_outer_step_has_a_row() -> None:
     """Time, least traffic and the ratio to a copy for sends, landings and SGD; GB/s are these bytes over that time."""
-    report = outer.measure(50_000, 2)
+    report = outer.measure(50_000, 2, threads=(1, 2))
     rows = {row["what"]: row for row in report.rows}
+    assert {row["threads"] for row in report.rows} == {1, 2}
     assert list(rows) == [
         "copy",
         "idle step",
         "send",
+        "outer step",
+        "send and land at once",
         "land, replace (diloco)",
         "land, mix (streaming)",
         "land, compensate (cocodc)",
@@ -30,11 +33,11 @@ def test_every_part_of_an_outer_step_has_a_row() -> None:
         "SGD, fused",
     ]
     assert rows["copy"]["times the copy"] == 1
-    assert rows["idle step"]["bytes a param"] is None
+    assert rows["idle step"]["bytes per param"] is None
     for row in report.rows:
         assert row["ms"] > 0
-        if row["bytes a param"] is not None:
-            traffic = row["bytes a param"] * report.setting["parameters"]
+        if row["bytes per param"] is not None:
+            traffic = row["bytes per param"] * report.setting["parameters"]
             assert row["GB/s"] == pytest.approx(traffic / row["ms"] * 1e-6)
 
 
@@ -47,21 +50,22 @@ def test_the_model_is_about_as_large_as_asked_for(numel: int) -> None:
 
 
 def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each send and each landing is one of the Synchronizer's; sends move nothing, landings move the model."""
+    """Each send and each landing is one of the Synchronizer's; sends move nothing, landings move the model. The first method
+    is measured without overlap too."""
     calls: list[str] = []
     for name in ("_send", "_land"):
         original = getattr(Synchronizer, name)
 
         def called(self: Synchronizer, state: object, *rest: object, name=name, original=original) -> None:  # noqa: ANN001
-            [before] = [params.clone() for params in self.fragments[0].params[:1]]
+            [before] = [params.clone() for params in self.fragments[0].local.params[:1]]
             original(self, state, *rest)
-            moved = not torch.equal(before, self.fragments[0].params[0])
+            moved = not torch.equal(before, self.fragments[0].local.params[0])
             assert moved == (name == "_land")
             calls.append(name)
 
         monkeypatch.setattr(Synchronizer, name, called)
-    outer.measure(20_000, 3)
-    assert calls == ["_send", "_land"] * len(outer._LANDINGS) * (3 + 2)
+    outer.measure(20_000, 3, threads=(1,))
+    assert calls == ["_send", "_land"] * (len(outer._LANDINGS) + 1) * (3 + 2)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

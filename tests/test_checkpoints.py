@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dilocox": {"rank": 2},
     "cocodc": {"num_fragments": 3, "overlap_steps": 4, "sends_per_interval": 4},
 }
+FACTS = state.Facts(step=0, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0)
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 
 
@@ -46,7 +47,7 @@ def region_of(name: str, index: int, link: Link, saved: dict[str, Any] | None = 
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    outer_state = None if saved is None else state.read(saved["folder"])[0]
+    outer_state = None if saved is None else state.read(saved["folder"]).state
     synchronizer = Synchronizer(
         model, from_config(outer_config(name)), link, digest_interval=2, state=outer_state
     )
@@ -69,7 +70,7 @@ def shown(region: Region) -> Tensor:
 
 def save(region: Region, folder: Path) -> dict[str, Any]:
     state.begin(folder)
-    state.write(folder, region.synchronizer.state_dict(), {"region": region.index})
+    state.write(folder, state.Saved(region.synchronizer.state_dict(), FACTS))
     state.seal(folder)
     return {
         "folder": folder,
@@ -113,7 +114,7 @@ def test_stopping_and_resuming_at_any_step_changes_no_bit(
     in_flight = 0
     for step in range(1, 3 * H + 1):
         saved = [checkpoints[step - 1] for _, checkpoints in saving]
-        in_flight += any(entry["in_flight"] for entry in state.read(saved[0]["folder"])[0]["fragments"])
+        in_flight += any(entry["in_flight"] for entry in state.read(saved[0]["folder"]).state["fragments"])
         ends = run_in_lockstep(num_regions, partial(resumed, saved, step))
         for end, reference in zip(ends, expected, strict=True):
             assert torch.equal(torch.stack(end), torch.stack(reference[step:])), f"resumed at step {step}"
@@ -144,7 +145,7 @@ def resume(
     config = OuterConfig(method=name, sync_interval=H, **{**SETTINGS[name], **settings})
 
     def body(index: int, link: Link) -> None:
-        Synchronizer(Blocks(start), from_config(config), link, state=state.read(checkpoint)[0])
+        Synchronizer(Blocks(start), from_config(config), link, state=state.read(checkpoint).state)
 
     run_in_lockstep(1, body)
 
@@ -174,7 +175,7 @@ def test_an_edited_file_is_noticed(checkpoint: Path, name: str) -> None:
     content = bytearray((checkpoint / name).read_bytes())
     content[-3] ^= 1
     (checkpoint / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match="is not what was saved"):
+    with pytest.raises(CheckpointError, match="has changed since it was saved"):
         resume(checkpoint)
 
 
@@ -244,11 +245,11 @@ def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    saved, _ = state.read(checkpoint)
+    saved = state.read(checkpoint)
     monkeypatch.setattr(state, "save_file", full)
     state.begin(checkpoint.parent / "checkpoint-8")
     with pytest.raises(CheckpointError, match="No space left on device"):
-        state.write(checkpoint.parent / "checkpoint-8", saved, {})
+        state.write(checkpoint.parent / "checkpoint-8", saved)
     assert not list(checkpoint.parent.rglob("*.half"))
     assert state.damage(checkpoint) is None
     assert state.damage(checkpoint.parent / "checkpoint-8") is not None

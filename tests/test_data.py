@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from transformers import AutoTokenizer, default_data_collator
 
 from hf_cocodc.errors import InputError
+from hf_cocodc.run import shards
 from hf_cocodc.training import data
 
 ROOT = Path(__file__).parents[1]
@@ -76,19 +77,19 @@ def number(sample: Any) -> int:
 @pytest.mark.parametrize("kind", SHARDABLE)
 def test_regions_partition(kind: str) -> None:
     """Each sample is in exactly one of three regions, which have a third each, equal in a second pass."""
-    shards = [data.region_shard(SHARDABLE[kind](), region, 3) for region in range(3)]
-    parts = [[number(sample) for sample in shard] for shard in shards]
+    pieces = [shards.region_shard(SHARDABLE[kind](), region, 3) for region in range(3)]
+    parts = [[number(sample) for sample in shard] for shard in pieces]
     assert sorted(itertools.chain(*parts)) == list(range(11))
     assert sorted(map(len, parts)) == [3, 4, 4]
-    assert [[number(sample) for sample in shard] for shard in shards] == parts
+    assert [[number(sample) for sample in shard] for shard in pieces] == parts
 
 
 @pytest.mark.parametrize("kind", SHARDABLE)
 def test_one_region_changes_nothing(kind: str) -> None:
     """With one region, the default, the dataset itself comes back."""
     dataset = SHARDABLE[kind]()
-    assert data.region_shard(dataset) is dataset
-    assert data.region_shard(dataset, 0, 1) is dataset
+    assert shards.region_shard(dataset) is dataset
+    assert shards.region_shard(dataset, 0, 1) is dataset
 
 
 def test_regions_partition_in_workers() -> None:
@@ -97,14 +98,14 @@ def test_regions_partition_in_workers() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
         for region in range(2):
-            shard = data.region_shard(Numbers(11), region, 2)
+            shard = shards.region_shard(Numbers(11), region, 2)
             read += list(DataLoader(shard, batch_size=None, num_workers=2))
     assert sorted(read) == list(range(11))
 
 
 def test_iterable_shard_pickles() -> None:
     """A pickled shard, which is what a spawned DataLoader worker gets, reads the same samples."""
-    shard = pickle.loads(pickle.dumps(data.region_shard(Reshuffled(11), 1, 3)))
+    shard = pickle.loads(pickle.dumps(shards.region_shard(Reshuffled(11), 1, 3)))
     assert list(shard) == [1, 4, 7, 10]
     shard.set_epoch(1)
     assert list(shard) == [101, 104, 107, 110]
@@ -112,7 +113,7 @@ def test_iterable_shard_pickles() -> None:
 
 def test_iterable_shard_under_accelerate() -> None:
     """Accelerate prepares a shard like any iterable dataset, and its ranks split the samples further."""
-    region = data.region_shard(Numbers(12), 1, 2)
+    region = shards.region_shard(Numbers(12), 1, 2)
     prepared = Accelerator(cpu=True).prepare(DataLoader(region, batch_size=2))
     assert [int(n) for batch in prepared for n in batch] == [1, 3, 5, 7, 9, 11]
     ranks = [IterableDatasetShard(region, num_processes=2, process_index=rank) for rank in range(2)]
@@ -121,10 +122,10 @@ def test_iterable_shard_under_accelerate() -> None:
 
 def test_iterable_shard_reshuffles() -> None:
     """A shard has set_epoch exactly if its dataset has it, and passes it on."""
-    shard = data.region_shard(Reshuffled(6), 1, 2)
+    shard = shards.region_shard(Reshuffled(6), 1, 2)
     shard.set_epoch(2)
     assert list(shard) == [201, 203, 205]
-    assert not hasattr(data.region_shard(Numbers(6), 1, 2), "set_epoch")
+    assert not hasattr(shards.region_shard(Numbers(6), 1, 2), "set_epoch")
     assert not hasattr(shard, "__len__")
 
 
@@ -132,9 +133,9 @@ def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """HF_COCODC_REGION and HF_COCODC_REGIONS choose the shard; an argument goes before them."""
     monkeypatch.setenv("HF_COCODC_REGION", "1")
     monkeypatch.setenv("HF_COCODC_REGIONS", "3")
-    assert list(data.region_shard(range(7))) == [1, 4]
-    assert list(data.region_shard(range(7), region=0)) == [0, 3, 6]
-    assert list(data.region_shard(range(7), num_regions=2)) == [1, 3, 5]
+    assert list(shards.region_shard(range(7))) == [1, 4]
+    assert list(shards.region_shard(range(7), region=0)) == [0, 3, 6]
+    assert list(shards.region_shard(range(7), num_regions=2)) == [1, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -158,19 +159,19 @@ def test_region_that_is_none(
     with pytest.raises(
         InputError, match=r"region=.* of num_regions=.*HF_COCODC_REGION and HF_COCODC_REGIONS"
     ):
-        data.region_shard(range(7), region, num_regions)
+        shards.region_shard(range(7), region, num_regions)
 
 
 def test_not_shardable() -> None:
     """Fewer samples than regions, several splits, and things that are no dataset are refused."""
     with pytest.raises(InputError, match=r"2 samples for 3 regions: each region needs at least one. Use"):
-        data.region_shard([1, 2], 0, 3)
+        shards.region_shard([1, 2], 0, 3)
     with pytest.raises(InputError, match=r"2 samples for 3 regions"):
-        data.region_shard(datasets.Dataset.from_dict({"n": [1, 2]}), 0, 3)
+        shards.region_shard(datasets.Dataset.from_dict({"n": [1, 2]}), 0, 3)
     with pytest.raises(InputError, match=r"DatasetDict is not a dataset. Pass one split"):
-        data.region_shard(datasets.DatasetDict(train=datasets.Dataset.from_dict({"n": [1, 2]})), 0, 2)
+        shards.region_shard(datasets.DatasetDict(train=datasets.Dataset.from_dict({"n": [1, 2]})), 0, 2)
     with pytest.raises(InputError, match=r"generator is not a dataset"):
-        data.region_shard((n for n in range(9)), 0, 2)
+        shards.region_shard((n for n in range(9)), 0, 2)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_stdlib_is_the_library(stdlib: dict[str, datasets.Dataset]) -> None:
 def test_stdlib_is_deterministic(stdlib: dict[str, datasets.Dataset]) -> None:
     """Another process, with another hash seed, reads the same documents in the same order."""
     digest = "hashlib.sha256('|'.join(d.python_stdlib('test')['text']).encode()).hexdigest()"
-    script = f"import hashlib, hf_cocodc.data as d; assert {digest} == '{{}}'"
+    script = f"import hashlib, hf_cocodc.training.data as d; assert {digest} == '{{}}'"
     texts = "|".join(stdlib["test"]["text"])
     run_python(script.format(hashlib.sha256(texts.encode()).hexdigest()), PYTHONHASHSEED="7")
 
@@ -365,6 +366,6 @@ def test_load_text_refuses(tmp_path: Path) -> None:
 
 
 def test_import_is_light() -> None:
-    """Importing hf_cocodc.data loads none of torch, datasets, transformers and accelerate."""
+    """Importing hf_cocodc.training.data loads none of torch, datasets, transformers and accelerate."""
     heavy = {"torch", "datasets", "transformers", "accelerate"}
-    run_python(f"import sys, hf_cocodc.data; assert not {heavy} & {{*sys.modules}}")
+    run_python(f"import sys, hf_cocodc.training.data; assert not {heavy} & {{*sys.modules}}")

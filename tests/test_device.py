@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_cocodc.engine.fragment import FragmentState
-from hf_cocodc.engine.memory import memory
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
@@ -40,6 +39,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 STEPS, SAVED_AT = 31, 14
+FACTS = state.Facts(
+    step=SAVED_AT, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0
+)
 
 
 def method_config(name: str) -> OuterConfig:
@@ -143,13 +145,13 @@ def test_a_run_with_outer_state_on_a_device_is_resumed_exactly(name: str, tmp_pa
             if step == SAVED_AT:
                 folder = tmp_path / str(index)
                 state.begin(folder)
-                state.write(folder, region.synchronizer.state_dict(), {})
+                state.write(folder, state.Saved(region.synchronizer.state_dict(), FACTS))
                 state.seal(folder)
         return found[SAVED_AT:]
 
     def resumed(index: int, link: Link) -> list[list[Tensor]]:
         local = expected_local[index]
-        region = _Region(name, link, FAR, FAR, saved=(state.read(tmp_path / str(index))[0], local))
+        region = _Region(name, link, FAR, FAR, saved=(state.read(tmp_path / str(index)).state, local))
         found = []
         for step in range(SAVED_AT + 1, STEPS + 1):
             region.train(step)
@@ -180,7 +182,7 @@ def test_all_that_is_kept_is_where_it_was_asked_for(name: str) -> None:
             flying = [(t.snapshot, t.outer_grad, t.global_params) for t in each.in_flight]
             assert all(isinstance(t, Far) for t in (*_kept(each), *sum(flying, ())))
             assert not any(isinstance(t, Far) for t in tensors.tensors_in(each.codec))
-        told = memory(fragments, region.synchronizer.method, 2)
+        told = region.synchronizer.memory()
         assert told[FAR][0] == sum(t.nbytes for each in fragments for t in _kept(each))
         assert told[HOST][0] == sum(t.nbytes for each in fragments for t in tensors.tensors_in(each.codec))
         largest = 4 * max(each.fragment.numel for each in fragments)
@@ -196,7 +198,7 @@ def _kept(each: FragmentState) -> list[Tensor]:
 
 def test_what_leaves_a_device_is_copied_when_it_is_asked_for() -> None:
     """Not before, into memory that is used again; what is on the host already leaves from where it is."""
-    host = Pool(5)
+    host = Pool(HOST, [5])
     flat = torch.arange(3.0)
     assert Departure(flat, host).fetch() is flat
     far = flat.to(FAR)

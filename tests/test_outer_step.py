@@ -14,14 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc.engine import fragment as transfers
-from hf_cocodc.engine import landing
-from hf_cocodc.engine.memory import memory
+from hf_cocodc.engine import fragment, landing, outer_step
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.engine.transfer import Here
-from hf_cocodc.links.base import Arrival, Handle
-from hf_cocodc.links.lockstep import LockstepHub, LockstepLink
-from hf_cocodc.links.loopback import loopback
+from hf_cocodc.links.base import Arrival, Handle, Here, Then
+from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
@@ -29,7 +25,9 @@ from hf_cocodc.parts.codecs.base import Conversation, Result
 from hf_cocodc.parts.schedules import AgreedStats, Land, Schedule
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors import flat as tensors
+from hf_cocodc.tensors.flat import digest as flat_digest
+from hf_cocodc.tensors.norms import square, square_of_difference
+from hf_cocodc.tensors.pieces import PIECE, cuts
 from hf_cocodc.tensors.pools import HOST, Pool
 from tests.toys import Blocks, Region, params_of, run
 
@@ -115,7 +113,7 @@ def test_where_the_params_lie_changes_no_bit(name: str, dtype: torch.dtype) -> N
 
     def through_a_copy(region: Region) -> None:
         for state in region.synchronizer.fragments:
-            state._own = None
+            state.local.pieces = None
 
     expected = trajectory(method_of(name), dtype=dtype)
     assert same(trajectory(method_of(name), unaligned, dtype), expected)
@@ -142,7 +140,7 @@ def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch:
     """Pieces of any length, ends of parameters in them or not, give what the whole fragment at once gives; but for the last
     bits where a merge sums over them."""
     expected = trajectory(method_of(name))
-    for module in (tensors, landing, transfers):
+    for module in (fragment, landing, outer_step):
         monkeypatch.setattr(module, "PIECE", piece)
     found = trajectory(method_of(name))
     if name == "cocodc":
@@ -153,12 +151,12 @@ def test_the_length_of_pieces_changes_no_bit(name: str, piece: int, monkeypatch:
 
 def test_pieces_cover_every_value_once() -> None:
     """In order, none longer than allowed, small neighbours together, empty parameters in none."""
-    lengths = [0, 3, 5, tensors.PIECE - 8, 1, 2 * tensors.PIECE + 1, 0, 2]
-    cuts = tensors.cuts(lengths, tensors.PIECE)
-    assert [sum(cut.sizes) for cut in cuts] == [tensors.PIECE, 1, tensors.PIECE, tensors.PIECE, 3]
-    assert cuts[0].params == (1, 2, 3)
+    lengths = [0, 3, 5, PIECE - 8, 1, 2 * PIECE + 1, 0, 2]
+    found = cuts(lengths, PIECE)
+    assert [sum(cut.sizes) for cut in found] == [PIECE, 1, PIECE, PIECE, 3]
+    assert found[0].params == (1, 2, 3)
     covered = [0] * len(lengths)
-    for cut in cuts:
+    for cut in found:
         for param, size in zip(cut.params, cut.sizes, strict=True):
             covered[param] += size
     assert covered == lengths
@@ -168,13 +166,13 @@ def test_pieces_cover_every_value_once() -> None:
 def test_a_sum_of_squares_is_the_same_on_any_number_of_threads(threads: int) -> None:
     """Bits of fp64 sums decide outer steps, and regions need not have equally many cores; nor is a thread lost."""
     values = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
-    expected, before = tensors.square(values), torch.get_num_threads()
+    expected, before = square(values), torch.get_num_threads()
     assert expected == pytest.approx(float(values.double().square().sum()))
     try:
         torch.set_num_threads(threads)
-        assert tensors.square(values) == expected
+        assert square(values) == expected
         zeros = torch.zeros_like(values)
-        assert tensors.square_of_difference(values, zeros) == tensors.square_of_difference(zeros, values)
+        assert square_of_difference(values, zeros) == square_of_difference(zeros, values)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -186,8 +184,8 @@ def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyP
     holds NaN at first and again as soon as it is given back."""
     pooled = trajectory(crowded(name))
 
-    def take(self: Pool, numel: int) -> Tensor:
-        return torch.full((numel,), float("nan"))
+    def take(self: Pool, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((numel,), float("nan"), dtype=dtype)
 
     def give(self: Pool, *buffers: Tensor) -> None:
         for buffer in buffers:
@@ -203,7 +201,7 @@ def test_nobody_reads_what_was_given_back(name: str, monkeypatch: pytest.MonkeyP
 def test_buffers_are_used_again_by_any_fragment() -> None:
     """A buffer is as long as the longest fragment; what came from elsewhere and is shorter is not taken in. Without such
     a length the smallest that is long enough serves."""
-    buffers = Pool(10)
+    buffers = Pool(HOST, [10])
     short = buffers.take(4)
     place = short.data_ptr()
     assert short.shape == (4,)
@@ -244,12 +242,12 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_memory_is_what_was_said_at_the_start(name: str) -> None:
-    """While a transfer lands, which is when most is held, it is exactly what is kept and what the transfers add that are
-    there: never more, at the peak as much."""
+    """While a transfer lands, which is when most is held: never more than what is kept and what the transfers in flight add.
+    At the peak it is as much, but for one buffer a transfer that only a link with a thread of its own takes so early."""
     model = Blocks([torch.randn(1000, 400) for _ in range(3)])
     before = storages()
     seen: list[tuple[int, int]] = []
-    scratch = 8 * tensors.PIECE
+    scratch = 8 * PIECE
 
     def look() -> None:
         sizes = [storage.nbytes() for place, storage in storages().items() if place not in before]
@@ -259,12 +257,13 @@ def test_memory_is_what_was_said_at_the_start(name: str) -> None:
 
     method = method_of(name)
     synchronizer = Synchronizer(model, method, Watched(look))
-    kept, each_adds = memory(synchronizer.fragments, method, num_regions=1)[HOST]
+    kept, each_adds, _ = synchronizer.memory()[HOST]
     for _ in range(30):
         synchronizer.step(1e-3)
     most = max(flying for _, flying in seen)
-    assert max(held for held, _ in seen) == kept + most * each_adds
-    assert all(held <= kept + most * each_adds for held, _ in seen)
+    longest = 4 * max(fragment.fragment.numel for fragment in synchronizer.fragments)
+    early = longest if name not in ("diloco", "eager") else 0
+    assert kept + most * (each_adds - early) <= max(held for held, _ in seen) <= kept + most * each_adds
 
 
 class Answered(LockstepLink):
@@ -275,9 +274,17 @@ class Answered(LockstepLink):
         self.kept = torch.zeros(numel)
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
-        return Here(Arrival(Result(self.kept, lambda: self.kept, {}), (trailer(),), 0, 0.0, 0.0))
+        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (trailer(),), 0, 0.0, 0.0)
+        if then is not None:
+            then(arrival)
+        return Here(arrival)
 
 
 class Busy(LockstepLink):
@@ -288,12 +295,20 @@ class Busy(LockstepLink):
         self.came_to: list[Trailer] = []
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
         def come() -> Arrival:
             self.came_to.append(trailer())
             mean = torch.ones(numel)
-            return Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0)
+            arrival = Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0)
+            if then is not None:
+                then(arrival)
+            return arrival
 
         return Late(come)
 
@@ -308,10 +323,10 @@ def test_a_checksum_found_late_is_that_of_the_send(monkeypatch: pytest.MonkeyPat
     found: list[int] = []
 
     def digest(flat: Tensor) -> int:
-        found.append(tensors.digest(flat))
+        found.append(flat_digest(flat))
         return found[-1]
 
-    monkeypatch.setattr(transfers, "digest", digest)
+    monkeypatch.setattr(fragment, "digest", digest)
     link = Busy()
     method = dataclasses.replace(method_of("diloco"), schedule=schedules.every(2, 5))
     synchronizer = Synchronizer(Blocks([torch.zeros(8)]), method, link, digest_interval=1)
@@ -329,7 +344,7 @@ def test_a_checksum_found_late_is_that_of_the_send(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", METHODS)
 def test_no_round_after_the_first_takes_new_memory(name: str) -> None:
     """Once a fragment's first transfers have landed, no operation of a send or a landing asks for its length of memory."""
-    numel = 5 * tensors.PIECE + 3
+    numel = 5 * PIECE + 3
     model = Blocks([torch.randn(numel) for _ in range(3)])
     method = method_of(name)
     length = method.fragments(model)[0].numel
@@ -344,7 +359,7 @@ def test_no_round_after_the_first_takes_new_memory(name: str) -> None:
     events = profile.events()
     assert events is not None
     largest = max(event.self_cpu_memory_usage for event in events)
-    assert 0 < largest <= 8 * tensors.PIECE < 4 * numel
+    assert 0 < largest <= 8 * PIECE < 4 * numel
 
 
 def every_schedule() -> list[tuple[Schedule, int]]:

@@ -14,7 +14,7 @@ from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from hf_cocodc.meeting import handshake
 from hf_cocodc.parts import outer, schedules
-from hf_cocodc.parts.info import SyncInfo
+from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.run.journal import Journal, append_error, read
 from hf_cocodc.settings import OuterConfig
@@ -54,8 +54,8 @@ def test_nesterov_is_torch_sgd() -> None:
     theirs = torch.nn.Parameter(ours.clone())
     sgd = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
     state = transform.init(ours)
-    info = SyncInfo(
-        **dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)) | {"cut": lambda flat: [flat]},  # type: ignore[arg-type]
+    info = OuterInfo(
+        **dict.fromkeys(field.name for field in dataclasses.fields(OuterInfo)) | {"cut": lambda flat: [flat]},  # type: ignore[arg-type]
     )
     for seed in range(1, 6):
         grad = torch.randn(50, generator=torch.Generator().manual_seed(seed))
@@ -197,7 +197,7 @@ def test_simulated_time_decides_when_transfers_arrive(num_regions: int) -> None:
         staleness = []
         for step in range(steps):
             train_llama(region, step)
-            staleness.append(int(region.synchronizer.report.get("staleness", 0)))
+            staleness.append(int(region.synchronizer.account.report.get("staleness", 0)))
         totals = region.synchronizer.totals
         return totals.blocked_s, staleness, params_of(region.model)
 
@@ -225,7 +225,7 @@ def test_a_link_that_cannot_carry_every_fragment_in_time_is_told(caplog: pytest.
     for step in range(1, 100):
         _, state = schedule.events(step, stats, state)
     assert caplog.text.count("the link cannot carry all 4 fragments in sync_interval=20") == 1
-    assert "with sync_interval=150" in caplog.text
+    assert "Set sync_interval=150" in caplog.text
     caplog.clear()
     schedule = schedules.adaptive(150)
     schedule.events(149, stats, {**schedule.init(4), "next": 149})

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Handle, Link
+from hf_cocodc.links.base import Handle, Link, Then
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.parts.codecs.base import Conversation
@@ -138,10 +138,15 @@ class Tap:
         return getattr(self._link, name)
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
         self.means.append(numel)
-        return self._link.mean(conversation, numel, trailer, what)
+        return self._link.mean(conversation, numel, trailer, what, then)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self.broadcasts.append(flat.numel())
@@ -188,7 +193,7 @@ def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
         assert hello(trainer.model, {}, None, 1)[frozen] == hello(before, {}, None, 1)[frozen]
         assert callback.outer is not None
         for fragment in callback.outer.synchronizer.fragments:
-            held = torch.cat([param.reshape(-1) for param in fragment.params])
+            held = torch.cat([param.reshape(-1) for param in fragment.local.params])
             assert torch.equal(held, fragment.global_params), "a weight that lies in two places"
         assert global_params(trainer).numel() == memory_of(trainer.model)
     folder = tmp_path / "region-1" / f"checkpoint-{STEPS}" / "global"

@@ -56,7 +56,7 @@ def test_a_checkpoint_that_only_some_regions_have_is_given_up(
 
     with caplog.at_level(logging.WARNING):
         simulate(body, regions=2)
-    assert "region 0: checkpoint-10 is given up, for all regions go on from step 9" in caplog.text
+    assert "region 0: checkpoint-10 is given up, because all regions continue from step 9" in caplog.text
     assert state.damage(checkpoint_of(tmp_path, 0, 9)) is None
     assert state.damage(checkpoint_of(tmp_path, 0, 10)) is not None
     assert resumed(tmp_path)[0].state.global_step == STEPS

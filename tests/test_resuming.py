@@ -33,7 +33,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.links.base import Link
-from hf_cocodc.links.loopback import loopback
+from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
@@ -229,7 +229,7 @@ def test_an_interruption_stops_all_regions_with_a_checkpoint_to_go_on_from(tmp_p
 def test_early_stopping_in_one_region(policy: str, ends: str, tmp_path: Path) -> None:
     """What regions.when_one_ends says: all finish with equal weights, all stop with a checkpoint, or the rest goes on."""
 
-    why = "region 1 has come to the end of its training"
+    why = "region 1 has completed its training"
 
     def body(region: int, link: Link) -> tuple[int, str, Tensor]:
         callbacks = (At(5, wish_to_stop),) if region else ()
@@ -342,7 +342,7 @@ def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCap
     assert "resuming 2 regions as 3" in caplog.text
     assert torch.equal(three[0], three[1])
     assert torch.equal(three[0], three[2])
-    assert state.read(checkpoint_of(tmp_path, 2, STEPS))[1]["region"] == 2
+    assert state.read(checkpoint_of(tmp_path, 2, STEPS)).facts.region == 2
     for region in range(3):
         for path in (tmp_path / f"region-{region}").glob("checkpoint-*"):
             if int(path.name.rpartition("-")[2]) > step:
@@ -413,10 +413,10 @@ def test_the_time_of_the_process_before_is_not_counted(tmp_path: Path) -> None:
     step = stopped(tmp_path, 6)
     for region in range(2):
         checkpoint = checkpoint_of(tmp_path, region, step)
-        saved, facts = state.read(checkpoint)
-        saved["totals"]["blocked_s"] = 1000.0
+        saved = state.read(checkpoint)
+        saved.state["totals"]["blocked_s"] = 1000.0
         state.begin(checkpoint)
-        state.write(checkpoint, saved, facts)
+        state.write(checkpoint, saved)
         state.seal(checkpoint)
     for trainer in resumed(tmp_path):
         shares = [
@@ -428,7 +428,7 @@ def test_the_time_of_the_process_before_is_not_counted(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another method is refused; another value is taken, with a word."""
     stopped(tmp_path, 6)
-    with pytest.raises(CheckpointError, match=r"written by outer.method=streaming, this run has diloco"):
+    with pytest.raises(CheckpointError, match=r"written with outer.method=streaming, this run has diloco"):
         resumed(tmp_path, name="diloco")
 
     def body(region: int, link: Link) -> None:

@@ -1,4 +1,4 @@
-"""What codecs cost: time to encode and to decode, against a copy of the same values, and what they lose."""
+"""The costs of codecs: the error, and the time to encode and to decode, against a copy of the same values."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,31 +12,34 @@ from ..errors import InputError, nearest
 from ..links.base import drive
 from ..parts import codecs
 from ..parts.choose import CODECS
-from ..parts.codecs.base import Codec, Message, Reply, State
+from ..parts.codecs.base import Codec, CodecState, Message, Reply
 from ..parts.fragments import Fragment
 from .report import Report, Row
 
 KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
-"""Codecs by the names that recipes know them by."""
+"""Codecs by their names in recipes."""
 
 _SIDE = 1000
 _NOTES = (
-    "GB/s: 10^9 bytes of fp32 a second. Encoding ends with the last byte to send; decoding goes on from there.",
-    "vs copy: speed against one plain copy of the fp32 values, taken in turn with the codec; 1 is the speed of memory.",
-    "CPU s per GB: of all cores, for encoding and decoding; training on the same cores does without them.",
-    "encode GB/s over times smaller is what fills a link: 4 GB/s and 4 times smaller are 8 Gbit/s.",
-    f"relative error: |decoded - values| / |values| of normal values in matrices of {_SIDE} x {_SIDE}. They have neither "
-    "few large values nor few directions, so that topk and lowrank lose most; error feedback brings it back later.",
+    "GB/s: 10^9 bytes of fp32 per second. Encoding ends with the last byte to send; decoding starts there.",
+    "vs copy: the speed against one plain copy of the fp32 values, measured in turn with the codec; 1 is the speed of memory.",
+    "CPU s per GB: on all cores, for encoding and decoding. Training on the same cores loses this time.",
+    "A codec can fill a link of encode GB/s divided by times smaller: 4 GB/s and 4 times smaller fill 8 Gbit/s.",
+    f"relative error: |decoded - values| / |values| of normal values in matrices of {_SIDE} x {_SIDE}. Such values are the worst "
+    "case for topk (no few large values) and lowrank (no few directions). Error feedback returns the error in later rounds.",
 )
 
 
 def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Report:
-    """One row a codec.
+    """Measure codecs: one row per codec.
 
     Args:
-        numel: fp32 values, at least 1.
-        repeat: measurements, at least 1; their medians count.
-        only: names of codecs; None: all that a recipe can name.
+        numel: number of fp32 values, at least 1.
+        repeat: number of measurements, at least 1; the report has their medians.
+        only: names of codecs; None for all that a recipe can name.
+
+    Raises:
+        InputError: a codec is unknown.
     """
     for name in only or ():
         if name not in KNOWN:
@@ -63,7 +66,7 @@ def _row(name: str, codec: Codec, fragment: Fragment, values: Tensor, repeat: in
         busy.append(time.process_time() - start)
         encodes.append(encode)
         decodes.append(decode)
-    # the first of each does not count: its memory is new
+    # Leave out the first measurement, which allocates memory.
     copy, encode, decode, cpu = (median(seconds[1:]) for seconds in (copies, encodes, decodes, busy))
     gigabytes, num_bytes = 4e-9 * len(values), codec.wire_bytes(fragment, 0, 2)
     return {
@@ -80,11 +83,15 @@ def _row(name: str, codec: Codec, fragment: Fragment, values: Tensor, repeat: in
 
 
 def _transfer(
-    codec: Codec, fragment: Fragment, values: Tensor, state: State, memory: dict[int, tuple[Tensor, Tensor]]
+    codec: Codec,
+    fragment: Fragment,
+    values: Tensor,
+    state: CodecState,
+    memory: dict[int, tuple[Tensor, Tensor]],
 ) -> tuple[float, float, Tensor]:
-    """One region's side of a transfer: seconds to the last byte encoded, seconds from there on, and what is decoded.
+    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean.
 
-    `memory` is what messages are encoded and decoded into, the first, the second, ...; used again as a link does.
+    `memory` holds the buffers (payload, mean) of the first message, the second, ...; later transfers reuse them, as a link does.
     """
     encoded, turns = 0.0, count()
 

@@ -1,4 +1,4 @@
-"""What a link costs: the time of one mean over it, against what its rate and its round trip allow at best."""
+"""The cost of a link: the time of one mean over it, against the least that its rate and its round trip allow."""
 
 import dataclasses
 import math
@@ -30,17 +30,17 @@ ROUND_TRIPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What crosses the link in a measurement; all regions have to say the same.
+    """The transfers of a measurement; equal in all regions.
 
     Attributes:
-        megabytes: of the flat fp32 tensor whose mean is found, in 10^6 bytes.
-        codec: what it travels as.
-        connections: TCP connections to each other region; None takes as many as the round trip asks for.
-        repeat: how often.
-        rate_limit: Mbit/s that a region sends at most; None for as many as it can.
+        megabytes: size of the flat fp32 tensor whose mean the regions compute, in 10^6 bytes.
+        codec: name of its codec on the link.
+        connections: TCP connections to each other region; None chooses by the round trip.
+        repeat: number of transfers.
+        rate_limit: the most Mbit/s that a region sends; None for no limit.
 
     Raises:
-        InputError: a value that cannot be.
+        InputError: a value is out of range or unknown.
     """
 
     megabytes: float = 64.0
@@ -52,7 +52,7 @@ class Trial:
     def __post_init__(self) -> None:
         if not 0 < self.megabytes < math.inf:
             raise InputError(
-                f"--megabytes {self.megabytes:g} must be positive, and no more than there is memory for."
+                f"--megabytes {self.megabytes:g} must be positive and fit into memory. The default is 64."
             )
         if self.codec not in KNOWN:
             raise InputError(f"--codec {self.codec!r} is not known.{nearest(self.codec, list(KNOWN))}")
@@ -60,26 +60,26 @@ class Trial:
             raise InputError(f"--repeat {self.repeat} must be at least 1.")
 
     def fragment(self) -> Fragment:
-        """The tensor as a fragment: a matrix, for codecs that ask for one."""
+        """The tensor as a fragment: a matrix, because some codecs need one."""
         columns = 1000
         rows = max(round(self.megabytes * 1e6 / 4 / columns), 1)
         return Fragment(0, ("matrix",), ((rows, columns),), rows * columns)
 
     def make_codec(self) -> Codec:
-        """The codec, without error feedback, which costs the link nothing."""
+        """The codec without error feedback, which does not affect the link."""
         return KNOWN[self.codec]()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured.
+    """The results of a measurement.
 
     Attributes:
         regions: number of regions.
-        connections: TCP connections for payloads between two of them.
-        bytes_sent: payload bytes that region 0 sent for one mean, to all others together.
-        seconds: of each mean, in order, in the region that took longest.
-        round_trip_s: seconds of a small message to all others and one from each of them, in the region that took longest.
+        connections: TCP connections for payloads between two regions.
+        bytes_sent: payload bytes that region 0 sent for one mean, to all other regions together.
+        seconds: the time of each mean, in order, in the slowest region.
+        round_trip_s: seconds to send a small message to all other regions and receive theirs, in the slowest region.
     """
 
     regions: int
@@ -90,7 +90,7 @@ class Figures:
 
 
 def measure_here(trial: Trial, regions: int) -> Figures:
-    """Measure between `regions` processes on this machine, over its loopback interface.
+    """Measure between `regions` processes on this machine, over the loopback interface.
 
     Raises:
         LinkError: a process failed.
@@ -101,6 +101,17 @@ def measure_here(trial: Trial, regions: int) -> Figures:
 
 
 def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
+    """Measure between `regions` processes.
+
+    Args:
+        trial: the transfers.
+        regions: number of regions.
+        start: starts the process of a region.
+        spec: more values for `_one_end`: store, interface, alone (whether region 0 must serve the store).
+
+    Raises:
+        LinkError: a process failed.
+    """
     common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions}
     num_threads = max(cores() // regions, 1)
     [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
@@ -108,21 +119,21 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
 
 
 def take_part(trial: Trial, store: str, region: int, regions: int, interface: str | None = None) -> Figures:
-    """Be one end of the link; every region calls this at about the same time.
+    """Measure as one end of the link; every region calls this at about the same time.
 
     Args:
-        trial: the same in every region.
+        trial: the transfers, equal in every region.
         store: HOST:PORT of a store that all regions reach.
-        region: this one.
-        regions: how many there are.
-        interface: of the link; by default the one that reaches the store.
+        region: this region's number.
+        regions: number of regions.
+        interface: network interface of the link; by default the one that reaches the store.
 
     Returns:
         The figures, the same in every region.
 
     Raises:
-        HandshakeError: another region measures something else.
-        LinkError: the store or a region cannot be reached in time, or failed.
+        HandshakeError: another region has a different `trial`.
+        LinkError: the store or a region failed, or did not answer in time.
     """
     reached = connect_store(store, TIMEOUT_S)
     mine = dataclasses.asdict(trial)
@@ -130,7 +141,7 @@ def take_part(trial: Trial, store: str, region: int, regions: int, interface: st
     for other, theirs in enumerate(roster.hellos):
         if theirs != mine:
             raise HandshakeError(
-                f"region {region} measures {mine}, but region {other} {theirs}. Start all with the same options."
+                f"region {region} measures {mine}, but region {other} measures {theirs}. Start all with the same options."
             )
     address = own_address(store, interface)
     link = GlooLink(
@@ -166,9 +177,7 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
     seconds, bytes_sent = [], 0
     for number in range(1, trial.repeat + 1):
         what = f"transfer {number} of {trial.repeat}"
-        link.gather(
-            Trailer(), what
-        )  # so that nobody's clock runs while another one is still at the last transfer
+        link.gather(Trailer(), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
         conversation = codec.converse(outer_grad, fragment, state)
         arrival = link.mean(conversation, fragment.numel, Trailer, what).wait()
@@ -177,7 +186,8 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
         told = link.gather(Trailer(sync_time_s=took, digest=digest(arrival.result.mean)), what)
         if len({each.digest for each in told}) > 1:
             raise LinkError(
-                f"{what} has ended with different means in different regions: its figures mean nothing."
+                f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
+                f"{trial.codec!r} or in the link; please report it."
             )
         seconds.append(max(each.sync_time_s for each in told))
         link.give(arrival.result.mean)
@@ -197,14 +207,14 @@ def report(
     rate: float | None = None,
     rtt_s: float | None = None,
 ) -> Report:
-    """The figures beside the floor: the payload at the link's rate, and a round trip.
+    """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
     Args:
-        trial: what was measured.
+        trial: the transfers.
         found: the figures.
-        setting: where it was measured.
-        rate: bits per second that a region can send to each other one; None takes the best throughput seen.
-        rtt_s: of the link; None takes the round trip that was measured.
+        setting: where they were measured.
+        rate: bits per second that a region can send to each other region; None takes the best transfer as the floor.
+        rtt_s: round trip of the link; None takes the measured one.
     """
     bits = found.bytes_sent * 8 / (found.regions - 1)
     rtt = found.round_trip_s if rtt_s is None else rtt_s
@@ -228,11 +238,11 @@ def report(
         for name, seconds in names.items()
     ]
     notes = [
-        "The first transfer meets connections in slow start; later ones find them warm.",
-        "floor: payload bytes to each other region at the link's rate, and one round trip."
+        "In the first transfer, the connections are in slow start; for later transfers they are warm.",
+        "floor: the payload bytes to each other region at the link's rate, plus one round trip."
         if rate is not None
-        else "The link's rate is not known: floor is the best transfer. --rate-mbit gives the rate.",
-        "RTT: a small message to the other regions and one from each of them, through the link.",
+        else "floor: the best transfer, because the link's rate is unknown. Give the rate with --rate-mbit.",
+        "RTT: the time of a small message to all other regions and one back from each, over the link.",
     ]
     setting = {
         "regions": found.regions,

@@ -1,4 +1,4 @@
-"""How every benchmark tells its figures: a table for people, JSON for programs."""
+"""The report of a benchmark: a table for people, JSON for programs."""
 
 import json
 import os
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""Figures of one line by the titles of their columns; a number, a text, or None where there is none."""
+"""One line of figures, by column title: a number, a text, or None if there is no figure."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of one run, with what they were measured with.
+    """The figures of one benchmark and its settings.
 
     Attributes:
-        title: what was measured, in a few words.
-        setting: sizes, rates and counts that the figures hang on.
+        title: the benchmark in a few words.
+        setting: sizes, rates and counts that affect the figures.
         rows: lines of the table, all with the same columns.
-        notes: sentences that the reader needs to judge the figures.
-        formats: of columns whose numbers a person should read in another form than three digits.
+        notes: sentences that explain the figures to the reader.
+        formats: format specifications by column, for numbers that need another form than three digits.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Report:
     formats: Mapping[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """The report as a person reads it."""
+        """The report as lines of text."""
         titles = list(self.rows[0])
         shown = ([_show(row[title], self.formats.get(title)) for title in titles] for row in self.rows)
         cells = [titles, *shown]
@@ -50,7 +50,7 @@ class Report:
 
 
 def write(path: Path, reports: Sequence[Report]) -> None:
-    """Reports as JSON, an object each, in a list where there are several."""
+    """Write reports as JSON: one object, or a list of objects if there are several."""
     found = [{**asdict(report), "machine": machine()} for report in reports]
     for each in found:
         del each["formats"]
@@ -58,7 +58,7 @@ def write(path: Path, reports: Sequence[Report]) -> None:
 
 
 def machine() -> Row:
-    """What the figures were measured on, in general terms."""
+    """The machine of the measurement, in general terms."""
     import psutil
     import torch
 
@@ -74,12 +74,12 @@ def machine() -> Row:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show(value: Any, form: str | None = None) -> str:
-    """Three digits of a fraction, all of a whole number."""
+    """A number as text: floats below 1000 with three digits, others in full."""
     if value is None:
         return "-"
     if form is not None:

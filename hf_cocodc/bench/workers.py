@@ -1,4 +1,4 @@
-"""Processes that measure something together, one a region: how they are started, heard and ended."""
+"""Start one process per region for a measurement, read their results, and end them."""
 
 import json
 import os
@@ -20,34 +20,34 @@ POLL_S = 0.05
 LAST_LINES = 6
 
 Start = Callable[..., subprocess.Popen]
-"""start(region, command, env, **options of Popen), such as `Wan.popen`."""
+"""start(region, command, env, **options of Popen), for example `Wan.popen`."""
 
 
 def start_here(
     region: int, command: Sequence[str], env: Mapping[str, str], **options: Any
 ) -> subprocess.Popen:
-    """Start a region's process on this machine's own network."""
+    """Start a region's process in this machine's normal network."""
     return subprocess.Popen(command, env={**os.environ, **env}, **options)
 
 
 def run(
     module: str, specs: Sequence[Mapping[str, Any]], start: Start, num_threads: int
 ) -> Iterator[dict[str, Any]]:
-    """Run `python -m module SPEC` in every region, and give what region 0 finds, piece by piece.
+    """Run `python -m module SPEC` in every region; yield region 0's results as they come.
 
     Args:
-        module: ends with `serve`.
-        specs: one a region, in their order; JSON-able.
-        start: of the processes.
-        num_threads: that each of them may compute with.
+        module: name of a module that calls `serve` when it runs as a program.
+        specs: one per region, in order; must be JSON-serializable.
+        start: starts a process.
+        num_threads: number of compute threads of each process.
 
     Raises:
-        LinkError: one of them failed; names the region, with its error or its last lines.
+        LinkError: a process failed; the message names its region and has its error or its last lines.
     """
     with ExitStack() as undo:
         outputs = [undo.enter_context(tempfile.TemporaryFile("w+b")) for _ in specs]
         words = [undo.enter_context(tempfile.TemporaryFile("w+b")) for _ in specs]
-        # spinning threads would take the cores from the other regions
+        # Threads that spin would take the cores from the other regions.
         env = {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "0"}
         processes = []
         for region, spec in enumerate(specs):
@@ -63,7 +63,7 @@ def run(
                     raise LinkError(
                         f"region {region} of the measurement failed: {_last_words(words[region])}"
                     )
-            # looked at before the answers are read: a process that has ended has said all
+            # `codes` was read before the results: a process that had ended by then has written all of them.
             found, position = _new_lines(outputs[0], position)
             yield from map(json.loads, found)
             if None not in codes:
@@ -72,7 +72,7 @@ def run(
 
 
 def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
-    """Measure what the command line says, tell what is found, and end this process."""
+    """Run the measurement that the command line specifies, write the results, and end this process."""
     code = 0
     try:
         for found in measure(json.loads(sys.argv[1])):
@@ -85,13 +85,13 @@ def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    # a gloo group that has failed would hold the interpreter's end until its operations time out
+    # A failed gloo group would block a normal exit until its operations time out.
     os._exit(code)
 
 
 @contextmanager
 def store_in_region_0(address: str, region: int, regions: int) -> Iterator[None]:
-    """Where only regions reach each other, region 0 keeps the store inside the block, and is the last to leave it."""
+    """Region 0 serves the store inside the block, because only regions reach each other. It leaves the block last."""
     server = None
     if region == 0:
         server = serve_store(port=int(address.rpartition(":")[2]))
@@ -103,7 +103,7 @@ def store_in_region_0(address: str, region: int, regions: int) -> Iterator[None]
 
 
 def _new_lines(output: IO[bytes], position: int) -> tuple[list[bytes], int]:
-    """Complete lines behind `position`, and the position behind them; leaves the writer's own position alone."""
+    """The complete lines after `position`, and the position after them. It does not move the writer's position."""
     data = os.pread(output.fileno(), os.fstat(output.fileno()).st_size - position, position)
     whole = data[: data.rfind(b"\n") + 1]
     return whole.splitlines(), position + len(whole)
@@ -111,7 +111,7 @@ def _new_lines(output: IO[bytes], position: int) -> tuple[list[bytes], int]:
 
 def _last_words(words: IO[bytes]) -> str:
     text = os.pread(words.fileno(), os.fstat(words.fileno()).st_size, 0).decode(errors="replace")
-    return "\n".join(text.strip().splitlines()[-LAST_LINES:]) or "it ended without a word."
+    return "\n".join(text.strip().splitlines()[-LAST_LINES:]) or "it ended without a message."
 
 
 def _end(process: subprocess.Popen) -> None:

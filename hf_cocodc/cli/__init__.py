@@ -1,4 +1,4 @@
-"""The command `hf-cocodc`, one file a command: they parse, call, print and return an exit code.
+"""The command `hf-cocodc`. Each subcommand has one file, which parses, calls the package, prints and returns an exit code.
 
 May import: bench, emulation, errors, meeting, recipes, run, settings, training, views.
 """

@@ -1,4 +1,4 @@
-"""`hf-cocodc bench`: what the parts cost here, against the physical floor."""
+"""`hf-cocodc bench`: measure the cost of each part, compared with the best that the hardware can do."""
 
 import argparse
 import math
@@ -13,18 +13,37 @@ from ..errors import InputError
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure a link, a codec or an outer step before renting GPUs",
-        description="Measure what the parts cost on this machine and on your own links, as ratios to what the hardware "
-        "could do at best.",
+        help="measure a link, a codec or an outer step before you rent GPUs",
+        description="Measure the cost of each part on this machine and on your own links, compared with the best that the "
+        "hardware can do.",
         allow_abbrev=False,
     )
     benches = parser.add_subparsers(required=True, metavar="WHAT")
-    outer = _add(benches, "outer", "the outer step, against a copy of the same bytes", _outer)
-    outer.add_argument("--millions", type=int, default=32, help="parameters, in millions (default: 32)")
-    outer.add_argument("--repeat", type=int, default=10, help="measurements; the median counts (default: 10)")
-    codec = _add(benches, "codec", "encoding and decoding, in GB/s of fp32", _codec)
-    codec.add_argument("--millions", type=int, default=32, help="values, in millions (default: 32)")
-    codec.add_argument("--repeat", type=int, default=5, help="measurements; the median counts (default: 5)")
+    outer = _add(benches, "outer", "the outer step, compared with a copy of the same bytes", _outer)
+    outer.add_argument(
+        "--millions", type=int, default=32, help="number of parameters, in millions (default: 32)"
+    )
+    outer.add_argument(
+        "--repeat",
+        type=int,
+        default=10,
+        help="number of measurements; the result is their median (default: 10)",
+    )
+    outer.add_argument(
+        "--threads",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of threads to measure with (default: 1, and as many as torch uses)",
+    )
+    codec = _add(benches, "codec", "the speed of encoding and decoding, in GB/s of fp32", _codec)
+    codec.add_argument("--millions", type=int, default=32, help="number of values, in millions (default: 32)")
+    codec.add_argument(
+        "--repeat",
+        type=int,
+        default=5,
+        help="number of measurements; the result is their median (default: 5)",
+    )
     codec.add_argument("--only", nargs="+", metavar="CODEC", help="codecs to measure (default: all)")
     _add_link(benches)
     _add_wan(benches)
@@ -34,65 +53,71 @@ def _add_link(benches: Any) -> None:
     link = _add(
         benches,
         "link",
-        "one mean over a link, against its rate and round trip",
+        "one mean over a link, compared with the link's rate and round trip",
         _link,
-        "Without --store all regions run on this machine, over loopback. With --store and --region this is one end of a "
-        "real link: run the same command, with its own --region, at every end.",
+        "Without --store, all regions run on this machine, over loopback. With --store and --region, this command is one end "
+        "of a real link: run it at every end, each time with another --region.",
     )
     link.add_argument(
-        "--megabytes", type=float, default=64, help="of the fp32 tensor, in 10^6 bytes (default: 64)"
+        "--megabytes", type=float, default=64, help="size of the fp32 tensor, in 10^6 bytes (default: 64)"
     )
-    link.add_argument("--codec", default="fp32", help="what it travels as (default: fp32)")
+    link.add_argument("--codec", default="fp32", help="codec of the transfer (default: fp32)")
     link.add_argument(
         "--connections",
         default="auto",
-        help="TCP connections to each other region; auto takes as many as the round trip asks for (default: auto)",
+        help="TCP connections to each other region; auto chooses the number from the round trip (default: auto)",
     )
     link.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
-    link.add_argument("--repeat", type=int, default=5, help="transfers (default: 5)")
-    link.add_argument("--rate-mbit", type=float, help="the link's rate in Mbit/s, where it is known")
+    link.add_argument("--repeat", type=int, default=5, help="number of transfers (default: 5)")
+    link.add_argument("--rate-mbit", type=float, help="rate of the link in Mbit/s, if you know it")
     _add_rate_limit(link)
     link.add_argument(
-        "--store", metavar="HOST:PORT", help="store that all regions reach (see hf-cocodc store)"
+        "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
     )
-    link.add_argument("--region", type=int, help="which region this is (from 0)")
-    link.add_argument("--interface", help="network interface of the link, such as wg0")
+    link.add_argument("--region", type=int, help="number of this region (from 0)")
+    link.add_argument("--interface", help="network interface of the link, for example wg0")
 
 
 def _add_wan(benches: Any) -> None:
     wan = _add(
         benches,
         "wan",
-        "training over a link that is emulated on this machine",
+        "training over an emulated link on this machine",
         _wan,
-        "Regions are network namespaces on this machine, joined by a link with the given round trip, rate and losses; TCP is "
-        "the kernel's own. Needs Linux and root. Takes some minutes: --steps and --methods make it shorter.",
+        "The regions are network namespaces. A link with the given round trip, rate and packet loss connects them; TCP is the "
+        "kernel's own. Needs Linux; needs root only if the kernel allows no user namespaces. Takes some minutes; --steps and "
+        "--methods make it shorter.",
     )
     wan.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
-    wan.add_argument("--rtt-ms", type=float, default=100, help="round trip in ms (default: 100)")
+    wan.add_argument("--rtt-ms", type=float, default=100, help="round trip of the link in ms (default: 100)")
     wan.add_argument(
         "--rate-mbit",
         type=float,
         default=1000,
-        help="Mbit/s of each pair of regions and direction (default: 1000)",
+        help="rate between each two regions in each direction, in Mbit/s (default: 1000)",
     )
-    wan.add_argument("--loss", type=float, default=0, help="probability that a packet gets lost (default: 0)")
+    wan.add_argument("--loss", type=float, default=0, help="probability that a packet is lost (default: 0)")
     wan.add_argument(
-        "--congestion", help="TCP congestion control, such as cubic or bbr (default: the machine's)"
+        "--congestion",
+        help="TCP congestion control, for example cubic or bbr (default: the setting of this machine)",
     )
     _add_rate_limit(wan)
-    wan.add_argument("--methods", nargs="+", metavar="METHOD", help="methods to train with (default: all)")
     wan.add_argument(
-        "--steps", type=int, default=240, help="inner steps of each region and method (default: 240)"
+        "--methods", nargs="+", metavar="METHOD", help="methods to train with (default: all methods)"
     )
-    wan.add_argument("--sync-interval", type=int, default=20, help="H of every method (default: 20)")
+    wan.add_argument(
+        "--steps", type=int, default=240, help="inner steps of each region, for each method (default: 240)"
+    )
+    wan.add_argument(
+        "--sync-interval", type=int, default=20, help="sync_interval (H) of every method (default: 20)"
+    )
 
 
 def _add_rate_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate-limit",
         type=float,
-        help="Mbit/s that a region sends at most, as regions.rate_limit (default: no limit)",
+        help="highest rate at which a region sends, in Mbit/s, like regions.rate_limit (default: no limit)",
     )
 
 
@@ -102,7 +127,7 @@ def _add(
     parser = benches.add_parser(
         name, help=what, description=f"Measure {what}. {more}".strip(), allow_abbrev=False
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.set_defaults(run=_report, measure=measure)
     return parser
 
@@ -112,7 +137,7 @@ def _report(options: argparse.Namespace) -> int:
 
     if options.json is not None and not options.json.parent.is_dir():
         raise InputError(
-            f"--json {options.json}: the folder {options.json.parent} does not exist. Make it first."
+            f"--json {options.json}: the folder {options.json.parent} does not exist. Create it first."
         )
     if options.json is not None and options.json.is_dir():
         raise InputError(f"--json {options.json} is a folder. Name a file in it.")
@@ -126,14 +151,14 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _check(flag: str, value: float, least: float, most: float = math.inf) -> None:
-    """Check a number in the words of the command line."""
+    """Check the value of an option; the error names the option."""
     if not least <= value <= most:
         rule = f"must be at least {least:g}" if most == math.inf else f"must lie in {least:g} .. {most:g}"
         raise InputError(f"{flag} {value:g} {rule}.")
 
 
 def _connections(text: str) -> int | None:
-    """How many; None where the round trip is to decide."""
+    """The number of connections; None if the round trip decides."""
     if text == "auto":
         return None
     if not text.isdecimal() or not 1 <= int(text) <= 64:
@@ -142,7 +167,7 @@ def _connections(text: str) -> int | None:
 
 
 def _rate_limit(value: float | None) -> float | None:
-    """Mbit/s; None for no limit."""
+    """The limit in Mbit/s; None for no limit."""
     if value is not None:
         _check("--rate-limit", value, 0.01)
     return value
@@ -153,7 +178,9 @@ def _outer(options: argparse.Namespace) -> Iterator[Any]:
 
     _check("--millions", options.millions, 1)
     _check("--repeat", options.repeat, 1)
-    yield outer.measure(options.millions * 10**6, options.repeat)
+    for count in options.threads or ():
+        _check("--threads", count, 1)
+    yield outer.measure(options.millions * 10**6, options.repeat, options.threads or ())
 
 
 def _codec(options: argparse.Namespace) -> Iterator[Any]:
@@ -168,7 +195,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     from ..bench import link
     from ..settings import RegionConfig
 
-    ends = RegionConfig(  # checks what a run would
+    ends = RegionConfig(  # makes the same checks as a run
         region=options.region,
         count=options.regions,
         store=options.store,
@@ -177,16 +204,16 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     _check("--regions", options.regions, 2)
     if (ends.store is None) != (ends.region is None) or (ends.interface and not ends.store):
         raise InputError(
-            "--store and --region go together, and --interface with them: give both for one end of a real link, or none of them "
-            "to measure all regions on this machine."
+            "--store and --region go together, and --interface needs both. Give --store and --region to measure one end of a "
+            "real link, or none of the three to measure all regions on this machine."
         )
     if ends.region is not None and ends.region >= options.regions:
         raise InputError(
-            f"--region {ends.region} of --regions {options.regions}: they are numbered from 0. Lower it."
+            f"--region {ends.region} of --regions {options.regions} does not exist: regions are numbered from 0. Lower --region."
         )
     if options.rate_mbit is not None and not options.rate_mbit > 0:
         raise InputError(
-            f"--rate-mbit {options.rate_mbit:g} must be positive. Leave it out where it is not known."
+            f"--rate-mbit {options.rate_mbit:g} must be positive. Omit it if you do not know the rate."
         )
     trial = link.Trial(
         megabytes=options.megabytes,

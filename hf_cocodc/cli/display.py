@@ -1,4 +1,4 @@
-"""One progress display for all regions, fed from their journals."""
+"""Show the progress of all regions, read from their journals."""
 
 import json
 import os
@@ -9,17 +9,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-_ANEW = "no region has a complete checkpoint: training starts from the beginning"
+_FROM_THE_START = "no region has a complete checkpoint: training starts from the beginning"
 
 
 class Display:
-    """A bar on a terminal, a line now and then elsewhere.
+    """Shows a progress bar on a terminal, and elsewhere a line from time to time.
 
     Args:
-        regions: the numbers of the regions shown.
-        journals: one a region.
-        max_steps: inner steps of the run; not positive where they are not known beforehand.
-        resumed: the journals tell of an earlier part of the run already; of that only where it stands is shown.
+        regions: numbers of the regions to show.
+        journals: one per region.
+        max_steps: inner steps of the run; 0 or negative if unknown.
+        resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
+            its evaluations.
     """
 
     def __init__(
@@ -27,16 +28,16 @@ class Display:
     ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
-        self._read = [0] * len(journals)
-        self._files = [0] * len(journals)
+        self._positions = [0] * len(journals)
+        self._inodes = [0] * len(journals)
         self._resumed = resumed
-        self._before = journals[0].stat().st_ino if journals[0].is_file() else 0
-        self._begun: int | None = None
+        self._inode_before = journals[0].stat().st_ino if journals[0].is_file() else 0
+        self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
-        self._said = -1
+        self._printed_step = -1
         self._bar = None
-        print("starting: loading, packing the text, waiting for all regions", flush=True)
+        print("starting: loading the model, packing the text, waiting for all regions", flush=True)
         if sys.stdout.isatty():
             self._bar = tqdm(
                 total=max_steps if max_steps > 0 else None, unit="step", file=sys.stdout, leave=False
@@ -44,44 +45,68 @@ class Display:
 
     @property
     def step(self) -> int:
-        """Inner step that every region has reached."""
+        """The inner step that every region has reached."""
         return min(int(last.get("step", 0)) for last in self._last)
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether region 0 has begun to train: it then replaces the journal of the earlier run by a new file."""
+        return self._inodes[0] != self._inode_before
+
     def update(self) -> None:
-        """Take in what the journals have got since the last call."""
-        for index, journal in enumerate(self._journals):
-            events, another_file = self._new_events(index, journal)
-            history = self._resumed and another_file
-            for event in events:
-                if event["kind"] in ("log", "send", "land"):
-                    self._last[index].update(event)
-                if event["kind"] in ("start", "resume") and index == 0:
-                    self._begun = event["step"]
-                if event["kind"] == "evaluate" and index == 0 and not history:
-                    self._say_evaluation(event)
-            if self._resumed and events and index == 0 and not history and self._begun is not None:
-                self._say(f"resumed from step {self._begun}" if self._begun else _ANEW)
-                self._begun = None
+        """Read the new events of all journals and show them."""
+        for index in range(len(self._journals)):
+            self._read(index)
         if self._bar is not None:
             self._bar.n = self.step
             self._bar.set_postfix_str(self._losses(), refresh=False)
             self._bar.refresh()
-        elif self.step >= self._said + max(1, self._max_steps // 10) and any(
-            "loss" in last for last in self._last
-        ):
-            self._said = self.step
+        elif self._is_line_due():
+            self._printed_step = self.step
             total = f"/{self._max_steps}" if self._max_steps > 0 else ""
             print(f"step {self.step}{total}  {self._losses()}", flush=True)
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether region 0 has begun to train: it puts a journal of its own in the place of the one of before."""
-        return self._files[0] != self._before
-
     def close(self) -> None:
-        """Leave the line to others."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.close()
+
+    def _read(self, index: int) -> None:
+        events, is_new_file = self._new_events(index)
+        is_history = self._resumed and is_new_file
+        for event in events:
+            if event["kind"] in ("log", "send", "land"):
+                self._last[index].update(event)
+            if event["kind"] in ("start", "resume") and index == 0:
+                self._start_step = event["step"]
+            if event["kind"] == "evaluate" and index == 0 and not is_history:
+                self._say_evaluation(event)
+        if self._resumed and events and index == 0 and not is_history and self._start_step is not None:
+            self._say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
+            self._start_step = None
+
+    def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
+        """The events of a journal since the last call, and whether the file is new.
+
+        A region that resumes a run replaces its journal by a new file.
+        """
+        journal = self._journals[index]
+        if not journal.is_file():
+            return [], False
+        with journal.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            is_new_file = inode != self._inodes[index]
+            if is_new_file:
+                self._inodes[index], self._positions[index] = inode, 0
+            file.seek(self._positions[index])
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._positions[index] += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()], is_new_file
+
+    def _is_line_due(self) -> bool:
+        """Whether there is a loss to show, and a tenth of the run has passed since the last line."""
+        next_step = self._printed_step + max(1, self._max_steps // 10)
+        return self.step >= next_step and any("loss" in last for last in self._last)
 
     def _losses(self) -> str:
         return "loss " + ", ".join(
@@ -102,20 +127,3 @@ class Display:
             self._bar.write(line, file=sys.stdout)
         else:
             print(line, flush=True)
-
-    def _new_events(self, index: int, journal: Path) -> tuple[list[dict[str, Any]], bool]:
-        """What a journal has got since the last call; whether it is another file, put in the place of the one read before.
-
-        That is done when a run is resumed.
-        """
-        if not journal.is_file():
-            return [], False
-        with journal.open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            another_file = number != self._files[index]
-            if another_file:
-                self._files[index], self._read[index] = number, 0
-            file.seek(self._read[index])
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._read[index] += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines()], another_file

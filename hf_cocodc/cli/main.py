@@ -12,9 +12,9 @@ COMMANDS = (train, simulate, store, bench)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command and its options; what stands behind the first -- is `launcher`.
+    """Parse the command and its options. The arguments after the first -- become `launcher`.
 
-    argparse itself would take -- only right behind the recipe, not behind options that follow it.
+    argparse itself accepts -- only directly after the recipe, not after options that follow the recipe.
     """
     dashes = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
@@ -29,12 +29,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv[:dashes])
     options.launcher = list(argv[dashes + 1 :])
     if options.launcher and options.run is not train.run:
-        parser.error("arguments behind -- are for accelerate launch, which only hf-cocodc train starts.")
+        parser.error(
+            "only hf-cocodc train takes arguments after --, because only train starts accelerate launch. Remove them."
+        )
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; an error of ours is one paragraph and an exit code (2 input, 1 while running)."""
+    """Run one command. An error of this package becomes one paragraph and an exit code (see errors.py)."""
     options = parse(sys.argv[1:] if argv is None else argv)
     try:
         return options.run(options)

@@ -1,4 +1,4 @@
-"""`hf-cocodc simulate`: all regions of a recipe in one process, with exactly the numbers of a real run."""
+"""`hf-cocodc simulate`: train all regions of a recipe in one process, with the numbers of a real run."""
 
 import argparse
 from typing import Any
@@ -10,17 +10,28 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="train all regions of a recipe in one process",
-        description="Train all regions of a recipe in one process, taking turns: exactly the numbers of a real run, without a "
-        "cluster. With --step-time, --latency and --bandwidth time is simulated too.",
+        description="Train all regions of a recipe in one process, where they take turns. The results are exactly those of a "
+        "real run. With --step-time, --latency and --bandwidth, the command also simulates how long steps and transfers take.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe YAML")
+    parser.add_argument("recipe", help="recipe file (YAML)")
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--step-time", type=float, metavar="S", help="simulated seconds of an inner step")
-    parser.add_argument("--latency", type=float, metavar="S", help="simulated seconds one way")
     parser.add_argument(
-        "--bandwidth", type=float, metavar="MBIT", help="simulated Mbit/s that a region can send"
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
+    )
+    parser.add_argument(
+        "--step-time", type=float, metavar="S", help="simulated time of an inner step, in seconds"
+    )
+    parser.add_argument(
+        "--latency", type=float, metavar="S", help="simulated one-way latency of the link, in seconds"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="MBIT", help="simulated rate at which a region sends, in Mbit/s"
     )
     parser.set_defaults(run=run)
 

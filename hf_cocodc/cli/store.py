@@ -1,4 +1,4 @@
-"""`hf-cocodc store`: where regions find each other."""
+"""`hf-cocodc store`: run the store where regions meet."""
 
 import argparse
 import signal
@@ -8,14 +8,14 @@ from typing import Any
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "store",
-        help="run the store where regions find each other",
-        description="Run the store where regions find each other, until interrupted. Every region must reach it; it carries "
-        "no training traffic, and one store serves one run after another.",
+        help="run the store where regions meet",
+        description="Run the store where regions meet, until you press Ctrl-C. Every region must be able to reach the store. It "
+        "carries no training traffic. One store can serve many runs, one after another.",
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all addresses)")
     parser.add_argument(
-        "--port", type=int, default=29650, help="port to listen on (default: 29650; 0 takes a free one)"
+        "--port", type=int, default=29650, help="port to listen on; 0 takes a free port (default: 29650)"
     )
     parser.set_defaults(run=run)
 
@@ -24,6 +24,6 @@ def run(options: argparse.Namespace) -> int:
     from ..meeting.store import serve_store
 
     server = serve_store(options.host, options.port)
-    print(f"store listening on {options.host}:{server.port}; end it with Ctrl-C", flush=True)
+    print(f"store listening on {options.host}:{server.port}; press Ctrl-C to end it", flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0

@@ -1,4 +1,4 @@
-"""`hf-cocodc train`: train a recipe, all regions on this machine or one of them."""
+"""`hf-cocodc train`: train all regions of a recipe on this machine, or only one of them."""
 
 import argparse
 import dataclasses
@@ -21,14 +21,14 @@ def register(subparsers: Any) -> None:
         "train",
         usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
-        description="Train a recipe. Without a store, all its regions run on this machine, one accelerate launch each; with "
-        "--region and --store, this machine runs one of them. Arguments behind -- go to accelerate launch.",
+        description="Train a recipe. Without --region, this machine runs all regions, each with its own accelerate launch. "
+        "With --region and --store, this machine runs only one region. Arguments after -- go to accelerate launch.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe YAML")
-    parser.add_argument("--region", type=int, help="run only this region here (from 0)")
+    parser.add_argument("recipe", help="recipe file (YAML)")
+    parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
     parser.add_argument(
-        "--store", metavar="HOST:PORT", help="store that all regions reach (see hf-cocodc store)"
+        "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
     )
     parser.add_argument(
         "--set",
@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint that is complete in every region; from the start where there is none",
+        help="continue from the newest checkpoint that is complete in every region, or from the start if there is none",
     )
     parser.set_defaults(run=run)
 
@@ -63,28 +63,30 @@ def run(options: argparse.Namespace) -> int:
     recipe = dataclasses.replace(recipe, regions=dataclasses.replace(here, count=count, store=store))
     if options.launcher and region is None and count > 1:
         raise InputError(
-            "arguments behind -- are for one accelerate launch; several regions on one machine would share their ports and "
-            "GPUs. Give --region and --store too, and start each region by itself."
+            f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
+            "and GPUs. Start each region with its own command, and add --region and --store to it."
         )
     regions = range(count) if region is None else [region]
     if region is not None and not 0 <= region < count:
         raise InputError(
-            f"--region {region}: the recipe has regions.count={count}, numbered 0 .. {count - 1}."
+            f"--region {region} does not exist: with regions.count={count}, regions are numbered 0 .. {count - 1}. Correct one "
+            "of the two."
         )
     if region is not None and count > 1 and store is None:
         raise InputError(
-            f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region reaches it, and pass "
+            f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
         )
     check(recipe)
     if store is not None and count > 1:
-        connect_store(store, recipe.regions.timeout_s)  # to know in seconds, before anything is loaded
+        connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     early: list[int] = []
-    _on_signals(lambda number, frame: early.append(number))  # a process is not to be lost while it is started
+    # a signal must not interrupt the start: a process that has just started would be lost
+    _on_signals(lambda number, frame: early.append(number))
     processes = launch.start(
         recipe, options.recipe, overrides, regions, address, options.launcher, options.resume
     )
@@ -109,19 +111,19 @@ def run(options: argparse.Namespace) -> int:
     if failed is not None:
         return _report_failure(failed, processes)
     if not display.has_trained:
-        print("the run had finished: nothing was left to train")
+        print("the run had already finished: there was nothing left to train")
     return _report_success(output_dir(recipe), [each.folder for each in processes])
 
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:
-    """Have Ctrl-C, a scheduler's SIGTERM and a terminal's SIGHUP handled alike."""
+    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) in the same way."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, handle)
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    if number == signal.SIGHUP:  # nobody is there to read, and to write would fail
+    if number == signal.SIGHUP:  # the terminal is closed: writing to it would fail
         with open(os.devnull, "wb") as nowhere:
             for stream in (sys.stdout, sys.stderr):
                 if stream.isatty():
@@ -130,12 +132,12 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
-    """End all regions in good order; at once if interrupted again."""
+    """Stop all regions with a checkpoint; end them at once after another interrupt."""
     from ..training import launch
 
     print(
-        "\nstopping: every region trains on until all have heard of it with the next transfer, then saves a checkpoint. "
-        "Ctrl-C again ends them at once.",
+        "\nstopping: all regions train until the next transfer tells them to stop; then each saves a checkpoint. "
+        "Press Ctrl-C again to end them at once.",
         file=sys.stderr,
     )
     try:
@@ -147,7 +149,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
 
 
 def _saved(folder: Path) -> str:
-    """What an interrupted run leaves behind."""
+    """Say which checkpoint an interrupted run has left."""
     from ..run.checkpoint import checkpoints, unusable
 
     complete = [
@@ -156,12 +158,12 @@ def _saved(folder: Path) -> str:
     ]
     common = set.intersection(*complete) if complete else set()
     if not common:
-        return f"no checkpoint is complete in every region; the journals and logs lie in {folder}"
-    return f"checkpoint-{max(common)} is complete in every region under {folder}; go on with the same command and --resume"
+        return f"no checkpoint is complete in every region; the journals and logs are in {folder}"
+    return f"checkpoint-{max(common)} is complete in every region under {folder}; to continue, add --resume to the same command"
 
 
 def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
-    """Say which region failed and why, then what the others said, each thing once."""
+    """Print which region failed and why, then the errors of the other regions, each message once."""
     said: dict[str, list[int]] = {}
     exit_code = 1
     for each in (failed, *(other for other in processes if other is not failed)):
@@ -171,7 +173,7 @@ def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
             exit_code = error[1] if each is failed else exit_code
         elif each is failed:
             print(
-                f"error: [region {each.region}] was killed or ended without a word; its last lines:",
+                f"error: [region {each.region}] was killed or ended without an error message; its last lines:",
                 file=sys.stderr,
             )
             for line in each.last_lines(6):
@@ -195,5 +197,5 @@ def _report_success(output: Path, folders: Sequence[Path]) -> int:
         plot_run(journals, output / "run.png")
         print(f"picture               {output / 'run.png'}")
     else:
-        print("picture               none; pip install 'hf-cocodc[plots]' draws one")
+        print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
     return 0

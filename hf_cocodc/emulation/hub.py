@@ -1,7 +1,7 @@
-"""The hub of an emulated WAN: makes the regions, and carries the packets between them.
+"""The hub of an emulated WAN: it makes the regions and carries the packets between them.
 
-`wan.Wan` starts it as a process of its own, `python -m hf_cocodc.emulation.hub SPEC`; they speak in lines of JSON. It
-lives as long as its standard input is open, that is, as long as its parent.
+`wan.Wan` starts the hub as a separate process, `python -m hf_cocodc.emulation.hub SPEC`. They exchange lines of JSON. The
+hub runs until its standard input ends: when the parent closes the WAN, or dies.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 INTERFACE = "wan0"
-"""Name of every region's network interface."""
+"""Name of the network interface in every region."""
 
 TUN = "/dev/net/tun"
 SYSCTL = Path("/proc/sys/net/ipv4")
 MTU = 1500
-_NET = "198.18.0"  # RFC 2544: set aside for benchmarks, so that no machine has a route of its own to it
-_QUEUE_PACKETS = 4000  # of a TUN device; the buffer that counts is the hub's
+_NET = "198.18.0"  # RFC 2544 reserves it for benchmarks: no machine has its own route to it
+_QUEUE_PACKETS = 4000  # of a TUN device; the hub's own buffer models the link
 
 # <linux/if_tun.h>, <linux/virtio_net.h>, <linux/sched.h>
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -44,13 +44,13 @@ _FIN_PSH, _CWR = 0x09, 0x80
 
 @dataclass
 class Counters:
-    """What one region has sent to another: IP packets as on a wire (segments, not GSO bundles), headers included.
+    """Traffic from one region to another, in IP packets as on a wire (segments, not GSO bundles).
 
     Attributes:
-        packets: that went over the link, lost ones included.
-        bytes: of those.
-        lost: of those, how many were lost on the way.
-        dropped: packets that found the link's buffer full.
+        packets: packets that entered the link, including lost ones.
+        bytes: their bytes, including headers.
+        lost: how many of them were lost on the way.
+        dropped: packets that did not enter the link because its buffer was full.
     """
 
     packets: int = 0
@@ -60,19 +60,19 @@ class Counters:
 
 
 def address(region: int) -> str:
-    """IPv4 address of a region."""
+    """The IPv4 address of a region."""
     return f"{_NET}.{region + 1}"
 
 
 def _enter_new_region(region: int, congestion: str | None, rate: float | None) -> tuple[int, int]:
-    """Move this process into a network namespace made for `region`; descriptors of that and of its TUN device."""
+    """Move this process into a new network namespace for `region`; return descriptors of it and of its TUN device."""
     _system("unshare", _CLONE_NEWNET)
     tun = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), flags))
     fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     own = address(region)
-    # Of the route, not of the namespace: a namespace may only choose what the whole machine has been told to allow.
+    # Set it on the route, not for the namespace: a namespace may choose only what the machine's allowed list contains.
     control = f"congctl {congestion}" if congestion else ""
     setup = f"""\
 link set lo up
@@ -83,22 +83,33 @@ route add {_NET}.0/24 dev {INTERFACE} src {own} {control}
     done = subprocess.run(["ip", "-batch", "-"], input=setup, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip: {done.stderr.strip()}")
-    (SYSCTL / "tcp_no_metrics_save").write_text("1")
-    (SYSCTL / "tcp_min_tso_segs").write_text(str(_smallest_bundle(rate)))
+    _set("tcp_no_metrics_save", "1")
+    _set("tcp_min_tso_segs", str(_smallest_bundle(rate)))
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC), tun
 
 
-def _smallest_bundle(rate: float | None) -> int:
-    """Segments that TCP is to send at a time where it can, lest many slow connections cost the hub a read for each two.
+def _set(name: str, value: str) -> None:
+    """Set an IPv4 option of the current network namespace."""
+    try:
+        (SYSCTL / name).write_text(value)
+    except OSError as error:
+        raise OSError(
+            f"cannot write {SYSCTL / name} ({error.strerror}), which every region must set. Start a container with "
+            "--privileged; elsewhere run `sudo mount -o remount,rw /proc/sys`."
+        ) from error
 
-    A quarter of a millisecond at the link's rate, so that it is no burst that the link would notice.
+
+def _smallest_bundle(rate: float | None) -> int:
+    """The least number of segments that TCP should bundle: 0.25 ms at the link's rate, a burst too short to matter.
+
+    With a smaller number, many slow connections send bundles of two, and the hub needs one read for each bundle.
     """
     quarter = math.inf if rate is None else 0.25e-3 * rate / 8 / MTU
-    return int(min(max(quarter, 2), 40))  # 2 is Linux's own least, 44 fill 64 KB
+    return int(min(max(quarter, 2), 40))  # 2 is Linux's minimum; 44 segments fill 64 KB
 
 
 def _system(name: str, *arguments: int) -> None:
-    """A system call that Python 3.10 has no function for."""
+    """Make a system call that Python 3.10 has no function for."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments):
         code = ctypes.get_errno()
@@ -106,7 +117,7 @@ def _system(name: str, *arguments: int) -> None:
 
 
 class _Pair:
-    """One direction between two regions: a buffer that drains at the link's rate, losses, and a delay."""
+    """One direction between two regions: a buffer that drains at the link's rate, random losses, and a delay."""
 
     def __init__(
         self, delay_s: float, rate: float | None, queue_s: float, loss: float, seed: tuple[int, int]
@@ -120,13 +131,13 @@ class _Pair:
         self._until_loss = self._gap()
 
     def take(self, packet: bytes, now: float) -> tuple[float, list[bytes]]:
-        """What arrives of a packet that leaves at `now`, and when."""
+        """Send a packet at `now`; return its arrival time and the parts that arrive."""
         header, size, segments = _shape(packet)
         start = max(self._free_at, now)
         fits = segments
         if self._byte_s:
             room_s = self._queue_s - (start - now)
-            # Any room is enough for one more: the buffer is full when what waits fills it.
+            # A buffer with any room left takes one more segment.
             fits = min(segments, max(math.ceil(room_s / (self._byte_s * (header + size))), 0))
         carried = _wire_bytes(packet, header, size, fits)
         self._free_at = start + carried * self._byte_s
@@ -144,7 +155,7 @@ class _Pair:
         return arrives, [_cut(packet, header, size, a, b) for a, b in kept]
 
     def _losses(self, count: int) -> list[int]:
-        """Which of the next `count` packets get lost."""
+        """Positions of the lost packets among the next `count`."""
         found = []
         at = self._until_loss
         while at < count:
@@ -154,27 +165,27 @@ class _Pair:
         return found
 
     def _gap(self) -> float:
-        """Packets until the next loss, of which each is lost with the same probability: geometrically distributed."""
+        """Number of packets before the next loss. It is geometric: each packet has the same probability of loss."""
         return math.log(1 - self._random.random()) // self._log_kept if self._log_kept else math.inf
 
 
 def _shape(packet: bytes) -> tuple[int, int, int]:
-    """Bytes of headers a segment, payload bytes of a full segment, number of segments."""
+    """Header bytes per segment, payload bytes of a full segment, number of segments."""
     size = _VNET.unpack_from(packet)[3]
     ip_header = (packet[_VNET.size] & 0x0F) * 4
-    if not size:  # no bundle: one packet, whatever is in it
+    if not size:  # not a bundle: one packet of any protocol
         return ip_header, len(packet) - _VNET.size - ip_header, 1
     header = ip_header + (packet[_VNET.size + ip_header + 12] >> 4) * 4
     return header, size, -(-(len(packet) - _VNET.size - header) // size)
 
 
 def _wire_bytes(packet: bytes, header: int, size: int, segments: int) -> int:
-    """Bytes of the first `segments` segments, each with headers of its own."""
+    """Bytes of the first `segments` segments, each with its own headers."""
     return segments * header + min(segments * size, len(packet) - _VNET.size - header)
 
 
 def _cut(packet: bytes, header: int, size: int, first: int, last: int) -> bytes:
-    """Segments `first` up to, but without, `last` of a TCP bundle, as a bundle of their own."""
+    """Segments `first` .. `last - 1` of a TCP bundle, as a separate bundle."""
     flags, kind, header_length, _, checksum_start, checksum_offset = _VNET.unpack_from(packet)
     payload = packet[_VNET.size + header :]
     part = payload[first * size : last * size]
@@ -187,7 +198,7 @@ def _cut(packet: bytes, header: int, size: int, first: int, last: int) -> bytes:
     sequence = struct.unpack_from("!I", ip, tcp + 4)[0]
     struct.pack_into("!I", ip, tcp + 4, (sequence + first * size) & 0xFFFFFFFF)
     ip[tcp + 13] &= (0xFF if ends_it else 0xFF ^ _FIN_PSH) & (0xFF if first == 0 else 0xFF ^ _CWR)
-    # The checksum is left to the receiver's device, which expects the sum of the pseudo header in its place.
+    # The receiver's device completes the checksum. It expects the sum of the pseudo header in that field.
     pseudo = bytes(ip[12:20]) + struct.pack("!HH", ip[9], header - tcp + len(part))
     struct.pack_into("!H", ip, tcp + 16, _ones_sum(pseudo))
     bundle = (kind, size) if len(part) > size else (0, 0)
@@ -196,7 +207,7 @@ def _cut(packet: bytes, header: int, size: int, first: int, last: int) -> bytes:
 
 
 def _ones_sum(data: bytes | bytearray) -> int:
-    """Ones' complement sum of 16-bit words (RFC 1071)."""
+    """The ones' complement sum of 16-bit words (RFC 1071)."""
     total = sum(struct.unpack(f"!{len(data) // 2}H", data))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
@@ -204,7 +215,7 @@ def _ones_sum(data: bytes | bytearray) -> int:
 
 
 def _forward(tuns: Sequence[int], pairs: Mapping[tuple[int, int], _Pair]) -> None:
-    """Carry packets between regions until standard input ends; answer each line of it with the counters."""
+    """Carry packets between regions until standard input ends; answer each input line with the counters."""
     control = sys.stdin.fileno()
     regions = {tun: region for region, tun in enumerate(tuns)}
     watched = [*tuns, control]
@@ -213,7 +224,7 @@ def _forward(tuns: Sequence[int], pairs: Mapping[tuple[int, int], _Pair]) -> Non
     while True:
         while on_their_way and on_their_way[0][0] <= time.monotonic():
             _, _, tun, packet = heapq.heappop(on_their_way)
-            with contextlib.suppress(OSError):  # the region's device is gone, or full: lost on its last metre
+            with contextlib.suppress(OSError):  # the region's device is gone or full: the packet is lost
                 os.write(tun, packet)
         pause = max(on_their_way[0][0] - time.monotonic(), 0) if on_their_way else None
         for ready in select.select(watched, [], [], pause)[0]:
@@ -223,12 +234,12 @@ def _forward(tuns: Sequence[int], pairs: Mapping[tuple[int, int], _Pair]) -> Non
                 found = [[*ends, asdict(pair.counters)] for ends, pair in pairs.items()]
                 _tell({"pairs": found, "cpu_s": time.process_time()})
                 continue
-            for _ in range(64):  # then it is time to see what is due
+            for _ in range(64):  # then deliver what is due
                 try:
                     packet = os.read(ready, _LARGEST)
                 except BlockingIOError:
                     break
-                if packet[_VNET.size] >> 4 != 4:  # IPv6 looking for neighbours
+                if packet[_VNET.size] >> 4 != 4:  # IPv6 neighbour discovery
                     continue
                 to = packet[_VNET.size + 19] - 1
                 pair = pairs.get((regions[ready], to))
@@ -240,13 +251,13 @@ def _forward(tuns: Sequence[int], pairs: Mapping[tuple[int, int], _Pair]) -> Non
 
 
 def _kill_inhabitants(namespaces: Sequence[int]) -> None:
-    """Kill every process in the namespaces, and what those have started meanwhile."""
+    """Kill every process in the namespaces; repeat for processes that they start meanwhile."""
     numbers = {os.fstat(namespace).st_ino for namespace in namespaces}
     found = True
     while found:
         found = False
         for entry in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):  # it has ended, or is none of ours
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if os.stat(f"/proc/{entry}/ns/net").st_ino in numbers:
                     os.kill(int(entry), signal.SIGKILL)
                     found = True
@@ -254,14 +265,14 @@ def _kill_inhabitants(namespaces: Sequence[int]) -> None:
 
 
 def _tell(answer: dict[str, Any]) -> None:
-    # Where whoever asked has gone, the end of standard input will say so.
+    # If the parent has gone, the end of standard input tells the hub.
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
 
 def _hub(spec: dict[str, Any]) -> None:
-    """Make the regions, tell their namespaces, carry their packets, clean up."""
+    """Make the regions, report their namespaces, carry their packets, clean up."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         made = [
@@ -275,8 +286,8 @@ def _hub(spec: dict[str, Any]) -> None:
     shape = (spec["delay_s"], spec["rate"], spec["queue_s"], spec["loss"])
     regions = range(spec["regions"])
     pairs = {(i, j): _Pair(*shape, seed=(i, j)) for i in regions for j in regions if i != j}
-    with contextlib.suppress(PermissionError):  # root of a user namespace only
-        os.setpriority(os.PRIO_PROCESS, 0, -20)  # a late packet would be a longer link
+    with contextlib.suppress(PermissionError):  # the root user of a user namespace may not
+        os.setpriority(os.PRIO_PROCESS, 0, -20)  # a packet that the hub forwards late makes the link longer
     _tell({"namespaces": namespaces})
     try:
         _forward(tuns, pairs)

@@ -1,4 +1,4 @@
-"""What training over a link costs: every method in real regions of an emulated WAN, against regions without a link."""
+"""The cost of training over a link: every method in regions of an emulated WAN, against regions without a link."""
 
 import json
 import math
@@ -32,7 +32,7 @@ MODEL = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-"""3.2 million parameters: 13 MB in fp32, a tenth of a second at 1 Gbit/s; an inner step takes about as long on one core."""
+"""3.2 million parameters: 13 MB in fp32, or 0.1 s at 1 Gbit/s; an inner step on one core takes about as long."""
 
 BATCH, LENGTH = 4, 64
 HELD_OUT = 128  # blocks of LENGTH bytes
@@ -45,20 +45,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dilocox": {"rank": 16, "outer_lr": 0.3, "outer_momentum": 0.0},
     "cocodc": {"num_fragments": 4, "outer_lr": 0.5, "outer_momentum": 0.5},
 }
-"""As in recipes/quickstart: the papers' outer learning rates and momenta are for thousands of rounds, these for tens."""
+"""As in recipes/quickstart. The papers' outer learning rates and momenta suit thousands of rounds, these suit tens."""
 
 NO_LINK = "no link"
 PACE_STEPS = 30
 COVERS = 4.0
-"""Times what a transfer takes at best that streaming's overlap is made to cover; the other methods need no such number."""
+"""Streaming's overlap_steps cover this many times the shortest possible transfer; other methods need no such number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is trained over which link.
+    """The training and its link.
 
     Attributes:
-        regions: number of regions; each is one process of one thread.
+        regions: number of regions; each is one process with one thread.
         rtt_s: seconds of a round trip.
         rate: bits per second of each pair of regions and direction.
         loss: probability that a packet gets lost.
@@ -66,10 +66,10 @@ class Plan:
         methods: names, in the order of the rows.
         steps: inner steps of each region with each method.
         sync_interval: H of every method.
-        rate_limit: Mbit/s that a region sends at most (`regions.rate_limit`); None for as many as it can.
+        rate_limit: the most Mbit/s that a region sends (`regions.rate_limit`); None for no limit.
 
     Raises:
-        InputError: a value that cannot be.
+        InputError: a value is out of range or unknown.
     """
 
     regions: int = 2
@@ -89,16 +89,16 @@ class Plan:
             num_fragments = SETTINGS[name].get("num_fragments", 1)
             if self.sync_interval < num_fragments:
                 raise InputError(
-                    f"--sync-interval {self.sync_interval} is too short for {name}, which sends {num_fragments} fragments in it. "
-                    "Raise it."
+                    f"--sync-interval {self.sync_interval} is too short for {name}, which sends {num_fragments} fragments in one "
+                    f"interval. Set at least {num_fragments}, or leave {name} out of --methods."
                 )
         if self.steps < self.sync_interval:
             raise InputError(
-                f"--steps {self.steps} makes no round of --sync-interval {self.sync_interval} inner steps. Raise it."
+                f"--steps {self.steps} is less than one round of --sync-interval {self.sync_interval} inner steps. Raise --steps."
             )
 
     def outer(self, method: str) -> OuterConfig:
-        """The method's configuration."""
+        """The configuration of a method."""
         return OuterConfig(method=method, sync_interval=self.sync_interval, **SETTINGS[method])
 
     def wan(self) -> Wan:
@@ -107,11 +107,11 @@ class Plan:
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:
-    """First the link by itself, then training over it.
+    """Measure first the link alone, then training over it.
 
     Args:
-        plan: what is measured.
-        progress: told in words what has been done.
+        plan: the training and its link.
+        progress: called with a line of text after each method.
 
     Raises:
         InputError: this machine cannot emulate a WAN.
@@ -168,16 +168,17 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
     ]
     tokens = plan.steps * BATCH * LENGTH
     notes = [
-        f"tokens/s: of all {plan.regions} regions, the last round included. Each is one process of one thread, on "
-        f"{setting['cores']} core(s) in all, which the link's own work shares.",
-        f"ceiling: the same without a link or an outer optimizer, all regions side by side, over {PACE_STEPS} steps before and "
-        f"{PACE_STEPS} after each row. {NO_LINK!r} itself should reach 100%: by how much it does not, the machine was not quiet.",
-        f"held-out loss: nats a byte, of the global weights after {plan.regions * tokens} tokens; without a link of region 0's "
-        f"after its own {tokens}.",
-        "seconds and blocked s: of the slowest region. MB sent: payload, by region 0.",
+        f"tokens/s: of all {plan.regions} regions, including the last round. Each region is one process with one thread. All "
+        f"share {setting['cores']} core(s) with the emulation of the link.",
+        "ceiling: tokens/s of the same regions side by side, without a link or an outer optimizer, measured over "
+        f"{PACE_STEPS} steps before and {PACE_STEPS} after each row. {NO_LINK!r} should reach 100%; a difference shows other "
+        "load on the machine.",
+        f"held-out loss: nats per byte, of the global weights after {plan.regions * tokens} tokens. The loss of {NO_LINK!r} is "
+        f"of region 0's weights after its own {tokens} tokens.",
+        "seconds and blocked s: of the slowest region. MB sent: payload sent by region 0.",
         *(
-            f"{figures['phase']}: overlap_steps={figures['overlap_steps']}, which covers {COVERS:g} times what the link takes "
-            "at best."
+            f"{figures['phase']}: overlap_steps={figures['overlap_steps']} covers {COVERS:g} times the shortest transfer that "
+            "the link allows."
             for figures in found
             if figures["overlap_steps"] is not None
         ),
@@ -196,7 +197,7 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
 
 
 def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One region: train in each phase, and tell what it came to."""
+    """One region: train in each phase and yield its figures."""
     plan = Plan(**spec["plan"])
     with store_in_region_0(spec["store"], spec["region"], plan.regions):
         region = _Region(plan, spec["region"], spec["store"])
@@ -209,26 +210,26 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Region:
-    """A region that trains one model after the other, all from the same weights on the same text."""
+    """A region that trains one model after another, each from the same weights on the same text."""
 
     def __init__(self, plan: Plan, region: int, store: str) -> None:
         from accelerate import Accelerator
 
         self._plan, self._region, self._address = plan, region, store
         self._store: dist.Store = connect_store(store, TIMEOUT_S)
-        self._said = 0
+        self._exchanges = 0
         self._accelerator = Accelerator(cpu=True)
         self._text = _bytes_of("train", region, plan.regions)
         self._held_out = _bytes_of("test", 0, 1)[: HELD_OUT * LENGTH].view(-1, LENGTH)
         self._step_s = 0.0
 
     def pace(self) -> float:
-        """Tokens a second of all regions now, without a link: the ceiling, under the load that others put on the machine."""
-        self._step_s = max(self._all(self._run(*self._model(), PACE_STEPS, lambda: None))) / PACE_STEPS
+        """Tokens per second of all regions without a link, under the machine's present load: the ceiling."""
+        self._step_s = max(self._exchange(self._run(*self._model(), PACE_STEPS, lambda: None))) / PACE_STEPS
         return self._plan.regions * BATCH * LENGTH / self._step_s
 
     def train(self, phase: str) -> dict[str, Any]:
-        """Train with a method, or without a link; the figures of all regions together."""
+        """Train with a method, or without a link; return the figures of all regions together."""
         from ..run.outer_optimizer import OuterOptimizer
 
         plan = self._plan
@@ -253,7 +254,7 @@ class _Region:
             seconds = self._run(model, optimizer, scheduler, plan.steps, outer.step, outer.finish)
             totals = outer.synchronizer.totals
             mine = {"seconds": seconds, "blocked_s": totals.blocked_s, "bytes_sent": totals.bytes_sent}
-        everyone = self._all(mine)
+        everyone = self._exchange(mine)
         seconds = max(each["seconds"] for each in everyone)
         return {
             "phase": phase,
@@ -286,8 +287,8 @@ class _Region:
         after_step: Callable[[], None],
         at_end: Callable[[], None] = lambda: None,
     ) -> float:
-        """Make inner steps, all regions from the same moment on; the seconds that it took."""
-        self._all(None)
+        """Make inner steps; all regions start at the same moment. Return the seconds."""
+        self._exchange(None)
         start = time.perf_counter()
         for batch in self._batches(steps):
             self._accelerator.backward(model(input_ids=batch, labels=batch).loss)
@@ -299,14 +300,14 @@ class _Region:
         return time.perf_counter() - start
 
     def _covering(self, config: OuterConfig, model: Any) -> int:
-        """Inner steps that cover a transfer of the largest fragment; equal in all regions, for all know all figures."""
+        """Inner steps that cover a transfer of the largest fragment; equal in all regions, because all know all figures."""
         plan, method = self._plan, from_config(config)
         sent = max(method.codec.wire_bytes(each, 0, plan.regions) for each in method.fragments(model))
         seconds = COVERS * (sent * 8 / (plan.regions - 1) / plan.rate + plan.rtt_s)
         return min(max(math.ceil(seconds / self._step_s), 1), plan.sync_interval - 1)
 
     def _batches(self, steps: int) -> Iterator[torch.Tensor]:
-        """(BATCH, LENGTH) bytes at random places of this region's text: the same ones in every phase."""
+        """(BATCH, LENGTH) bytes at random places of this region's text, the same in every phase."""
         places = torch.Generator().manual_seed(self._region)
         for _ in range(steps):
             starts = torch.randint(self._text.numel() - LENGTH, (BATCH,), generator=places).tolist()
@@ -318,15 +319,17 @@ class _Region:
         blocks = self._held_out.long().split(32)
         return torch.stack([model(input_ids=each, labels=each).loss for each in blocks]).mean().item()
 
-    def _all(self, mine: Any) -> list[Any]:
-        """What every region says, in order; waits for all, who have to call in the same order."""
-        self._said += 1
-        self._store.set(f"{self._said}/{self._region}", json.dumps(mine))
-        return [json.loads(self._store.get(f"{self._said}/{each}")) for each in range(self._plan.regions)]
+    def _exchange(self, mine: Any) -> list[Any]:
+        """Exchange a value with all regions; return the values by region. All regions must call in the same order."""
+        self._exchanges += 1
+        self._store.set(f"{self._exchanges}/{self._region}", json.dumps(mine))
+        return [
+            json.loads(self._store.get(f"{self._exchanges}/{each}")) for each in range(self._plan.regions)
+        ]
 
 
 def _bytes_of(split: str, region: int, regions: int) -> torch.Tensor:
-    """A region's part of the standard library's source as a flat tensor of bytes."""
+    """A region's part of the Python standard library's source, as a flat tensor of bytes."""
     from ..run.shards import region_shard
     from ..training.data import python_stdlib
 

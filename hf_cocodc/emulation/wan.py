@@ -1,87 +1,64 @@
-"""A WAN between regions, on one Linux machine: real TCP over an emulated distance.
+"""A WAN between regions on one Linux machine: real TCP over an emulated distance.
 
-Every region is a network namespace with one TUN device, `wan0`. A hub process reads the packets that leave one region,
-holds them back as a long link would (a buffer that drains at the link's rate, losses, a delay) and hands them to the
-other. The TCP stacks at both ends are the kernel's own, so that windows, slow start, congestion control and retransmits
-are those of a real link. No route leads out of the namespaces. It needs root, but no kernel module such as netem::
+Each region is a network namespace with one TUN device, `wan0`. A hub process reads the packets that leave one region,
+holds them back as a long link would (a buffer that drains at the link's rate, losses, a delay) and writes them to the
+other region. Both ends use the kernel's TCP: windows, slow start, congestion control and retransmits behave as on a real
+link. No route leads out of the namespaces. No kernel module such as netem is needed::
 
     with Wan(2, rtt_s=0.1, rate=1e9, congestion="cubic") as wan:
         server = wan.popen(0, [sys.executable, "server.py", wan.address(0)])
         client = wan.popen(1, [sys.executable, "client.py", wan.address(0)], env={"OMP_NUM_THREADS": "1"})
         client.wait()
-        print(wan.counters()[1, 0])     # what region 1 has sent to region 0
+        print(wan.counters()[1, 0])     # traffic from region 1 to region 0
 
-Nothing is left behind, not even where the process that uses it is killed: the namespaces have no name, so that they
-vanish with the processes in them; and the hub, which hears that its parent has gone, kills those.
+It needs root, or a kernel that lets other users make user namespaces. Without root the hub starts in a new user namespace,
+which owns the regions (see `privileges`). The hub then has normal priority instead of the highest; on a busy machine packets
+may arrive later.
 
-Segmentation offload (GSO) lets the hub handle up to 64 KB at a time, hence 1 Gbit/s on a fraction of a core. Losses and
-a full buffer still take single segments: a bundle that loses some is cut into those that remain. Measured on two cores: a
-round trip takes 0.3 to 0.8 ms more than asked for, TCP's goodput is 96.5 % of the rate (the rest are headers) from 50 Mbit/s
-to 1 Gbit/s, and the hub needs a tenth of a core for 100 Mbit/s, a quarter for 1 Gbit/s one way.
+Nothing is left behind, even if the process that uses the WAN is killed. The namespaces have no name and vanish with the
+processes in them. The hub notices that its parent has gone, and kills these processes.
+
+Segmentation offload (GSO) lets the hub handle up to 64 KB at a time, so that 1 Gbit/s takes a fraction of a core. Losses and
+a full buffer still affect single segments: the hub cuts a bundle that loses some into the parts that remain. Measured on two
+cores: a round trip takes 0.3 to 0.8 ms more than `rtt_s`; TCP's goodput is 96.5 % of the rate (the rest is headers) from
+50 Mbit/s to 1 Gbit/s; the hub needs a tenth of a core for 100 Mbit/s, a quarter for 1 Gbit/s in one direction.
 """
 
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ..errors import InputError, LinkError
 from . import hub
-from .hub import INTERFACE, SYSCTL, TUN, Counters
+from .hub import INTERFACE, SYSCTL, Counters
+from .privileges import as_administrator, inside, obstacle
 
 MOST_REGIONS = 100
 GRACE_S = 3.0
-CAP_NET_ADMIN, CAP_SYS_ADMIN = 12, 21  # <linux/capability.h>
-
-
-def obstacle() -> str | None:
-    """Why this machine cannot emulate a WAN now, and the way out; None where it can."""
-    if not sys.platform.startswith("linux"):
-        return (
-            "an emulated WAN is made of Linux network namespaces. Run it on Linux, in a virtual machine say."
-        )
-    if os.geteuid() != 0:
-        return "an emulated WAN needs root, to make network namespaces. Use sudo, or `unshare -Urn` before the command."
-    if not _may_administer():
-        return "an emulated WAN needs a root with CAP_SYS_ADMIN and CAP_NET_ADMIN. Give a container --privileged."
-    if not os.path.exists(TUN):
-        return f"an emulated WAN needs {TUN}, which is not here. Try `modprobe tun`; give a container --device {TUN}."
-    for tool, package in (("ip", "iproute2"), ("nsenter", "util-linux")):
-        if shutil.which(tool) is None:
-            return f"an emulated WAN needs the command {tool!r}, which is not here. Install {package}."
-    return None
-
-
-def _may_administer() -> bool:
-    """Whether this process has the capabilities to make namespaces and network devices."""
-    status = Path("/proc/self/status").read_text()
-    effective = int(status.partition("CapEff:")[2].split()[0], 16)
-    return all(effective >> capability & 1 for capability in (CAP_NET_ADMIN, CAP_SYS_ADMIN))
 
 
 class Wan:
-    """`regions` network namespaces, every pair joined by a link of its own.
+    """`regions` network namespaces; a separate link joins each pair.
 
     Args:
         regions: number of regions, 2 .. 100.
-        rtt_s: seconds of a round trip without load; half of it each way.
-        rate: bits per second of each pair and direction, IP headers included; None for no limit.
-        loss: probability that a packet gets lost on the way.
-        congestion: TCP congestion control in the regions, such as "cubic" or "bbr"; None takes this machine's, which the
-            attribute of that name tells afterwards. Always tell it with the figures: on a long link it decides.
-        queue_s: what the buffer before each link holds, in seconds at `rate`; by default a round trip, but at least 50 ms.
+        rtt_s: seconds of a round trip without load; half of it in each direction.
+        rate: bits per second of each pair and direction, including IP headers; None for no limit.
+        loss: probability that a packet gets lost.
+        congestion: TCP congestion control in the regions, such as "cubic" or "bbr". None takes this machine's default; the
+            attribute `congestion` names it inside the with block. Report it with every figure: it decides on a long link.
+        queue_s: capacity of the buffer before each link, in seconds at `rate`; by default a round trip, at least 50 ms.
 
-    Socket buffers (`tcp_rmem`, `tcp_wmem`) are the machine's. Connections remember nothing of earlier ones.
+    Socket buffers (`tcp_rmem`, `tcp_wmem`) have the machine's sizes. Connections keep no metrics of earlier ones.
 
     Raises:
-        InputError: a value that cannot be, or something that this machine lacks (see `obstacle`).
+        InputError: a value is out of range, or this machine lacks something (see `privileges.obstacle`).
         LinkError: the kernel refuses.
     """
 
@@ -112,7 +89,7 @@ class Wan:
         self._route = congestion
         self.congestion = congestion or ""
         self._hub: subprocess.Popen[str] | None = None
-        self._namespaces: list[str] = []
+        self._namespaces: list[int] = []
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Wan":
@@ -123,8 +100,8 @@ class Wan:
         self.congestion = self._route or (SYSCTL / "tcp_congestion_control").read_text().strip()
         if self.congestion not in available:
             raise InputError(
-                f"congestion={self.congestion!r} is not among what this kernel has: {', '.join(available)}. Try `modprobe "
-                f"tcp_{self.congestion}`, or take one of those."
+                f"congestion={self.congestion!r} is not available in this kernel, only {', '.join(available)}. Run "
+                f"`sudo modprobe tcp_{self.congestion}`, or take one of these."
             )
         spec = {
             "regions": self.regions,
@@ -134,9 +111,9 @@ class Wan:
             "congestion": self._route,
             "queue_s": self.queue_s,
         }
-        # In a session of its own Ctrl-C does not reach it: it has to outlive the parent, to clean up.
+        # A new session keeps Ctrl-C from the hub: it must outlive its parent to clean up.
         self._hub = subprocess.Popen(
-            [sys.executable, "-m", hub.__name__, json.dumps(spec)],
+            as_administrator([sys.executable, "-m", hub.__name__, json.dumps(spec)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -149,7 +126,7 @@ class Wan:
         except BaseException:
             self.close()
             raise
-        self._namespaces = [f"/proc/{self._hub.pid}/fd/{number}" for number in answer["namespaces"]]
+        self._namespaces = answer["namespaces"]
         return self
 
     def __exit__(
@@ -158,7 +135,7 @@ class Wan:
         self.close()
 
     def address(self, region: int) -> str:
-        """IPv4 address by which the other regions reach `region`."""
+        """The IPv4 address at which the other regions reach `region`."""
         return hub.address(region)
 
     def popen(
@@ -167,36 +144,36 @@ class Wan:
         """Start a command inside a region.
 
         Args:
-            region: which, from 0.
-            command: program and arguments; a path or a name on PATH, no shell.
-            env: variables set besides those of this process, and besides GLOO_SOCKET_IFNAME, which is `wan0`.
-            options: of `subprocess.Popen`.
+            region: its number, from 0.
+            command: program and arguments; the program is a path or a name on PATH; no shell.
+            env: variables in addition to this process's own and GLOO_SOCKET_IFNAME (`wan0`).
+            options: options of `subprocess.Popen`.
 
         Raises:
-            LinkError: the emulated WAN is not up, or no longer.
+            LinkError: the emulated WAN is not up.
         """
         if self._hub is None or self._hub.poll() is not None:
-            raise LinkError("the emulated WAN is not up: use it in its with block.")
-        entered = ["nsenter", f"--net={self._namespaces[region]}", "--", *command]
+            raise LinkError("the emulated WAN is not up. Use it inside its with block.")
+        entered = inside(self._hub.pid, self._namespaces[region], command)
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
         process = subprocess.Popen(entered, env=variables, **options)
         self._processes.append(process)
         return process
 
     def counters(self) -> dict[tuple[int, int], Counters]:
-        """What has been sent until now, by (from, to).
+        """The traffic until now, by (from, to).
 
         Raises:
-            LinkError: the hub has died.
+            LinkError: the WAN is not up, or the hub has died.
         """
         return {(i, j): Counters(**found) for i, j, found in self._ask()["pairs"]}
 
     def hub_cpu_s(self) -> float:
-        """Seconds of a core that the emulation itself has used until now; raises LinkError as `counters` does."""
+        """CPU seconds that the hub has used until now; raises LinkError as `counters` does."""
         return self._ask()["cpu_s"]
 
     def close(self) -> None:
-        """End what still runs in the regions, and the regions; calling it again does nothing."""
+        """End the processes in the regions, then the regions; a second call does nothing."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -207,7 +184,7 @@ class Wan:
         if self._hub is not None:
             assert self._hub.stdin is not None and self._hub.stdout is not None
             with contextlib.suppress(BrokenPipeError):
-                self._hub.stdin.close()  # its word to kill what is left and to go
+                self._hub.stdin.close()  # tells the hub to kill the remaining processes and to exit
             self._hub.wait()
             self._hub.stdout.close()
             self._hub = None
@@ -217,7 +194,7 @@ class Wan:
 
     def _ask(self) -> dict[str, Any]:
         if self._hub is None:
-            raise LinkError("the emulated WAN is not up: use it in its with block.")
+            raise LinkError("the emulated WAN is not up. Use it inside its with block.")
         assert self._hub.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._hub.stdin.write("\n")
@@ -228,5 +205,5 @@ class Wan:
         assert self._hub is not None and self._hub.stdout is not None
         line = self._hub.stdout.readline()
         if not line:
-            raise LinkError(f"the hub of the emulated WAN has ended, with exit code {self._hub.wait()}.")
+            raise LinkError(f"the hub of the emulated WAN has ended with exit code {self._hub.wait()}.")
         return json.loads(line)

@@ -1,4 +1,4 @@
-"""Whether a saved state fits the model and the method of this run."""
+"""Checks that a saved state fits the model and the method of this run."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,12 +11,12 @@ from ..parts.fragments import Fragment
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
-    """[name, shape] of every parameter, one list a fragment."""
+    """[name, shape] of every parameter, one list per fragment."""
     return [[[name, list(shape)] for name, shape in zip(f.names, f.shapes, strict=True)] for f in fragments]
 
 
 def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
-    """Check that a saved layout is that of `fragments`.
+    """Check that a saved layout equals the layout of `fragments`.
 
     Raises:
         CheckpointError: names the first parameter that differs.

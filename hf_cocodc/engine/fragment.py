@@ -1,4 +1,4 @@
-"""What the engine keeps of one fragment, and what a send and a landing do to it."""
+"""The engine's state of one fragment, and how a send and a landing change it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,227 +7,239 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..links.base import Arrival, Link
+from ..links.base import Arrival, Here, Link
 from ..methods import Method
-from ..parts.codecs.base import Codec, Conversation, Result, State
+from ..parts.codecs.base import Conversation, Result
 from ..parts.fragments import Fragment
-from ..parts.info import SyncInfo
+from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge
-from ..parts.outer import Step
+from ..parts.outer import OuterTransform
 from ..tensors.departures import Departure
-from ..tensors.flat import copy_all_, digest, flat_zeros, is_finite
-from ..tensors.pieces import PIECE, Cut, cuts, in_this_thread
-from ..tensors.pools import HOST, Pool
+from ..tensors.flat import copy_all_, digest, flat_zeros, is_finite, tensors_in
+from ..tensors.pieces import PIECE, Cut, cuts
+from ..tensors.pools import HOST, Pool, shared_lengths
 from ..tensors.sharding import local_shard
-from .compatibility import same_structure
-from .landing import Landing
-from .transfer import KEPT_OF_A_TRANSFER, Here, Transfer
+from ..tensors.threads import HostThreads, divide
+from .landing import Flats, Landing
+from .local_params import LocalParams
+from .outer_step import OuterStep
+from .transfer import Transfer
 
 
 @dataclass
 class FragmentState:
-    """What the engine keeps of one fragment; `params` are this rank's own tensors, written in place.
+    """The engine's state of one fragment.
 
-    What is done to every value at a send or a landing is done on the device where the outer state is kept; on the host
-    piece by piece, so that memory is read and written once. `land` never writes to `global_params` that a transfer holds
-    on to.
+    Operations on all values run on the device of the outer state. On the host they run piece by piece, so that memory is
+    read and written once. Global params that a transfer still references are never overwritten.
 
     Attributes:
-        buffers: memory on that device.
-        host: memory for what the link reads.
+        fragment: the layout.
+        cuts: the pieces.
+        local: the local params.
+        global_params: the global params, flat fp32.
+        outer: outer state.
+        codec: state of the codec.
+        codec_remembers: whether a transfer must start from the codec's state at the end of the transfer before.
+        pool: memory on the device of the outer state.
+        host: memory for the link.
+        threads: how many threads work on the host.
+        in_flight: transfers that have not landed, oldest first.
+        num_sends: number of sends so far.
+        settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
+        sent_at: inner step of the last send.
+        lr_sum: sum of inner learning rates up to the last send.
     """
 
     fragment: Fragment
-    params: list[Tensor]
+    cuts: Sequence[Cut]
+    local: LocalParams
     global_params: Tensor
-    outer: State
-    codec: State
+    outer: dict[str, Any]
+    codec: dict[str, Any]
     codec_remembers: bool
-    buffers: Pool
+    pool: Pool
     host: Pool
+    threads: HostThreads
     in_flight: list[Transfer] = field(default_factory=list)
     num_sends: int = 0
     settled_at: int = 0
-    """Inner step up to which local steps have entered the global params (or were thrown away by a merge)."""
     sent_at: int = 0
-    """Inner step of the last send."""
     lr_sum: float = 0.0
-    """Sum of learning rates at the last send."""
-
-    def __post_init__(self) -> None:
-        self._on_host = self.buffers.device == HOST
-        # another device has no use for pieces: its memory is as fast as its cache is here
-        piece = PIECE if self._on_host else max(self.fragment.numel, 1)
-        self._cuts = cuts([param.numel() for param in self.params], piece)
-        self._lengths = [sum(cut.sizes) for cut in self._cuts]
-        self._stored_rounded = any(param.dtype != torch.float32 for param in self.params)
-        in_place = self._on_host and all(p.device == HOST and p.is_contiguous() for p in self.params)
-        self._own = self._own_pieces() if in_place else None
-        """The parameters themselves, piece by piece, where they can be read and written as they are."""
 
     def take(self) -> Tensor:
-        """A buffer of the fragment's length with anything in it."""
-        return self.buffers.take(self.fragment.numel)
+        """A buffer of the fragment's length with undefined values."""
+        return self.pool.take(self.fragment.numel)
 
-    def retire(self, transfer: Transfer) -> None:
-        """Take back the buffers of a transfer that has landed."""
-        self.buffers.give(transfer.snapshot, transfer.outer_grad)
-        if transfer.departure is not None:
-            transfer.departure.end()
-        if not self._is_held(transfer.global_params) and transfer.global_params is not self.global_params:
-            self.buffers.give(transfer.global_params)
+    def cut(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat tensor of this fragment, piece by piece."""
+        return flat.split_with_sizes([sum(cut.sizes) for cut in self.cuts])
 
-    def converse(self, codec: Codec, flat: Tensor, state: State) -> tuple[Conversation, Departure]:
-        """A codec's conversation about a flat tensor of this fragment, and how that leaves the device where it lies."""
+    def gather(self) -> Tensor:
+        """The local params in a flat buffer of their own."""
+        return self.local.gather(self.take())
+
+    def converse(
+        self, conversation: Callable[[Tensor], Conversation], flat: Tensor
+    ) -> tuple[Conversation, Departure]:
+        """A conversation about a flat tensor of this fragment, and the departure that takes the tensor to the link."""
         departure = Departure(flat, self.host)
 
-        def conversation() -> Conversation:
-            return (yield from codec.converse(departure.fetch(), self.fragment, state))
+        def converse() -> Conversation:
+            return (yield from conversation(departure.fetch()))
 
-        return conversation(), departure
+        return converse(), departure
 
     def checksum(self) -> Callable[[], int]:
-        """What finds the checksum of the global params as they are now, for the link's thread: it takes time."""
+        """A function that computes the checksum of the present global params. It takes time: the link's thread calls it."""
         departure = Departure(self.global_params, self.host)
 
-        def find() -> int:
+        def compute() -> int:
             found = digest(departure.fetch())
             departure.end()
             return found
 
-        return find
-
-    def cut(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat tensor of this fragment, piece by piece."""
-        return flat.split_with_sizes(self._lengths)
-
-    def gather(self) -> Tensor:
-        """The local params as one flat buffer of their own."""
-        return gather(self.fragment, self.params, self.take())
-
-    def show(self, flat: Tensor) -> None:
-        """Make a flat tensor the local params."""
-        scatter(flat, self.fragment, self.params)
+        return compute
 
     def prepare(self) -> tuple[Tensor, Tensor, bool]:
-        """For a send: a snapshot of the local params, the outer gradient, and whether that is finite.
-
-        The outer gradient is global minus local, the global params rounded as the model stores them. Against unrounded
-        fp32 a bf16 model that does not move would seem to, and idle regions would drift.
-        """
+        """For a send: a snapshot of the local params, the outer gradient, and whether the outer gradient is finite."""
         snapshot, outer_grad = self.take(), self.take()
-        if self._own is None:
-            gather(self.fragment, self.params, snapshot)
-        finite = True
-        pieces = zip(*map(self.cut, (snapshot, outer_grad, self.global_params)), strict=True)
-        with in_this_thread():
-            for index, (local, grad, shown) in enumerate(pieces):
-                if self._own is not None:
-                    copy_all_(self._cuts[index].views(local), self._own[index])
-                if self._stored_rounded:
-                    shown = self._rounded(shown, self._cuts[index], grad)
-                torch.sub(shown, local, out=grad)
-                finite = finite and is_finite(grad)
-        return snapshot, outer_grad, finite
+        pieces = self.local.pieces if self.pool.device == HOST else None
+        if pieces is None:
+            self.local.gather(snapshot)
+        locals_, grads, globals_ = map(self.cut, (snapshot, outer_grad, self.global_params))
 
-    def land(self, mean: Tensor, step: Step, merge: Merge, snapshot: Tensor, info: SyncInfo) -> bool:
-        """Let the outer step move the global params, and the merge the local ones; overwrites `mean`.
+        def work(part: range) -> bool:
+            finite = True
+            for index in part:
+                if pieces is not None:
+                    copy_all_(self.cuts[index].views(locals_[index]), pieces[index])
+                self._subtract(locals_[index], globals_[index], index, grads[index])
+                finite = finite and is_finite(grads[index])
+            return finite
+
+        return snapshot, outer_grad, all(divide(work, len(self.cuts), self.threads.in_training()))
+
+    def outer_grad_of(self, transfer: Transfer) -> Tensor:
+        """The outer gradient of a transfer, computed again if its memory has other uses now."""
+        if transfer.outer_grad is not None:
+            return transfer.outer_grad
+        found = torch.empty_like(transfer.snapshot)
+        for index, pieces in enumerate(
+            zip(*map(self.cut, (transfer.snapshot, transfer.global_params, found)), strict=True)
+        ):
+            local, shown, into = pieces
+            self._subtract(local, shown, index, into)
+        return found
+
+    def _subtract(self, local: Tensor, global_params: Tensor, index: int, into: Tensor) -> None:
+        """Outer gradient of a piece: global minus local, the global params rounded as the model stores them.
+
+        Against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift.
+        """
+        if self.local.is_rounded:
+            global_params = self.local.rounded(global_params, index, into)
+        torch.sub(global_params, local, out=into)
+
+    def step_ahead(
+        self,
+        transform: OuterTransform,
+        mean: Tensor,
+        state: dict[str, Any],
+        info: OuterInfo,
+        outer_grad: Tensor,
+    ) -> OuterStep:
+        """The outer step of a transfer that has ended but not landed, in new memory.
+
+        Starts from `info.global_params` and `state`. The outer gradient has been sent: its memory is reused.
+        """
+        self.pool.give(outer_grad)
+        return OuterStep(transform, mean, state, info, self.take(), self.pool)
+
+    def step_now(self, transform: OuterTransform, mean: Tensor, info: OuterInfo) -> OuterStep:
+        """The outer step of a transfer that lands now: in place, unless a transfer still references the global params."""
+        before = self.global_params
+        after = self.take() if self._is_held(before) else before
+        here = mean if mean.device == before.device else self.take().copy_(mean)
+        return OuterStep(transform, here, self.outer, info, after)
+
+    def land(self, transfer: Transfer, mean: Tensor, step: OuterStep, merge: Merge, info: MergeInfo) -> bool:
+        """Replace the global params with the result of an outer step, and let the local params take it in.
+
+        Args:
+            transfer: what lands; no longer in flight.
+            mean: the mean outer gradient; overwritten.
+            step: from `step_ahead`, already taken; or from `step_now`, taken here.
+            merge: how local params take in global ones.
+            info: facts for the merge.
 
         Returns:
             Whether the local params were finite, as far as the merge reads them.
         """
-        before, after = self.global_params, self.global_params
-        if self._is_held(before):
-            after = self.take()
-        local, stand_in = self._own, None
-        if self._own is None and merge.reads_local:  # params that cannot be written piece by piece
+        is_ahead = step is transfer.outcome.step
+        after = self.cut(step.global_params)
+        room = mean if is_ahead else step.mean
+        pieces = self.local.pieces if self.pool.device == HOST else None
+        stand_in = None
+        if pieces is None and merge.reads_local:
             stand_in = self.gather()
-            local = [(piece,) for piece in self.cut(stand_in)]
-        grad = mean if mean.device == before.device else self.take().copy_(mean)
+            pieces = [(piece,) for piece in self.cut(stand_in)]
         finite = Landing(
-            self._cuts,
-            local,
-            before=before,
-            after=after,
-            grad=grad,
-            step=step,
-            merge=merge,
-            snapshot=snapshot,
-            info=info,
-            num_params=len(self.params),
+            self.cuts,
+            Flats(pieces, self.cut(transfer.snapshot), self.cut(room)),
+            after.__getitem__ if is_ahead else step.move,
+            merge,
+            info,
+            len(self.local.params),
+            self.threads.in_training(),
         ).run()
-        self.global_params = after
-        if self._own is None:
-            self.show(after if stand_in is None else stand_in)
-        self.buffers.give(*(each for each in (stand_in, grad) if each is not None and each is not mean))
+        before, old = self.global_params, tensors_in(self.outer)
+        self.global_params, self.outer = step.global_params, step.state
+        if stand_in is not None or pieces is None:
+            self.local.show(self.global_params if stand_in is None else stand_in)
+        kept = {id(tensor) for tensor in (mean, *tensors_in(self.outer))}
+        self.pool.give(
+            *(each for each in (*old, room, stand_in) if each is not None and id(each) not in kept)
+        )
+        self._retire(transfer, before)
         return finite
 
-    def _is_held(self, flat: Tensor) -> bool:
-        """Whether a transfer in flight holds on to these global params."""
-        return any(transfer.global_params is flat for transfer in self.in_flight)
+    def drop(self, transfer: Transfer) -> None:
+        """Return the memory of a transfer that has ended and will not land; it is no longer in flight."""
+        step = transfer.outcome.step
+        if step is not None:
+            self.pool.give(step.global_params, *tensors_in(step.state))
+        self._retire(transfer)
 
-    def _rounded(self, piece: Tensor, cut: Cut, into: Tensor) -> Tensor:
-        """A piece of the global params as the model stores them."""
-        parts = zip(cut.views(piece), cut.params, strict=True)
-        copy_all_(cut.views(into), [part.to(self.params[param].dtype) for part, param in parts])
-        return into
+    def transfer_of(self, sent_at: int) -> Transfer:
+        """The transfer in flight that was sent at this inner step; for step 0, one that was never sent."""
+        if sent_at == 0:
+            return self._nothing_sent()
+        found = [transfer for transfer in self.in_flight if transfer.sent_at == sent_at]
+        assert len(found) == 1, f"{len(found)} transfers of step {sent_at} are in flight, expected one"
+        return found[0]
 
-    def _own_pieces(self) -> list[Sequence[Tensor]]:
-        rest = [param.view(-1) for param in self.params]
-        found: list[Sequence[Tensor]] = []
-        for cut in self._cuts:
-            found.append([rest[param][:size] for param, size in zip(cut.params, cut.sizes, strict=True)])
-            for param, size in zip(cut.params, cut.sizes, strict=True):
-                rest[param] = rest[param][size:]
-        return found
-
-    def nothing_sent(self) -> Transfer:
-        """The transfer of step 0, which is never sent: local and global params are equal, so its mean is zero."""
+    def _nothing_sent(self) -> Transfer:
+        """A transfer of step 0, where local and global params are equal: its mean is zero."""
         mean = flat_zeros(self.fragment.numel)
         handle = Here(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0))
         snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
-        return Transfer(0, snapshot, outer_grad, self.global_params, 0.0, handle)
+        return Transfer(0, snapshot, self.global_params, 0.0, handle, outer_grad)
 
-    def state_dict(self) -> State:
-        """Everything but the local params, which are the model's; waits for what is in flight."""
-        kept = {name: getattr(self, name) for name in _KEPT_OF_A_FRAGMENT}
-        return kept | {"in_flight": [transfer.state_dict() for transfer in self.in_flight]}
+    def _retire(self, transfer: Transfer, *replaced: Tensor) -> None:
+        """Return the memory of a transfer, and replaced global params, unless they are still referenced."""
+        self.pool.give(transfer.snapshot)
+        if transfer.outer_grad is not None:
+            self.pool.give(transfer.outer_grad)
+        if transfer.departure is not None:
+            transfer.departure.end()
+        for flat in {id(flat): flat for flat in (transfer.global_params, *replaced)}.values():
+            if flat is not self.global_params and not self._is_held(flat):
+                self.pool.give(flat)
 
-    def load_state_dict(self, state: State) -> None:
-        """Take over what `state_dict` gave; what is in flight, of steps that are taken back, is waited for and given up.
-
-        Raises:
-            CheckpointError: it belongs to another outer optimizer or codec.
-        """
-        index = self.fragment.index
-        for part in ("outer", "codec", "global_params"):
-            same_structure(state[part], getattr(self, part), f"the {part} state of fragment {index}")
-        moved: dict[int, Tensor] = {}  # what is shared stays so
-
-        def here(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: here(each) for key, each in value.items()}
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in moved:
-                moved[id(value)] = value.to(self.buffers.device)
-            return moved[id(value)]
-
-        while self.in_flight:
-            transfer = self.in_flight.pop()
-            transfer.handle.wait()
-            self.retire(transfer)
-        for name in _KEPT_OF_A_FRAGMENT:
-            setattr(self, name, state[name] if name == "codec" else here(state[name]))
-        for saved in state["in_flight"]:
-            kept = {name: here(saved[name]) for name in (*KEPT_OF_A_TRANSFER, "mean")}
-            self.in_flight.append(Transfer.from_state({**saved, **kept}))
-
-
-_KEPT_OF_A_FRAGMENT = (
-    *("global_params", "outer", "codec"),
-    *("num_sends", "settled_at", "sent_at", "lr_sum"),
-)
+    def _is_held(self, flat: Tensor) -> bool:
+        """Whether a transfer in flight references these global params."""
+        return any(transfer.global_params is flat for transfer in self.in_flight)
 
 
 def adopt(
@@ -237,44 +249,41 @@ def adopt(
     link: Link,
     device: torch.device,
     start: bool,
+    steps_ahead: bool,
 ) -> list[FragmentState]:
-    """The fragments as training begins, with outer state on `device`; at the start of a run with region 0's parameters."""
+    """The engine's state of each fragment at the beginning.
+
+    Args:
+        fragments: of the model.
+        model: unwrapped.
+        method: makes the states of codec and outer optimizer.
+        link: reaches the other regions.
+        device: of global params, outer state and transfers.
+        start: whether this is the start of a run: all regions take region 0's parameters.
+        steps_ahead: whether outer steps are taken before the landing, in new memory.
+    """
     named = dict(model.named_parameters())
+    shards = {name: local_shard(named[name]) for fragment in fragments for name in fragment.names}
     longest = max(fragment.numel for fragment in fragments)
-    host = Pool(longest, pinned=any(local_shard(param).is_cuda for param in named.values()))
-    buffers = host if device == HOST else Pool(longest, device)
+    # results of steps ahead stay in use: buffers much longer than the fragment would waste memory for the whole run
+    lengths = shared_lengths(fragment.numel for fragment in fragments) if steps_ahead else [longest]
+    host = Pool(HOST, lengths, pinned=any(shard.is_cuda for shard in shards.values()))
+    pool = host if device == HOST else Pool(device, lengths)
+    threads = HostThreads(all(shard.device == HOST for shard in shards.values()))
     adopted = []
     for fragment in fragments:
-        params = [local_shard(named[name]) for name in fragment.names]
-        flat = gather(fragment, params, flat_zeros(fragment.numel))
+        params = [shards[name] for name in fragment.names]
+        # other devices need no pieces: their memory is as fast as the cache of the host
+        piece = PIECE if device == HOST else max(fragment.numel, 1)
+        pieces = cuts([param.numel() for param in params], piece)
+        local = LocalParams(fragment, params, pieces)
+        flat = local.gather(flat_zeros(fragment.numel))
         if start:
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-            scatter(flat, fragment, params)
+            local.show(flat)
         flat = flat.to(device)
-        codec = method.codec.init(fragment)
-        outer = method.outer.init(flat)
-        adopted.append(FragmentState(fragment, params, flat, outer, codec, bool(codec), buffers, host))
+        codec, outer = method.codec.init(fragment), method.outer.init(flat)
+        adopted.append(
+            FragmentState(fragment, pieces, local, flat, outer, codec, bool(codec), pool, host, threads)
+        )
     return adopted
-
-
-def gather(fragment: Fragment, params: Sequence[Tensor], into: Tensor) -> Tensor:
-    """Parameters in the flat buffer `into`; from device to device in one transfer, not in one a parameter."""
-    device = params[0].device
-    flat = into if device == into.device else torch.empty_like(into, device=device)
-    copy_all_(fragment.views(flat), params)
-    return into if flat is into else into.copy_(flat)
-
-
-def scatter(flat: Tensor, fragment: Fragment, params: Sequence[Tensor]) -> None:
-    """Write a flat buffer into the parameters; to a device in one transfer."""
-    copy_all_(params, fragment.views(flat.to(params[0].device)))
-
-
-@dataclass
-class Totals:
-    """Counters of a run on this rank."""
-
-    sends: int = 0
-    landings: int = 0
-    bytes_sent: int = 0
-    blocked_s: float = 0.0

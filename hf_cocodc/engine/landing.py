@@ -1,115 +1,150 @@
-"""What a landing does to every value, piece by piece, so that each is read from memory once and written once."""
+"""A landing: the local params of a fragment take in the new global ones, piece by piece."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..parts.info import Piece, SyncInfo
+from ..parts.info import MergeInfo, Piece
 from ..parts.merges import Merge
-from ..parts.outer import Step
 from ..tensors.flat import copy_all_, is_finite
 from ..tensors.norms import norms, squares_of
-from ..tensors.pieces import PIECE, Cut, in_this_thread
+from ..tensors.pieces import PIECE, Cut
+from ..tensors.threads import divide
+
+
+class Flats(NamedTuple):
+    """The tensors that a landing works on, each cut into pieces.
+
+    Attributes:
+        local: the local params; None if the merge does not read them and the caller writes them.
+        snapshot: local params at the send; overwritten.
+        room: scratch memory; the mean after the outer step.
+    """
+
+    local: Sequence[Sequence[Tensor]] | None
+    snapshot: Sequence[Tensor]
+    room: Sequence[Tensor]
 
 
 class Landing:
-    """One landing of one fragment: the global params move, and the local params take them in.
+    """One landing of one fragment.
 
     Args:
         cuts: how the fragment is cut into pieces.
-        local: the local params, piece by piece; None where the merge does not read them, and the caller writes them.
-        before: global params; `after` is where they go, which may be the same.
-        grad: averaged outer gradient, overwritten.
-        step: what the outer optimizer does to it.
-        snapshot: local params at the send, overwritten.
-        num_params: parameters of the fragment, those without a value on this rank counted.
+        flats: what the landing works on.
+        new_global: index -> new global params of that piece; called once for each piece.
+        merge: how local params take in global ones.
+        info: facts for the merge.
+        num_params: parameters of the fragment, including those without a value on this rank.
+        threads: threads to use.
     """
 
     def __init__(
         self,
         cuts: Sequence[Cut],
-        local: Sequence[Sequence[Tensor]] | None,
-        *,
-        before: Tensor,
-        after: Tensor,
-        grad: Tensor,
-        step: Step,
+        flats: Flats,
+        new_global: Callable[[int], Tensor],
         merge: Merge,
-        snapshot: Tensor,
-        info: SyncInfo,
+        info: MergeInfo,
         num_params: int,
+        threads: int,
     ) -> None:
-        self._cuts, self._local = cuts, local
-        self._before, self._after, self._grad, self._snapshot = map(info.cut, (before, after, grad, snapshot))
-        self._step, self._merge, self._info = step, merge, info
-        self._num_params = num_params
-        self._finite = True
-        self._copies = torch.empty(PIECE, dtype=torch.float32)
+        self._cuts, self._flats, self._new_global = cuts, flats, new_global
+        self._merge, self._info = merge, info
+        self._num_params, self._threads = num_params, threads
 
     def run(self) -> bool:
-        """Do it; whether the local params were finite, as far as the merge reads them.
+        """Land; returns whether the local params were finite, as far as the merge reads them.
 
-        A merge that asks for norms has to see all of the new global params before it changes a local one, and goes over
-        the fragment a second time.
+        A merge that asks for norms must see all new global params before it changes a local one: it makes a second pass.
         """
-        with in_this_thread():
-            if self._merge.measure is None:
-                for index in range(len(self._cuts)):
-                    self._take_in(index, self._move(index))
-            else:
-                for index, piece in enumerate(self._measured()):
-                    self._take_in(index, piece)
-        return self._finite
+        if self._merge.measure is not None:
+            return self._run_measured()
 
-    def _move(self, index: int) -> Piece:
-        """Move the global params of a piece; what the merge works on then, the used up outer gradient giving room."""
-        grad, new_global, cut = self._grad[index], self._after[index], self._cuts[index]
-        torch.sub(self._before[index], self._step(grad, index), out=new_global)
-        local = new_global
+        def work(part: range) -> bool:
+            finite, scratch = True, _scratch()
+            for index in part:
+                piece, is_fine = self._piece(index, scratch)
+                finite = finite and is_fine
+                self._take_in(index, piece)
+            return finite
+
+        return all(divide(work, len(self._cuts), self._threads))
+
+    def _run_measured(self) -> bool:
+        """`run` for a merge that asks for norms."""
+        measured = [each for part in divide(self._measure, len(self._cuts), self._threads) for each in part]
+        totals = self._norms([pairs for _, pairs, _ in measured])
+
+        def work(part: range) -> None:
+            scratch = _scratch()
+            for index in part:
+                piece, params = measured[index][0], self._cuts[index].params
+                found = [totals[param] for param in params]
+                own = self._own(index)
+                local = own[0] if _is_plain(own) else scratch[: piece.new_global.numel()]
+                norms, numels = [each[:2] for each in found], [each[2] for each in found]
+                self._take_in(index, piece._replace(local=local, norms=norms, numels=numels))
+
+        divide(work, len(self._cuts), self._threads)
+        return all(is_fine for _, _, is_fine in measured)
+
+    def _piece(self, index: int, scratch: Tensor) -> tuple[Piece, bool]:
+        """Move a piece of the global params; the piece for the merge, and whether its local params are finite."""
+        new_global, cut = self._new_global(index), self._cuts[index]
+        local, is_fine = new_global, True
         if self._merge.reads_local:
-            assert self._local is not None
-            own = self._local[index]
-            if len(own) == 1 and own[0].dtype == torch.float32:
-                local = own[0]
-            else:
-                local = self._copies[: new_global.numel()]
+            own = self._own(index)
+            local = own[0] if _is_plain(own) else scratch[: new_global.numel()]
+            if local is not own[0]:
                 copy_all_(cut.views(local), own)
-            self._finite = self._finite and is_finite(local)
-        return Piece(local, new_global, self._snapshot[index], grad, cut.sizes)
+            is_fine = is_finite(local)
+        snapshot, room = self._flats.snapshot[index], self._flats.room[index]
+        return Piece(local, new_global, snapshot, room, cut.sizes), is_fine
+
+    def _own(self, index: int) -> Sequence[Tensor]:
+        assert self._flats.local is not None, "a merge that reads local params is given them"
+        return self._flats.local[index]
 
     def _take_in(self, index: int, piece: Piece) -> None:
         """Let the local params of a piece take in the new global ones."""
-        if self._local is None:
+        if self._flats.local is None:
             return
-        merged, own = self._merge.apply(piece, self._info), self._local[index]
-        if merged is own[0]:  # changed where it is
-            return
-        copy_all_(own, self._cuts[index].views(merged) if len(own) > 1 else (merged,))
+        merged, own = self._merge.apply(piece, self._info), self._flats.local[index]
+        if merged is not own[0]:  # else it was changed in place
+            copy_all_(own, self._cuts[index].views(merged) if len(own) > 1 else (merged,))
 
-    def _measured(self) -> list[Piece]:
-        """Move all of the global params, measuring for the merge; the pieces with the norms that it asked for."""
+    def _measure(self, part: range) -> list[tuple[Piece, list[tuple[float, float]], bool]]:
+        """For each piece of the part: the piece, the squares that the merge asks for, whether local params are finite."""
         assert self._merge.measure is not None
-        pieces = []
-        squares: list[list[tuple[float, float]]] = [[] for _ in range(self._num_params)]
-        numels = [0.0] * self._num_params
-        for index, cut in enumerate(self._cuts):
-            piece = self._move(index)
-            pieces.append(piece)
+        found, scratch = [], _scratch()
+        for index in part:
+            piece, is_fine = self._piece(index, scratch)
             measured = self._merge.measure(piece, self._info)
-            pairs = zip(*(squares_of(cut.views(each)) for each in measured), strict=True)
-            for param, pair, size in zip(cut.params, pairs, cut.sizes, strict=True):
-                squares[param].append(pair)
-                numels[param] += size
-        sums = [sum(pair[which] for pair in pairs) for which in (0, 1) for pairs in squares]
-        # over all pieces, and all ranks that hold shards
-        found = iter(norms([*sums, *numels], self._info.total))
+            squares = (squares_of(self._cuts[index].views(each)) for each in measured)
+            found.append((piece, list(zip(*squares, strict=True)), is_fine))
+        return found
+
+    def _norms(self, squares: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+        """For each parameter both norms and its number of values, over all pieces and all ranks that hold shards."""
+        sums = [[0.0, 0.0, 0.0] for _ in range(self._num_params)]
+        for cut, pairs in zip(self._cuts, squares, strict=True):
+            for param, size, pair in zip(cut.params, cut.sizes, pairs, strict=True):
+                for place, value in enumerate((*pair, size)):
+                    sums[param][place] += value
+        flat = [row[place] for place in range(3) for row in sums]
+        found = iter(norms(flat, self._info.total))
         first, second, roots = (list(islice(found, self._num_params)) for _ in range(3))
-        return [
-            piece._replace(
-                norms=[(first[param], second[param]) for param in cut.params],
-                numels=[roots[param] ** 2 for param in cut.params],
-            )
-            for piece, cut in zip(pieces, self._cuts, strict=True)
-        ]
+        return [(one, other, root**2) for one, other, root in zip(first, second, roots, strict=True)]
+
+
+def _is_plain(own: Sequence[Tensor]) -> bool:
+    """Whether a piece is a stretch of one fp32 parameter, which the merge can work on in place."""
+    return len(own) == 1 and own[0].dtype == torch.float32
+
+
+def _scratch() -> Tensor:
+    return torch.empty(PIECE, dtype=torch.float32)

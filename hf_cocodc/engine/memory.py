@@ -1,43 +1,85 @@
 """An estimate of the memory that outer state and transfers take."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..methods import Method
-from ..parts.codecs.base import State
 from ..tensors.flat import tensors_in
 from ..tensors.pools import HOST
 from .fragment import FragmentState
+from .local_params import staged_bytes
+
+
+class Memory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+        kept: from the start of the run to its end.
+        per_transfer: at most, for each transfer that is in flight at the same time. Memory of transfers that have landed
+            serves later ones.
+        staged: while params are copied between this device and the host.
+    """
+
+    kept: int
+    per_transfer: int = 0
+    staged: int = 0
 
 
 def memory(
-    fragments: Sequence[FragmentState], method: Method, num_regions: int
-) -> dict[torch.device, tuple[int, int]]:
-    """By device: bytes kept throughout, and bytes that the largest transfer adds at most while it is in flight.
+    fragments: Sequence[FragmentState], method: Method, num_regions: int, steps_ahead: bool
+) -> dict[torch.device, Memory]:
+    """The memory of the outer state and of transfers, by device.
 
-    Pool of transfers that have landed serve later ones, so the second counts as often as transfers ever are in flight
-    at once.
+    Args:
+        fragments: all fragments of the model.
+        method: tells what is sent, and whether two transfers of a fragment overlap.
+        num_regions: number of regions M.
+        steps_ahead: whether outer steps are taken before the landing, in new memory.
     """
-    device = fragments[0].buffers.device
-    kept = {device: sum(each.global_params.nbytes + _bytes(each.outer) for each in fragments)}
-    kept[HOST] = kept.get(HOST, 0) + sum(_bytes(each.codec) for each in fragments)
-    adds = dict.fromkeys(kept, 0)
+    pool, params = fragments[0].pool, fragments[0].local
+    found = {pool.device: Memory(0), HOST: Memory(0)}
     for each in fragments:
-        values = each.global_params.nbytes
-        copies = 3  # snapshot, outer gradient, mean
-        if method.schedule.back_to_back:
-            copies += 1  # the global params that it left with, which have moved before it lands
-        received = max(method.codec.wire_bytes(each.fragment, r, num_regions) for r in range(num_regions))
-        sent = received if received < values else 0  # fp32 is sent from where it lies
-        remembered = 2 * _bytes(each.codec)  # what a codec with memory means to send, and its next state
-        over_there = 2 * values if device != HOST else 0  # outer gradient and mean, once more for the link
-        here = over_there + received + sent + remembered
-        added = {device: copies * values}
-        added[HOST] = added.get(HOST, 0) + here
-        adds = {place: max(most, added[place]) for place, most in adds.items()}
-    return {place: (kept[place], adds[place]) for place in kept}
+        length = pool.length(each.fragment.numel) if steps_ahead else each.fragment.numel
+        num_flats = 1 + len(tensors_in(each.outer))
+        found[pool.device] = _add(found[pool.device], kept=4 * length * num_flats)
+        found[HOST] = _add(found[HOST], kept=_bytes(each.codec))
+    for length in pool.lengths:
+        served = [each for each in fragments if pool.length(each.fragment.numel) == length]
+        flats = max(_flats(each, method, steps_ahead) for each in served)
+        found[pool.device] = _add(found[pool.device], per_transfer=4 * length * flats)
+        on_host = max(_for_the_link(each, method, num_regions, pool.device) for each in served)
+        found[HOST] = _add(found[HOST], per_transfer=on_host)
+    staged = max(staged_bytes(each.local, pool.device) for each in fragments)
+    if staged:
+        found[params.device] = _add(found.get(params.device, Memory(0)), staged=staged)
+    return found
 
 
-def _bytes(state: State) -> int:
+def _flats(fragment: FragmentState, method: Method, steps_ahead: bool) -> int:
+    """Flat tensors of the fragment's length that a transfer takes at most."""
+    flats = 3  # snapshot, outer gradient, mean
+    if steps_ahead:  # new global params, and new outer state, some of it in the memory of the outer gradient
+        flats += 1 + max(len(tensors_in(fragment.outer)) - 1, 0)
+    if method.schedule.back_to_back:
+        flats += 1  # the global params at the send, which move before the transfer lands
+    return flats
+
+
+def _for_the_link(fragment: FragmentState, method: Method, num_regions: int, device: torch.device) -> int:
+    """Bytes on the host that one transfer of the fragment takes for the link and its codec."""
+    layout, values = fragment.fragment, fragment.global_params.nbytes
+    received = max(method.codec.wire_bytes(layout, region, num_regions) for region in range(num_regions))
+    sent = received if received < values else 0  # fp32 is sent from the outer gradient's own memory
+    remembered = 2 * _bytes(fragment.codec)  # the values that a codec with memory sends, and its next state
+    copies = 2 * values if device != HOST else 0  # outer gradient and mean, once more on the host
+    return copies + received + sent + remembered
+
+
+def _add(memory: Memory, **more: int) -> Memory:
+    return memory._replace(**{name: getattr(memory, name) + count for name, count in more.items()})
+
+
+def _bytes(state: dict[str, Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(state))

@@ -1,61 +1,61 @@
-"""The engine: the only loop over events.
+"""The engine of one region: the only loop over events.
 
-It owns the global params, the outer state and the transfers in flight, asks the method's parts what to do, and knows no
-method by name. All tensors it keeps are flat fp32, on the host or with the params; local params are written in place, by what it
-does with `transfers.FragmentState` and by nobody else.
+It owns the global params, the outer state and the transfers in flight, and asks the method's parts what to do. It names no
+method, codec, outer transform or merge. Its tensors are flat fp32, on the host or with the params; local params are written
+in place, only through `FragmentState`.
 """
 
 import logging
-import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..links.base import Arrival, Handle, Link
-from ..links.trailer import Ending, Trailer
+from ..links.base import Arrival, Link
+from ..links.trailer import NOTHING_TO_SAY, Ending, Trailer, Word, Words
 from ..methods import Method
-from ..parts.codecs import compression, forget, fp32
-from ..parts.codecs.base import State
-from ..parts.info import SyncInfo
-from ..parts.merges import Merge, additive, replace
-from ..parts.schedules import AgreedStats, Send
-from ..tensors.flat import copy_all_, digest, is_finite, tensors_in
+from ..parts.codecs import share_of_rank
+from ..parts.info import MergeInfo
+from ..parts.merges import Merge
+from ..parts.schedules import Send
+from ..tensors.flat import digest
 from ..tensors.pools import HOST
-from ..tensors.sharding import reshard
-from .agreement import check_in_step, check_same_end, check_same_start
+from . import saving
+from .account import Account, Record, Totals
+from .agreement import Standing, check_in_step, check_same_end, check_same_start
 from .compatibility import layout, same_layout, same_structure
-from .fragment import FragmentState, Totals, adopt
+from .fragment import FragmentState, adopt
+from .measurements import Measurements
+from .memory import Memory, memory
+from .outer_step import Outcome
+from .reunion import reunite
+from .stepping import Stepping
 from .transfer import Transfer
+from .weights import local_digest, local_kept, show_global
 
 logger = logging.getLogger(__name__)
 
-_STEPS_TIMED = 255
-"""Inner steps before an event whose times count."""
-_COUNTERS = ("lr", "lr_sum", "step_time_s", "sync_time_s", "change", "schedule_state")
-
 
 class Synchronizer:
-    """Keeps one region's model in step with the others'.
+    """Keeps one region's model in step with the other regions.
 
     Args:
         model: its trainable parameters are synchronised; unwrapped (no DDP around it).
-        method: the five parts.
+        method: the parts.
         link: reaches the other regions, or `loopback()`.
-        record: called as record(kind, **facts) at sends, landings and the end.
-        digest_interval: sends of a fragment between two checks that its global params are equal everywhere.
-        state: what `state_dict` gave, to go on from there with the model's parameters as they are.
-        device: where global params, outer state and transfers are kept; what the link and codecs need is on the host.
+        record: called as record(kind, **facts) at sends, at landings and at the end.
+        digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
+        state: from `state_dict`, to continue with the model's parameters as they are.
+        device: device of global params, outer state and transfers; what the link and codecs need is on the host.
 
-    Without `state` all regions start from region 0's parameters. Constructing is a collective call.
+    Without `state` all regions start from region 0's parameters. The constructor is a collective call.
 
     Raises:
-        CheckpointError: `state` is of another model or method, or not the other regions'.
+        CheckpointError: `state` is of another model or method, or differs from the other regions'.
     """
 
     def __init__(
@@ -64,40 +64,29 @@ class Synchronizer:
         method: Method,
         link: Link,
         *,
-        record: Callable[..., None] = lambda kind, **facts: None,
+        record: Record = lambda kind, **facts: None,
         digest_interval: int = 10,
-        state: State | None = None,
+        state: dict[str, Any] | None = None,
         device: torch.device = HOST,
     ) -> None:
         self.method = method
         self.link = link
         self._model = model
         self.inner_step = 0
-        self.stats = AgreedStats()
-        self.totals = Totals()
-        self.report: dict[str, float] = {}
-        self.loss = math.nan
-        self.ending = Ending.NO
-        """This region's word on its end, for the others to hear."""
-        self.endings: tuple[int, ...] = ()
-        """Every region's word, as it rode on the transfer that landed last."""
-        self.saved_at = self.saved_everywhere = 0
-        """Steps of the newest complete checkpoints: this region's, and, as far as heard, the newest that all have."""
-        self.trained_at = 0
-        """Last inner step that trained; no transfer of this region has weight unless it carries such a step."""
-        self._record = record
+        self._trained_at = 0
+        """Last inner step that trained; a transfer of this region has weight only if it carries such a step."""
         self._digest_interval = digest_interval
-        self._clock = link.clock
-        self._lr = self._lr_sum = 0.0
-        self._left_at = link.clock()
-        self._durations: deque[float] = deque(maxlen=_STEPS_TIMED)
-        self._step_time_s = self._sync_time_s = 0.0
+        self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
         fragments = method.fragments(model)
-        self.fragments = adopt(fragments, model, method, link, device, start=state is None)
-        link.bring_to(self.fragments[0].buffers)
-        self._change = [0.0] * len(fragments)
-        lengths = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
-        self._lengths: list[float] = link.total(lengths).tolist()
+        ahead = self._stepping.is_ahead
+        self.fragments = adopt(fragments, model, method, link, device, state is None, ahead)
+        link.bring_to(self.fragments[0].pool)
+        numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
+        lengths: list[float] = link.total(numels).tolist()
+        self.num_params = round(sum(lengths))
+        """Parameters that this region synchronises."""
+        self.measured = Measurements(lengths, link.clock())
+        self.account = Account(len(fragments), record)
         self._schedule_state = method.schedule.init(len(fragments))
         self._next_event = 0
         """No inner step before this one has events."""
@@ -105,345 +94,268 @@ class Synchronizer:
             self.load_state_dict(state)
 
     @property
-    def num_params(self) -> int:
-        """Parameters synchronised from this region."""
-        return round(sum(self._lengths))
+    def totals(self) -> Totals:
+        """Counters since the start of the run."""
+        return self.account.totals
 
-    def step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
-        """To be called after each inner step, with the learning rate it used; nearly free where no event is due.
+    def step(
+        self, inner_lr: float = 0.0, word: Word = NOTHING_TO_SAY, *, trained: bool = True
+    ) -> Words | None:
+        """Call after each inner step, with the learning rate it used. Nearly free if no event is due.
 
         Args:
             inner_lr: learning rate of the inner step.
-            trained: False to keep step with the others without training: transfers that carry no step of this region's
-                have no weight in the mean.
+            word: what the training loop tells the other regions, with transfers that are sent now.
+            trained: False to keep step with the others without training: a transfer that carries no step of this region
+                has no weight in the mean.
+
+        Returns:
+            If a transfer landed: the words of all regions that it carried.
 
         Raises:
             LinkError: a transfer failed; nothing of it was applied.
         """
         self.inner_step += 1
         if trained:
-            self.trained_at = self.inner_step
+            self._trained_at = self.inner_step
         self.link.tick()
-        now = self._clock()
-        self._durations.append(now - self._left_at)
-        self._left_at = now
-        self._lr = inner_lr
-        self._lr_sum += inner_lr
-        if self.inner_step >= self._next_event:
-            self._hold_events()
-            self._left_at = self._clock()  # from here on it is the training's time again
+        self.measured.note_step(inner_lr, self.link.clock())
+        if self.inner_step < self._next_event:
+            return None
+        words = self._hold_events(word)
+        self.measured.leave_events(self.link.clock())
+        return words
 
     @torch.no_grad()
-    def _hold_events(self) -> None:
-        """Do what the schedule has for this inner step, if anything."""
-        schedule = self.method.schedule
-        events, self._schedule_state = schedule.events(self.inner_step, self.stats, self._schedule_state)
+    def _hold_events(self, word: Word) -> Words | None:
+        """Do the events of this inner step."""
+        schedule, words = self.method.schedule, None
+        events, self._schedule_state = schedule.events(
+            self.inner_step, self.measured.agreed, self._schedule_state
+        )
         self._next_event = schedule.next_event(self.inner_step, self._schedule_state)
         if events:
-            self._step_time_s = median(self._durations)  # one evaluation among the steps does not count
-            self._durations.clear()
+            self.measured.note_event()
         for event in events:
-            state = self.fragments[event.fragment]
+            fragment = self.fragments[event.fragment]
             if isinstance(event, Send):
-                self._send(state)
+                self._send(fragment, word, self._stepping.is_ahead)
             else:
-                self._land(state, event.sent_at, self.method.merge)
+                words = self._land(fragment, event.sent_at, self.method.merge) or words
+        return words
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """End the run: land what is in flight, send what is left, and leave the global weights in the model.
+    def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
+        """End the run as the method's closing says, and leave the global weights in the model.
 
-        Inner steps that no transfer has carried yet (max_steps is no multiple of the interval, or the merge keeps local
-        steps) travel in one last round. Ends with a check that every region holds the same global params.
+        A last check compares the weights of all regions.
+
+        Returns:
+            The words of all regions, if a transfer landed.
         """
-        merge = self.method.merge
-        for state in self.fragments:
-            for transfer in list(state.in_flight):  # those that carry a part of what the local params hold
-                if merge.keeps_local_steps or transfer.sent_at > state.settled_at:
-                    self._land(state, transfer.sent_at, merge if merge.keeps_local_steps else additive())
-        rest = [state for state in self.fragments if max(state.settled_at, state.sent_at) < self.inner_step]
-        for state in rest:
-            self._send(state)
-        if self.method.outer.regions_agree:
-            for state in self.fragments:
-                for transfer in list(state.in_flight):
-                    self._land(state, transfer.sent_at, replace())
-        else:  # own parts are in then, and the mean over the regions brings in the others'
-            for state in rest:
-                self._land(state, state.in_flight[0].sent_at if len(state.in_flight) > 1 else 0, merge)
-            for state in self.fragments:
-                state.in_flight.clear()
-        for state in self.fragments:
-            self._show_global(state)
-        self._check_the_end()
+        closing = self.method.closing(self.method.merge)
+        words: Words | None = None
+        for fragment in self.fragments:
+            for transfer in list(fragment.in_flight):
+                if transfer.sent_at > fragment.settled_at:
+                    words = self._land(fragment, transfer.sent_at, closing.early) or words
+        sent = [each for each in self.fragments if max(each.settled_at, each.sent_at) < self.inner_step]
+        for fragment in sent:
+            self._send(fragment, word, ahead=False)
+        for fragment in self.fragments:
+            flying = [transfer.sent_at for transfer in fragment.in_flight]
+            for sent_at in closing.landings(flying, fragment in sent):
+                words = self._land(fragment, sent_at, closing.last) or words
+            fragment.in_flight.clear()
+        self._show_global(averaged=True)
+        own = local_digest(self.fragments)
+        check_same_end(self.link, Standing(self.inner_step, own))
+        self.account.finished(self.inner_step, own)
         self._schedule_state = self.method.schedule.init(len(self.fragments))
         self._next_event = 0
+        return words
 
     @contextmanager
     def global_weights(self, averaged: bool = True) -> Iterator[None]:
-        """The model holds the global weights inside the block, and again its local ones, bit for bit, behind it.
+        """Inside the block the model holds the global weights; after it the local ones again, bit for bit.
 
-        Where a method lets global params differ between regions (eager updates), they are averaged, a collective call;
-        or, if not `averaged`, they are this region's own.
+        If a method lets global params differ between regions (eager updates), the model holds their average, and this is a
+        collective call; if not `averaged`, it holds this region's own.
         """
-        with torch.no_grad():
-            reshard(self._model)
-            kept = [[param.clone() for param in state.params] for state in self.fragments]
-            for state in self.fragments:
-                self._show_global(state, averaged)
-        try:
+        with local_kept(self._model, self.fragments):
+            self._show_global(averaged)
             yield
-        finally:
-            reshard(self._model)
-            with torch.no_grad():
-                for state, params in zip(self.fragments, kept, strict=True):
-                    copy_all_(state.params, params)
 
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
-        return digest(*(state.global_params for state in self.fragments))
+        return digest(*(fragment.global_params for fragment in self.fragments))
 
-    def state_dict(self) -> State:
+    def memory(self) -> dict[torch.device, Memory]:
+        """The memory that outer state and transfers take, by device."""
+        return memory(self.fragments, self.method, self.link.num_regions, self._stepping.is_ahead)
+
+    def give_up_unsent(self) -> None:
+        """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
+        self._trained_at = -1
+
+    def state_dict(self) -> dict[str, Any]:
         """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
 
-        Transfers in flight are waited for and their results kept un-landed, so that saving changes no number. On every
-        rank of a region a collective call of that region.
+        Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A
+        collective call of the region's ranks.
         """
         return {
             "layout": layout([each.fragment for each in self.fragments]),
-            **{name: getattr(self, f"_{name}") for name in _COUNTERS},
+            **self.measured.state_dict(),
+            "schedule_state": self._schedule_state,
             "inner_step": self.inner_step,
-            "stats": self.stats._asdict(),
-            "totals": asdict(self.totals),
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "totals": asdict(self.account.totals),
+            "fragments": [saving.saved(fragment) for fragment in self.fragments],
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: State) -> None:
-        """Go on from `state`; the model has to hold the local params of that moment. A collective call.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; the model must hold the local params of that moment. A collective call.
 
         Raises:
-            CheckpointError: it is of another model or method, or not the other regions'.
+            CheckpointError: it is of another model or method, or differs from the other regions'.
         """
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
-        for name in _COUNTERS:
-            setattr(self, f"_{name}", state[name])
+            saving.load(fragment, saved)
+        self.measured.load_state_dict(state)
+        self._schedule_state = state["schedule_state"]
         self._next_event = 0
-        self.ending, self.endings = Ending.NO, ()
-        self.inner_step = self.trained_at = self.saved_at = self.saved_everywhere = state["inner_step"]
-        self.stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
-        self.totals = Totals(**state["totals"])
-        check_same_start(
-            self.link, self.inner_step, self.global_digest() if self.method.outer.regions_agree else -1
-        )
+        self.inner_step = self._trained_at = state["inner_step"]
+        self.account.totals = Totals(**state["totals"])
+        own = self.global_digest() if self.method.outer.regions_agree else -1
+        check_same_start(self.link, Standing(self.inner_step, own))
 
     @torch.no_grad()
-    def join(self) -> None:
-        """Make a state that another region saved this region's own: global params, and no residuals nor snapshots."""
-        for state in self.fragments:
-            state.show(state.global_params)
-            state.codec = forget(state.codec)
-            for transfer in state.in_flight:
-                transfer.join(state.gather())
+    def take_over(self) -> None:
+        """Adapt a state loaded from another region: local params become the global ones, residuals become zero."""
+        for fragment in self.fragments:
+            saving.make_own(fragment)
 
-    def _fresh_outer_grad(self, state: FragmentState) -> Tensor:
-        """Global minus local as they are now; zero where a region's local params are not finite."""
-        for transfer in state.in_flight:
-            # what has just left carries exactly that, unless it was sent without training or a landing came between
-            just_left = transfer.sent_at == self.trained_at == self.inner_step
-            if just_left and transfer.global_params is state.global_params:
-                return transfer.outer_grad
-        local, outer_grad, finite = state.prepare()
-        state.buffers.give(local)
-        return outer_grad if self._everywhere(finite) else outer_grad.zero_()
-
-    def _send(self, state: FragmentState) -> None:
+    def _send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
-            fragment, step = state.fragment, self.inner_step
-            snapshot, outer_grad, finite = state.prepare()
-            # a codec with memory goes on from where its last transfer ended
-            if state.codec_remembers and state.in_flight:
-                state.codec = self._wait(state.in_flight[-1].handle).result.state
+            index, step = fragment.fragment.index, self.inner_step
+            snapshot, outer_grad, finite = fragment.prepare()
+            # a codec with memory continues from the end of its last transfer
+            if fragment.codec_remembers and fragment.in_flight:
+                fragment.codec = self._wait(fragment.in_flight[-1])[0].result.state
             finite = self._everywhere(finite)
-            if not finite and self.ending is Ending.NO:
+            if not finite and word.ending is Ending.NO:
                 logger.warning(
                     "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
-                    "transfer out, so that the others do not take it in. Look at its loss; a lower learning rate or "
-                    "gradient clipping (max_grad_norm) helps.",
-                    *(fragment.index, step, self.link.region),
+                    "transfer out, and the others continue without it. Look at its loss; a lower learning rate or gradient "
+                    "clipping (max_grad_norm) helps.",
+                    *(index, step, self.link.region),
                 )
-            shares = finite and self.trained_at > state.sent_at
+            shares = finite and self._trained_at > fragment.sent_at
             if not shares:
                 outer_grad.zero_()
-            checked = self.method.outer.regions_agree and state.num_sends % self._digest_interval == 0
-            checksum = state.checksum() if checked else None
+            is_checked = self.method.outer.regions_agree and fragment.num_sends % self._digest_interval == 0
+            checksum = fragment.checksum() if is_checked else None
+            measured = self.measured
             trailer = Trailer(
                 weight=float(shares),
-                fragment=fragment.index,
+                fragment=index,
                 inner_step=step,
-                step_time_s=self._step_time_s,
-                sync_time_s=self._sync_time_s,
-                loss=self.loss,
-                compression=compression(state.codec),
-                ending=self.ending,
-                saved_at=self.saved_at,
-                round_lr=(self._lr_sum - state.lr_sum) / max(step - state.sent_at, 1),
+                step_time_s=measured.step_time_s,
+                sync_time_s=measured.sync_time_s,
+                compression=share_of_rank(fragment.codec),
+                round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
+                **word._asdict(),
             )
-            conversation, departure = state.converse(self.method.codec, outer_grad, state.codec)
-            what = f"fragment {fragment.index} sent at step {step}"
-            handle = self.link.mean(conversation, fragment.numel, partial(_checked, trailer, checksum), what)
-            kept = (snapshot, outer_grad, state.global_params, self._lr_sum)
-            transfer = Transfer(step, *kept, handle, departure)
-            state.in_flight.append(transfer)
-            state.num_sends += 1
-            state.sent_at, state.lr_sum = step, self._lr_sum
-            self.totals.sends += 1
-            self._record("send", step=step, fragment=fragment.index, numel=fragment.numel)
+            state = fragment.codec
+            conversation, departure = fragment.converse(
+                lambda flat: self.method.codec.converse(flat, fragment.fragment, state), outer_grad
+            )
+            outcome = Outcome()
+            then = self._stepping.ahead(fragment, outer_grad, outcome) if ahead else None
+            handle = self.link.mean(
+                conversation,
+                fragment.fragment.numel,
+                partial(_with_digest, trailer, checksum),
+                f"fragment {index} sent at step {step}",
+                then,
+            )
+            kept = None if ahead else outer_grad
+            transfer = Transfer(
+                step, snapshot, fragment.global_params, measured.lr_sum, handle, kept, departure, outcome
+            )
+            fragment.in_flight.append(transfer)
+            fragment.num_sends += 1
+            fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
+            self.account.sent(step, index, fragment.fragment.numel)
 
-    def _land(self, state: FragmentState, sent_at: int, merge: Merge) -> None:
+    def _land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:
+        """Land a transfer; returns the words of all regions that it carried."""
         with torch.profiler.record_function("hf_cocodc::land"):
-            sent = (transfer for transfer in state.in_flight if transfer.sent_at == sent_at)
-            transfer = next(sent, None) or state.nothing_sent()
-            blocked_s = -self.totals.blocked_s
-            arrival = self._wait(transfer.handle)
-            blocked_s += self.totals.blocked_s
-            self._hear(state, transfer, arrival)
-            state.in_flight = [other for other in state.in_flight if other is not transfer]
-            state.codec = arrival.result.state
-            staleness = self.inner_step - sent_at
-            info = SyncInfo(
-                fragment=state.fragment.index,
-                cut=state.cut,
-                sent_at=sent_at,
-                landed_at=self.inner_step,
-                num_regions=self.link.num_regions,
-                round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
-                flight_lr=(self._lr_sum - transfer.lr_sum) / staleness if staleness else self._lr,
-                global_at_send=transfer.global_params,
-                global_params=state.global_params,
-                own_outer_grad=transfer.outer_grad,
-                fresh_outer_grad=lambda: self._fresh_outer_grad(state),
-                total=self.link.total,
-            )
-            step, state.outer = self.method.outer.begin(state.outer, info)
+            transfer = fragment.transfer_of(sent_at)
+            arrival, blocked_s = self._wait(transfer)
+            self._hear(fragment, transfer, arrival)
+            fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
+            fragment.codec = arrival.result.state
             mean = arrival.result.mean
-            finite = state.land(mean, step, merge, transfer.snapshot, info)
+            step = self._stepping.at_landing(fragment, transfer, arrival)
+            finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
+            transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
             self.link.give(mean)
             if merge.reads_local and not self._everywhere(finite):
-                state.show(state.global_params)
-            state.retire(transfer)
-            state.settled_at = max(state.settled_at, sent_at if merge.keeps_local_steps else self.inner_step)
-            self._reunite_if_needed(state, arrival)
-            self._account(state, transfer, arrival, blocked_s)
+                fragment.local.show(fragment.global_params)
+            settled = sent_at if merge.keeps_local_steps else self.inner_step
+            fragment.settled_at = max(fragment.settled_at, settled)
+            if len({trailer.digest for trailer in arrival.trailers}) > 1:
+                reunite(self.link, fragment)
+            self.account.landed(self.inner_step, fragment.fragment.index, sent_at, arrival, blocked_s)
+            return tuple(trailer.word for trailer in arrival.trailers) or None
 
-    def _wait(self, handle: Handle) -> Arrival:
-        """Wait for a transfer; what that takes is what the link costs training."""
-        start = self._clock()
-        arrival = handle.wait()
-        self.totals.blocked_s += self._clock() - start
-        return arrival
+    def _wait(self, transfer: Transfer) -> tuple[Arrival, float]:
+        """Wait for a transfer; the seconds are what the link costs training."""
+        start = self.link.clock()
+        transfer.outcome.awaited = True
+        arrival = transfer.handle.wait()
+        blocked_s = self.link.clock() - start
+        self.account.totals.blocked_s += blocked_s
+        return arrival, blocked_s
+
+    def _show_global(self, averaged: bool) -> None:
+        mean = averaged and not self.method.outer.regions_agree
+        show_global(self.fragments, self.link, self.inner_step, self.account.totals, mean)
 
     def _everywhere(self, holds: bool) -> bool:
-        """Whether it holds in every lane of this region."""
+        """Whether something holds in every lane of this region."""
         return not self.link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
 
-    def _hear(self, state: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
-        """Take in what rode on a transfer; equal in all regions."""
-        check_in_step(self.link.region, arrival.trailers, state.fragment.index, transfer.sent_at)
-        if not arrival.trailers:
-            return
-        self.endings = tuple(int(trailer.ending) for trailer in arrival.trailers)
-        saved_at = {int(trailer.saved_at) for trailer in arrival.trailers}
-        if len(saved_at) == 1:
-            self.saved_everywhere = max(saved_at)
-        self._sync_time_s = arrival.seconds
-        index = state.fragment.index
-        self._change[index] = math.sqrt(arrival.square) / self._lengths[index]
-        self.stats = AgreedStats(
-            step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
-            sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
-            change=tuple(self._change),
-            compression=arrival.trailers[0].compression,
-        )
+    def _hear(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+        """Take in the numbers that travelled with a transfer; they are equal in all regions."""
+        index = fragment.fragment.index
+        check_in_step(self.link.region, arrival.trailers, index, transfer.sent_at)
+        if arrival.trailers:
+            self.measured.hear(index, arrival, transfer.outcome.seconds)
 
-    def _reunite_if_needed(self, state: FragmentState, arrival: Arrival) -> None:
-        """Regions whose processors round differently drift apart by bits: bring them back to region 0's value."""
-        if len({trailer.digest for trailer in arrival.trailers}) > 1:
-            index = state.fragment.index
-            logger.warning(
-                "the global params of fragment %d differ between regions: taking region 0's everywhere.",
-                index,
-            )
-            what = f"region 0's global params of fragment {index}"
-            for tensor in (state.global_params, *tensors_in(state.outer)):
-                on_host = tensor.cpu()
-                self.link.broadcast(on_host, what)
-                tensor.copy_(on_host)
-
-    def _account(self, state: FragmentState, transfer: Transfer, arrival: Arrival, blocked_s: float) -> None:
-        losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
-        totals = self.totals
-        totals.landings += 1
-        totals.bytes_sent += arrival.bytes_sent
+    def _merge_info(self, transfer: Transfer) -> MergeInfo:
         staleness = self.inner_step - transfer.sent_at
-        self.report = {
-            "rounds": totals.landings / len(self.fragments),
-            "staleness": staleness,
-            "blocked_s": totals.blocked_s,
-            "bytes_sent": totals.bytes_sent,
-        }
-        if losses:
-            self.report["loss"] = sum(losses) / len(losses)
-        self._record(
-            "land",
-            step=self.inner_step,
-            fragment=state.fragment.index,
-            sent_at=transfer.sent_at,
-            staleness=staleness,
-            blocked_s=round(blocked_s, 6),
-            transfer_s=round(arrival.seconds, 6),
-            bytes_sent=arrival.bytes_sent,
-            outer_grad_norm=math.sqrt(arrival.square),
-            regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+        flight_lr = self.measured.mean_lr(transfer.lr_sum, staleness) if staleness else self.measured.lr
+        return MergeInfo(
+            sent_at=transfer.sent_at, landed_at=self.inner_step, flight_lr=flight_lr, total=self.link.total
         )
 
-    def _show_global(self, state: FragmentState, averaged: bool = True) -> None:
-        """Make the global params the local ones; `averaged` over the regions where the method lets them differ."""
-        if self.method.outer.regions_agree or not averaged:
-            state.show(state.global_params)
-            return
-        index = state.fragment.index
-        codec = fp32()
-        conversation, departure = state.converse(codec, state.global_params, codec.init(state.fragment))
-        trailer = Trailer(float(is_finite(state.global_params)), fragment=index, inner_step=self.inner_step)
-        what = f"the mean of the global params of fragment {index}"
-        arrival = self._wait(self.link.mean(conversation, state.fragment.numel, lambda: trailer, what))
-        check_in_step(self.link.region, arrival.trailers, index, self.inner_step)
-        self.totals.bytes_sent += arrival.bytes_sent
-        state.show(arrival.result.mean)
-        self.link.give(arrival.result.mean)
-        departure.end()
-
-    def _check_the_end(self) -> None:
-        own = 0
-        for state in self.fragments:
-            local = state.gather()
-            own = digest(local, start=own)
-            state.buffers.give(local)
-        check_same_end(self.link, self.inner_step, own)
-        self._record(
-            "finish",
-            step=self.inner_step,
-            blocked_s=round(self.totals.blocked_s, 6),
-            bytes_sent=self.totals.bytes_sent,
-            sends=self.totals.sends,
-            digest=own,
-        )
+    def _fresh_outer_grad(self, fragment: FragmentState) -> Tensor:
+        """Global minus local as they are now; zero if this region's local params are not finite."""
+        for transfer in fragment.in_flight:
+            # a transfer of this step carries the same values, unless it was sent without training or a landing came between
+            just_left = transfer.sent_at == self._trained_at == self.inner_step
+            if just_left and transfer.global_params is fragment.global_params:
+                assert transfer.outer_grad is not None
+                return transfer.outer_grad
+        local, outer_grad, finite = fragment.prepare()
+        fragment.pool.give(local)
+        return outer_grad if self._everywhere(finite) else outer_grad.zero_()
 
 
-def _checked(trailer: Trailer, checksum: Callable[[], int] | None) -> Trailer:
-    """The trailer with the checksum that it is to carry, if any."""
+def _with_digest(trailer: Trailer, checksum: Callable[[], int] | None) -> Trailer:
     return trailer if checksum is None else trailer._replace(digest=checksum())

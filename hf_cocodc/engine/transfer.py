@@ -1,66 +1,34 @@
-"""One transfer in flight, and how it is saved."""
+"""One transfer in flight."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from ..links.base import Arrival, Handle
-from ..links.trailer import Trailer
-from ..parts.codecs.base import Result, State
+from ..links.base import Handle
 from ..tensors.departures import Departure
+from .outer_step import Outcome
 
 
 @dataclass
 class Transfer:
-    """An outer gradient on its way."""
+    """An outer gradient on its way.
+
+    Attributes:
+        sent_at: inner step of the send.
+        snapshot: local params at the send, flat.
+        global_params: global params at the send, flat; shared with the fragment and with other transfers.
+        lr_sum: sum of inner learning rates up to the send.
+        handle: waits for the mean.
+        outer_grad: this region's outer gradient, flat; None if its memory gets other uses when the transfer ends.
+        departure: how the outer gradient leaves its device; None for a transfer that was loaded.
+        outcome: the result of its outer step.
+    """
 
     sent_at: int
     snapshot: Tensor
-    outer_grad: Tensor
     global_params: Tensor
     lr_sum: float
     handle: Handle
+    outer_grad: Tensor | None = None
     departure: Departure | None = None
-
-    def state_dict(self) -> State:
-        """The transfer with its result, un-landed: waits for it."""
-        arrival = self.handle.wait()
-        kept = {name: getattr(self, name) for name in KEPT_OF_A_TRANSFER}
-        return kept | {
-            "mean": arrival.result.mean,
-            "codec": arrival.result.state,
-            "trailers": [trailer._asdict() for trailer in arrival.trailers],
-            "bytes_sent": arrival.bytes_sent,
-            "seconds": arrival.seconds,
-            "square": arrival.square,
-        }
-
-    def join(self, local: Tensor) -> None:
-        """Make it the transfer of a region that was not there when it left: nothing of it is this region's own."""
-        self.snapshot, self.outer_grad = local, torch.zeros_like(local)
-
-    @classmethod
-    def from_state(cls, state: State) -> "Transfer":
-        """A transfer whose result is here and waits to be landed."""
-        mean = state["mean"]
-        # who said then that it would leave, and made all stop here, has come back
-        trailers = tuple(Trailer(**trailer | {"ending": 0.0}) for trailer in state["trailers"])
-        result = Result(mean, lambda: mean, state["codec"])
-        handle = Here(
-            Arrival(result, trailers, *(state[name] for name in ("bytes_sent", "seconds", "square")))
-        )
-        return cls(**{name: state[name] for name in KEPT_OF_A_TRANSFER}, handle=handle)
-
-
-KEPT_OF_A_TRANSFER = ("sent_at", "snapshot", "outer_grad", "global_params", "lr_sum")
-
-
-class Here:
-    """The handle of an arrival that needs no waiting."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        self._arrival = arrival
-
-    def wait(self) -> Arrival:
-        return self._arrival
+    outcome: Outcome = field(default_factory=Outcome)

@@ -1,20 +1,21 @@
-"""Finding the Trainer that a callback was given to, and checking that it can be trained across regions."""
+"""Finds the Trainer of a callback, and checks that it can train across regions."""
 
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, has_length
 
 from ..errors import InputError
-from ..run.checkpoint import EXPORT
+from ..run.checkpoint import EXPORT, Facts
 
 
 def find_trainer() -> Trainer | None:
-    """The Trainer whose method is calling us: Trainer hands callbacks everything but itself.
+    """The Trainer whose method is calling us: Trainer passes everything but itself to callbacks.
 
-    Looks up the call stack for the innermost frame whose `self` is a Trainer (or a subclass).
+    Searches the call stack for the innermost frame whose `self` is a Trainer (or a subclass).
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -26,7 +27,7 @@ def find_trainer() -> Trainer | None:
 
 
 def refuse(trainer: Trainer) -> None:
-    """Check that a Trainer can be trained across regions.
+    """Check that a Trainer can train across regions.
 
     Raises:
         InputError: it cannot; the message says what to change.
@@ -34,22 +35,23 @@ def refuse(trainer: Trainer) -> None:
     args = trainer.args
     if EXPORT in getattr(trainer.model, "peft_config", {}):
         raise InputError(
-            f"the adapter {EXPORT!r} has the name of the folder in which checkpoints keep the global model. Give it another one."
+            f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "
+            "adapter another name."
         )
     if args.auto_find_batch_size:
         raise InputError(
-            "auto_find_batch_size=True restarts training in one region without the others. Set it to False and choose "
+            "auto_find_batch_size=True would restart training in one region alone. Set it to False and choose "
             "per_device_train_batch_size."
         )
     if args.load_best_model_at_end:
         raise InputError(
-            "load_best_model_at_end=True would load each region's own best local weights, so regions would end with "
-            "different models. Set it to False; the model ends with the global weights."
+            "load_best_model_at_end=True would load the best local weights of each region, and regions would end with "
+            "different models. Set it to False: the model ends with the global weights."
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise InputError(
-            f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, from which no run across regions can be "
-            "resumed. Use every_save or end, which push the global weights."
+            f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, and no run across regions can resume "
+            "from it. Use every_save or end, which push the global weights."
         )
     if args.deepspeed:
         raise InputError(
@@ -58,9 +60,28 @@ def refuse(trainer: Trainer) -> None:
 
 
 def interval(strategy: str, steps: int, args: TrainingArguments, loader: Any, max_steps: int) -> int:
-    """Inner steps between two times that Trainer saves or evaluates; 0 where it does not, or where that is not known."""
+    """Inner steps between two saves, or two evaluations, of Trainer; 0 if there are none, or if the number is unknown."""
     if strategy == IntervalStrategy.STEPS:
         return min(int(steps), max_steps)
     if strategy != IntervalStrategy.EPOCH or not has_length(loader):
         return 0
     return min(max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1), max_steps)
+
+
+def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint had finished, and the arguments ask for no more steps or epochs.
+
+    Raises:
+        InputError: the run had not finished, but the arguments ask for no more steps than it has made.
+    """
+    if args.max_steps > 0:
+        if facts.finished or facts.step < args.max_steps:
+            return args.max_steps <= facts.step
+        raise InputError(
+            f"{checkpoint} is of step {facts.step} of a run that had not finished, and max_steps={args.max_steps} leaves nothing "
+            f"to train. Raise max_steps, or use the global model of this step: {checkpoint / EXPORT}."
+        )
+    if not facts.finished:
+        return False
+    trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return args.num_train_epochs <= trained.num_train_epochs

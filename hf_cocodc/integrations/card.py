@@ -1,4 +1,4 @@
-"""The model card of a model trained across regions: how, by how many, at what cost, after which papers."""
+"""The model card of a model trained across regions: method, settings, cost and paper."""
 
 from pathlib import Path
 
@@ -25,9 +25,7 @@ PAPERS = {
     ),
 }
 _HEADING = "## Trained across regions"
-_EAGER = (
-    " With eager updates every region has its own until the run ends; in a checkpoint they are this region's."
-)
+_EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
 
 
 def section(outer: OuterOptimizer) -> str:
@@ -52,14 +50,14 @@ def section(outer: OuterOptimizer) -> str:
     own = "" if synchronizer.method.outer.regions_agree else _EAGER
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"{_HEADING}\n\nThese are the global weights of a run with hf_cocodc: every region trained on its own and only an outer "
-        f"optimizer crossed the link between them.{own}\n\n| | |\n|---|---|\n{table}\n\nOther settings: {others}.\n\n"
-        f"Paper: [{title}](https://arxiv.org/abs/{number}).\n"
+        f"{_HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
+        f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
+        f"Other settings: {others}.\n\nPaper: [{title}](https://arxiv.org/abs/{number}).\n"
     )
 
 
 def write(folder: Path, text: str) -> None:
-    """Put the section into the folder's README.md, behind what is there; a section from before is replaced."""
+    """Append the section to the folder's README.md; replaces an earlier section."""
     path = folder / "README.md"
     card = (
         ModelCard.load(path, ignore_metadata_errors=True)

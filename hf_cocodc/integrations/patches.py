@@ -1,35 +1,163 @@
-"""Every method of Trainer that is wrapped, and every private one that is relied on."""
+"""All methods of Trainer that we wrap, and all its private methods that we rely on.
 
+A bare callback is not told about evaluation, saving or logging before they happen. Therefore these methods of one Trainer
+object are replaced by wrappers; the class, and every other Trainer, stay as they are. `WRAPPED` and `CALLED` name everything
+private that we need: a test compares them with the installed Transformers.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer
 
-from ..errors import InputError
-from ..run import checkpoint as state
+from ..run.checkpoint import EXPORT, PREFIX, remove, rotate
+from . import card
+
+if TYPE_CHECKING:
+    from .trainer import CoCoDCCallback
+
+WRAPPED = {
+    "train": ("resume_from_checkpoint",),
+    "evaluate": (),
+    "predict": (),
+    "log": ("logs",),
+    "save_model": ("output_dir", "_internal_call"),
+    "create_model_card": (),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_maybe_log_save_evaluate": (),
+}
+"""Methods of Trainer that are wrapped, with the parameters that the wrappers name."""
+CALLED = {
+    "_get_output_dir": ("trial",),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_save": ("output_dir", "state_dict"),
+}
+"""Private methods of Trainer that are called, with the parameters that are given."""
 
 
-def has_finished(facts: dict[str, Any], args: TrainingArguments, checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint had finished, and no more steps or epochs are asked for now.
+class Patches:
+    """Wrappers for the methods of one Trainer; each gets the original method as its first argument.
 
-    Raises:
-        InputError: it had not, but fewer steps are asked for than it has made.
+    Args:
+        trainer: its methods are wrapped.
+        callback: trains the Trainer's model across regions.
     """
-    if args.max_steps > 0:
-        if facts["finished"] or facts["step"] < args.max_steps:
-            return args.max_steps <= facts["step"]
-        raise InputError(
-            f"{checkpoint} is of step {facts['step']} of a run that was stopped, and max_steps={args.max_steps} leaves nothing "
-            f"to train. Raise max_steps, or take the global model of that moment: {checkpoint / state.EXPORT}."
+
+    def __init__(self, trainer: Trainer, callback: "CoCoDCCallback") -> None:
+        self._trainer, self._callback = trainer, callback
+        for name in WRAPPED:
+            original = getattr(trainer, name)
+            wrapper = functools.partial(getattr(self, name), original)
+            setattr(trainer, name, functools.wraps(original)(wrapper))
+
+    def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
+        return self._callback.train(
+            lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
         )
-    if not facts["finished"]:
-        return False
-    trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    return args.num_train_epochs <= trained.num_train_epochs
+
+    def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Uses the weights that the user has chosen, and records the result."""
+        outer = self._callback.outer
+        with self._chosen_weights():
+            metrics = evaluate(*args, **kwargs)
+        if outer is not None:
+            weights = self._callback.evaluate_on if self._callback.in_training else "global"
+            outer.journal.write("evaluate", step=self._trainer.state.global_step, weights=weights, **metrics)
+        return metrics
+
+    def predict(self, predict: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Uses the weights that the user has chosen."""
+        with self._chosen_weights():
+            return predict(*args, **kwargs)
+
+    def log(self, log: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the outer optimizer's figures to a log of the training loss."""
+        outer, callback = self._callback.outer, self._callback
+        if outer is not None and "loss" in logs:
+            outer.note_loss(logs["loss"])
+            elapsed = max(time.perf_counter() - callback.started, 1e-9)
+            blocked = outer.synchronizer.totals.blocked_s - callback.blocked_before
+            figures = {f"outer/{name}": value for name, value in outer.report.items()}
+            logs = {**logs, **figures, "outer/compute_utilization": 1 - blocked / elapsed}
+            outer.journal.write("log", step=self._trainer.state.global_step, **logs)
+        log(logs, *args, **kwargs)
+
+    def save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
+        """Saves and pushes the global weights; only Trainer's own checkpoints need the local ones."""
+        swap = self._callback.in_training and not (_internal_call and output_dir)
+        with self._own_global_weights() if swap else contextlib.nullcontext():
+            save_model(output_dir, _internal_call)
+
+    def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
+        """Adds our section to the card."""
+        create_model_card(*args, **kwargs)
+        if self._callback.outer is not None and self._trainer.args.should_save:
+            card.write(Path(self._trainer.args.output_dir or "."), card.section(self._callback.outer))
+
+    def _save_checkpoint(
+        self, save_checkpoint: Callable, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes our part, then Trainer's, then the mark of completeness. Deletes older checkpoints only after that."""
+        trainer, outer = self._trainer, self._callback.outer
+        if outer is None:
+            save_checkpoint(model, trial, *args, **kwargs)
+            return
+        folder = Path(trainer._get_output_dir(trial=trial))
+        checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
+        if trainer.args.should_save:
+            remove(checkpoint)  # a process that was killed may have left a part of it
+        trainer.accelerator.wait_for_everyone()
+        outer.save(checkpoint)
+        with self._own_global_weights() if self._callback.in_training else contextlib.nullcontext():
+            _export(trainer, str(checkpoint / EXPORT))
+        if trainer.args.should_save:
+            card.write(checkpoint / EXPORT, card.section(outer))
+        limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        try:
+            save_checkpoint(model, trial, *args, **kwargs)
+        finally:
+            trainer.args.save_total_limit = limit
+        outer.seal(checkpoint)
+        if trainer.args.should_save:
+            best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
+            rotate(folder, limit, outer.saved_everywhere, {int(best)} if best.isdigit() else set())
+
+    def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
+        """Removes an adapter that Trainer loads by mistake from our folder of the global model."""
+        load_from_checkpoint(*args, **kwargs)
+        model: Any = self._trainer.model
+        if EXPORT in getattr(model, "peft_config", {}):
+            model.delete_adapter(EXPORT)
+
+    def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
+        """Pushes the global model of a checkpoint."""
+        push(str(Path(checkpoint_folder) / EXPORT))
+
+    def _maybe_log_save_evaluate(self, log_save_evaluate: Callable, *args: Any, **kwargs: Any) -> None:
+        """Notices callbacks that stop training after an evaluation, before Trainer leaves its loop."""
+        log_save_evaluate(*args, **kwargs)
+        if self._callback.outer is not None:
+            self._callback.hold(self._trainer.control)
+
+    def _chosen_weights(self) -> contextlib.AbstractContextManager[None]:
+        outer, callback = self._callback.outer, self._callback
+        swap = outer is not None and callback.in_training and callback.evaluate_on == "global"
+        return outer.global_weights() if swap and outer is not None else contextlib.nullcontext()
+
+    def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
+        assert self._callback.outer is not None
+        return self._callback.outer.own_global_weights()
 
 
-def export(trainer: Trainer, folder: str) -> None:
-    """Save the model as it is; also where Trainer itself would save shards alone."""
+def _export(trainer: Trainer, folder: str) -> None:
+    """Save the model as it is, even if Trainer itself would save only shards."""
     if not trainer.is_fsdp_enabled:
         trainer.save_model(folder, _internal_call=True)
         return

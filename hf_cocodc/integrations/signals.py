@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, taken as a wish and not as an order; once."""
+"""SIGINT and SIGTERM as a request: the first signal only calls a function."""
 
 import contextlib
 import signal
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def first_signal(note: Callable[[str], None]) -> Iterator[None]:
-    """Call note(name) at the first SIGINT or SIGTERM inside the block; a second one does what it always did.
+    """Inside the block, call note(name) at the first SIGINT or SIGTERM. A second signal has its usual effect.
 
-    A SIGTERM handler that was there before (Trainer's just-in-time checkpoint) is called too. Does nothing outside the
-    main thread, where Python allows no handlers.
+    An existing SIGTERM handler (Trainer's just-in-time checkpoint) is called too. Does nothing outside the main thread,
+    where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

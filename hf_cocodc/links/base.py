@@ -1,12 +1,13 @@
-"""What a link is: the one way by which regions reach each other."""
+"""The interface of a link. Regions exchange data only through links while they train."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..parts.codecs.base import Conversation, Result
 from ..tensors.pools import Pool
+from .records import Record
 from .trailer import Trailer
 
 
@@ -14,11 +15,11 @@ class Arrival(NamedTuple):
     """A finished transfer.
 
     Attributes:
-        result: what the codec's conversation ended with.
-        trailers: one a region, in the order of the regions; equal everywhere.
-        bytes_sent: payload bytes that this region sent for it.
-        seconds: that the link took for it: from when the last region had come to the end.
-        square: sum of squares of the mean, over all lanes of the region; found while training goes on.
+        result: the end of the codec's conversation.
+        trailers: one per region, in the order of the regions; equal in all regions.
+        bytes_sent: payload bytes that this region sent for the transfer.
+        seconds: time that the link took, from the moment when the last region came to the transfer.
+        square: sum of squares of the mean, over all lanes of the region; computed while training goes on.
     """
 
     result: Result
@@ -35,9 +36,13 @@ class Handle(Protocol):
         """Block until the transfer has ended; may be called again.
 
         Raises:
-            LinkError: it failed or its deadline passed; the message says what was waited for, for whom, since when.
+            LinkError: the transfer failed or its deadline passed; the message names the transfer and the region.
         """
         ...
+
+
+Then = Callable[[Arrival], None]
+"""Work on an arrival that does not need the training thread."""
 
 
 class Link(Protocol):
@@ -46,28 +51,34 @@ class Link(Protocol):
     region: int
     num_regions: int
     lane: int
-    """Which shard of the region's model this link carries; 0 where ranks hold the same parameters."""
+    """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
         """Start the mean over the regions that `conversation` asks for; returns at once.
 
         Args:
-            conversation: of a codec, made from this region's outer gradient.
+            conversation: a codec's conversation about this region's outer gradient.
             numel: length of the outer gradient.
-            trailer: gives this region's numbers; called, like the conversation, while training goes on.
+            trailer: returns this region's numbers; called, like the conversation, while training goes on.
             what: names the transfer in messages ("fragment 0 sent at step 100").
+            then: called once with the arrival before `wait` returns it, by the link's thread if the link has one.
         """
         ...
 
     def bring_to(self, home: Pool) -> None:
-        """Means are wanted in this memory from now on; until then, and where a link has no use for it, on the host."""
+        """Place means in memory of `home` from now on; until this call they are on the host. Some links ignore the call."""
         ...
 
     def give(self, mean: Tensor) -> None:
-        """Hand back the mean of an arrival, of which nobody will look at its memory any more."""
+        """Return an arrival's mean to the pool; do not use it afterwards."""
         ...
 
     def total(self, values: Tensor) -> Tensor:
@@ -75,44 +86,49 @@ class Link(Protocol):
         ...
 
     def clock(self) -> float:
-        """Seconds, by the clock that transfers are timed with."""
+        """Seconds, by the clock that times transfers."""
         ...
 
     def tick(self) -> None:
-        """Told after every inner step, before its transfers: where time is simulated, an inner step passes."""
+        """Called after every inner step, before its transfers. Simulated time advances by an inner step."""
         ...
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
-        """Overwrite `flat` (fp32, host) with region `source`'s; blocks until it is here."""
+        """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here."""
         ...
 
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        """Every region's trailer, in order; blocks until all have called."""
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        """Every region's record, in order; blocks until all regions have called. See `records`."""
         ...
 
     def leave_note(self, reason: str) -> None:
-        """Write down why this region will leave, for the others to read once they hear that it does."""
+        """Write down why this region leaves. Other regions read the note when they hear that it leaves."""
         ...
 
     def note_of(self, region: int) -> str | None:
-        """What `region` wrote down, if anything."""
+        """The note that `region` left, if any."""
         ...
 
     def close(self, reason: str | None = None) -> None:
-        """Leave; `reason` is what the others are told where leaving is not the normal end."""
+        """Leave the link. Give a `reason` if this is not the normal end: the other regions are told."""
         ...
 
 
+class Here:
+    """The handle of an arrival that is already here."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival = arrival
+
+    def wait(self) -> Arrival:
+        return self._arrival
+
+
 def drive(conversation: Conversation, exchange: Callable) -> Result:
-    """Run a conversation to its end, `exchange` answering each message."""
+    """Run a conversation to its end; `exchange` answers each message."""
     try:
         message = next(conversation)
         while True:
             message = conversation.send(exchange(message))
     except StopIteration as end:
         return end.value
-
-
-def weights(trailers: Sequence[Trailer]) -> list[float]:
-    """Each region's share in the mean."""
-    return [trailer.weight for trailer in trailers]

@@ -1,8 +1,8 @@
-"""One message of a conversation over the wire, in pieces, so that encoding, sending and decoding overlap.
+"""One message of a conversation on the wire, cut into pieces, so that encoding, sending and decoding overlap.
 
-Every pair of regions talks directly. A ring (gloo's all-reduce) pays 2 (M-1) round trips and sums in an order that
-depends on the ring; direct exchanges pay two at most, sum in the order of the regions, so that the bits equal those of
-every other link (`codecs.base.mean_of`), and know which region it is that does not answer.
+Every pair of regions talks directly. A ring (gloo's all-reduce) takes 2 (M-1) round trips, and the order of its sums
+depends on the ring. A direct exchange takes two round trips at most. It sums in the order of the regions: its bits equal
+those of every other link (`codecs.base.mean_of`). And it knows which region does not answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from .wire import Pending, Wire
 
 _LARGEST = 1 << 20
 _SMALLEST = 1 << 16
-"""Bytes of a piece: small enough for all connections to have some, and large enough to be worth an operation."""
+"""Limits for the bytes of a piece: small enough to keep all connections busy, large enough to be worth an operation."""
 
 
 class Exchange:
-    """This region's side of `codecs.base.mean_of`: `begin` posts everything that needs no answer, `end` finds the mean.
+    """This region's side of `codecs.base.mean_of`: `begin` starts everything that needs no answer, `end` finds the mean.
 
     Args:
         wire: reaches the other regions.
-        message: what this region has to say.
-        buffers: where memory comes from.
+        message: this region's message.
+        buffers: memory for payloads and for the mean.
         what: names the transfer in messages.
     """
 
@@ -37,15 +37,15 @@ class Exchange:
         self._whole = swaps_whole(self._coder, count)
         cut = [slice(0, numel)] * count if self._whole else shards(numel, self._coder.block, count)
         self._pieces = [list(pieces(part, self._coder, wire.connections)) for part in cut]
-        """By region: of what is sent to it, and what it averages."""
+        """For each region, the pieces that it averages from the payloads of all regions."""
         self._own: dict[int, list[Tensor]] = {}
         self._sent: list[Pending] = []
         self.bytes_sent = 0
 
     def begin(self) -> None:
-        """Post all receives, then encode and send piece by piece: one travels while the next is encoded.
+        """Start all receives, then encode and send piece by piece: one piece travels while the next one is encoded.
 
-        Receives come first, for gloo sends nothing before the other side has asked for it: the asking then travels
+        Receives come first, because gloo sends nothing before the receiver has asked for it. The requests then travel
         while this region encodes.
         """
         wire, region = self._wire, self._wire.region
@@ -63,7 +63,7 @@ class Exchange:
                     self._send(other, payload, scatter, index)
             return
         self._own = {owner: [] for owner in range(wire.num_regions)}
-        for index, row in enumerate(zip_longest(*self._pieces)):  # to all regions in turn
+        for index, row in enumerate(zip_longest(*self._pieces)):  # one piece to each region in turn
             for owner, piece in enumerate(row):
                 if piece is not None:
                     payload = self._coder.encode(self._values[piece])
@@ -72,7 +72,7 @@ class Exchange:
                         self._send(owner, payload, scatter, index)
 
     def end(self, shares: Sequence[float]) -> Reply:
-        """The mean, where region r counts `shares[r]`; piece by piece in the order in which they come."""
+        """The mean, with weight `shares[r]` for region r. Handles the pieces in the order in which they were sent."""
         wire, region, coder = self._wire, self._wire.region, self._coder
         mean = self._buffers.take(self._values.numel())
         for index, piece in enumerate(self._pieces[region]):
@@ -86,7 +86,8 @@ class Exchange:
                 reduced = coder.encode(part)
                 for other in wire.others:
                     self._send(other, reduced, self._gather_tag, index)
-                coder.decode(reduced, numel, out=part)  # the owner too goes by the bytes that all have
+                # the owner, too, uses the rounded mean, as all other regions do
+                coder.decode(reduced, numel, out=part)
         for other in () if self._whole else wire.others:
             for piece, expected in zip(self._pieces[other], self._means[other], strict=True):
                 payload = self._take(expected)
@@ -96,7 +97,7 @@ class Exchange:
         return Reply(mean, self._decode_own)
 
     def _expect(self, other: int, owner: int, tag: int) -> list[tuple[Tensor, Pending]]:
-        """Receive from `other` what it says of the pieces that `owner` averages."""
+        """Start to receive the payloads that `other` sends for the pieces that `owner` averages."""
         expected = []
         for index, piece in enumerate(self._pieces[owner]):
             buffer = self._buffers.take(self._coder.num_bytes(piece.stop - piece.start), torch.uint8)
@@ -113,7 +114,7 @@ class Exchange:
         self.bytes_sent += payload.numel()
 
     def _decode_own(self) -> Tensor:
-        """What this region's own payload stands for."""
+        """The values that this region's own payloads encode."""
         values = torch.empty(self._values.numel(), dtype=torch.float32)
         for owner, payloads in self._own.items():
             for piece, payload in zip(self._pieces[owner], payloads, strict=True):
@@ -122,8 +123,8 @@ class Exchange:
 
 
 def pieces(part: slice, coder: Coder, connections: int) -> Iterator[slice]:
-    """Cut a part of a message so that all connections are in use; alike in all regions, and no byte longer than uncut."""
-    unit = 2 * coder.block  # an even number of blocks fills whole bytes with any coder
+    """Cut a part of a message into pieces that keep all connections busy. All regions cut alike; cutting adds no byte."""
+    unit = 2 * coder.block  # an even number of blocks fills whole bytes, whatever the coder
     numel = part.stop - part.start
     wanted = min(max(coder.num_bytes(numel) // connections, _SMALLEST), _LARGEST)
     step = max(1, wanted // max(coder.num_bytes(unit), 1)) * unit

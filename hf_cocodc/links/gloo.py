@@ -1,10 +1,10 @@
-"""The link that crosses the world: exchanges over gloo's TCP connections, worked off by a thread of their own."""
+"""The link between machines: exchanges over gloo's TCP connections, made by a background thread."""
 
 import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from ..parts.codecs.base import Conversation, Message, Reply, Result
 from ..tensors.departures import bring
 from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, drive, weights
+from .base import Arrival, Handle, Then, drive
 from .exchange import Exchange
+from .records import Record, from_row, to_row
 from .trailer import Trailer
 from .wire import Wire
 
@@ -29,21 +30,21 @@ _PIECE_BYTES = 1 << 20
 class GlooLink:
     """Reaches the same lane of every other region.
 
-    Transfers are worked off in order by one background thread, which encodes, sends, receives and decodes; the calling
-    thread only waits where it asks for a result.
+    One background thread makes the transfers in order: it encodes, sends, receives and decodes. The calling thread waits
+    only if it asks for a result.
 
     Args:
-        store: reaches all regions; used under `prefix` to set up, and to tell why a region left.
+        store: reaches all regions; used under `prefix` to connect, and to tell why a region left.
         prefix: unique to the run (and lane).
         region: this region.
         num_regions: number of regions M.
-        connections: TCP connections for payloads to each other region; None takes as many as the round trip asks for.
-        address: this machine's own address by which the other regions reach it.
+        connections: TCP connections for payloads to each other region; None derives the number from the longest round trip.
+        address: the address of this machine that other regions reach.
         timeout_s: seconds after which another region counts as lost: without a sign of life while it is late for a
-            transfer, without progress within one.
-        rate_limit: bytes a second that this region sends at most, to all regions together; None for no limit.
-        num_lanes: lanes of this region, each with a link of its own, that share that limit and what the network gives.
-        pin_memory: whether a GPU will copy from the means.
+            transfer, or without progress within a transfer.
+        rate_limit: bytes per second that this region sends at most, to all regions together; None for no limit.
+        num_lanes: lanes of this region. Each has its own link; they share the limit and the network.
+        pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -84,33 +85,42 @@ class GlooLink:
         self._thread.start()
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
         def transfer() -> Arrival:
-            numbers = _numbers(trailer())
+            row = to_row(trailer())
             began = time.perf_counter()
-            bytes_sent = 0
-            came = 0.0
+            bytes_sent, came = 0, 0.0
+            trailers: tuple[Trailer, ...] = ()
             reply = None
-            swap = self.wire.begin_swap(numbers, what)
+            swap = self.wire.begin_swap(row, what)
 
             def exchange(message: Message) -> Reply:
-                nonlocal bytes_sent, came, reply
+                nonlocal bytes_sent, came, trailers, reply
                 said = Exchange(self.wire, message, self._buffers, what)
                 said.begin()
                 if not came:
                     self.wire.wait(swap.pending, what, self._heartbeat)
                     came = time.perf_counter()
-                reply = said.end(weights(_trailers(swap.values)))
+                    trailers = _records(Trailer, swap.values)
+                reply = said.end([trailer.weight for trailer in trailers])
                 bytes_sent += said.bytes_sent
                 return reply
 
             result = drive(conversation, exchange)
-            # until the last region has come it is that region which takes time, not the link
+            # the time before the last region came to the transfer is not the link's
             seconds = time.perf_counter() - max(began, came - self.wire.rtt_s)
             found = square(result.mean)
             result = self._bring_home(result, lent=reply is not None and reply.mean is result.mean)
-            return Arrival(result, _trailers(swap.values), bytes_sent, seconds, found)
+            arrival = Arrival(result, trailers, bytes_sent, seconds, found)
+            if then is not None:
+                then(arrival)
+            return arrival
 
         return self._submit(transfer, what)
 
@@ -118,7 +128,7 @@ class GlooLink:
         self._home = self._buffers if home.device == HOST else home
 
     def give(self, mean: Tensor) -> None:
-        # a codec's own mean is none of the link's memory, which would grow with every one it took in
+        # a mean that a codec made is not the link's memory: the pool would grow with every such mean
         if self._lent.pop(mean, False):
             self._home.give(mean)
 
@@ -134,11 +144,11 @@ class GlooLink:
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self._submit(lambda: self._spread(flat.view(torch.uint8), what, source), what).wait()
 
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        def swap() -> tuple[Trailer, ...]:
-            values, pending = self.wire.begin_swap(_numbers(trailer), what)
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        def swap() -> tuple[Record, ...]:
+            values, pending = self.wire.begin_swap(to_row(record), what)
             self.wire.wait(pending, what, self._heartbeat)
-            return _trailers(values)
+            return _records(type(record), values)
 
         return self._submit(swap, what).wait()
 
@@ -161,24 +171,24 @@ class GlooLink:
 
     def _submit(self, call: Callable[[], Any], what: str) -> "_Job":
         if self._closed:
-            raise LinkError(f"the link is closed, so {what} cannot travel.")
+            raise LinkError(f"the link is closed: {what} cannot travel.")
         job = _Job(call, what)
         self._jobs.put(job)
-        # looked at last: whoever gives up fails what is in the queue after saying so
+        # checked last: `_give_up` sets the failure before it fails the jobs in the queue
         if self._failure is not None:
             job.fail(self._failure)
         return job
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            # after a failure the groups are not to be used again: a late operation could meet a new one
+            # after a failure the groups must not be used again: a late operation could match a new one
             if self._failure is not None:
                 job.fail(self._failure)
                 continue
             self._job = job
             try:
                 job.run()
-            except BaseException as error:  # whatever it is has to reach the training thread
+            except BaseException as error:  # every error must reach the training thread
                 self._failure = (
                     error if isinstance(error, LinkError) else LinkError(f"{job.what} failed: {error}")
                 )
@@ -186,7 +196,7 @@ class GlooLink:
                 job.fail(error)
 
     def _give_up(self, region: int, what: str, waited_s: float, why: str) -> None:
-        """The heartbeat's word that `region` is lost: the link's thread may wait for it for ever, so it is left behind."""
+        """The heartbeat found that `region` is lost. The link's thread may wait for it for ever: we abandon this thread."""
         note = self.note_of(region)
         self._failure = RegionLostError(
             region,
@@ -204,7 +214,7 @@ class GlooLink:
                 job.fail(self._failure)
 
     def _bring_home(self, result: Result, lent: bool) -> Result:
-        """The result with its mean where it is wanted; `lent`: it lies in the link's own memory."""
+        """The result, with its mean in memory of `bring_to`. `lent`: before this call the mean is in the link's own memory."""
         mean = result.mean
         if self._home is not self._buffers:
             mean = bring(result.mean, self._home)
@@ -226,17 +236,19 @@ class GlooLink:
 
 
 class _Job:
-    """Work for the link's thread, and the handle by which the training thread waits for it."""
+    """Work for the link's thread, and the handle by which the training thread waits for its result."""
 
     def __init__(self, call: Callable[[], Any], what: str) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self.what = what
         self._ended = threading.Event()
         self._value: Any = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        assert self._call is not None
         self._value = self._call()
+        self._call = None  # it may reference the previous transfer, which references an earlier one
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
@@ -250,9 +262,5 @@ class _Job:
         return self._value
 
 
-def _numbers(trailer: Trailer) -> Tensor:
-    return torch.tensor(trailer, dtype=torch.float64)
-
-
-def _trailers(values: list[Tensor]) -> tuple[Trailer, ...]:
-    return tuple(Trailer(*value.tolist()) for value in values)
+def _records(kind: type[Record], rows: Sequence[Tensor]) -> tuple[Record, ...]:
+    return tuple(from_row(kind, row, region) for region, row in enumerate(rows))

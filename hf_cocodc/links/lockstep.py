@@ -1,4 +1,4 @@
-"""Many regions in one process: the numbers of the real link, exactly, without sockets."""
+"""Many regions in one process: exactly the numbers of the real link, without sockets."""
 
 import random
 import sys
@@ -16,7 +16,8 @@ from ..errors import InputError, LinkError
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..tensors.norms import square
 from ..tensors.pools import Pool
-from .base import Arrival, Handle
+from .base import Arrival, Handle, Then
+from .records import Record
 from .trailer import Trailer
 
 T = TypeVar("T")
@@ -24,17 +25,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualLink:
-    """A link of simulated time: when transfers would arrive on it decides what adaptive schedules do, and what is blocked.
+    """A link of simulated time. Its arrival times decide what adaptive schedules do, and how long training is blocked.
 
-    One serial link joins all regions; a transfer starts when the last region has sent it and earlier ones are through.
+    All regions share one serial link. A transfer starts when the last region has sent it and all earlier transfers have
+    passed.
 
     Attributes:
         step_time_s: T_c, seconds of an inner step.
-        latency_s: seconds one way.
-        bandwidth: bytes a second that a region can send.
+        latency_s: seconds in one direction.
+        bandwidth: bytes per second that a region can send.
 
     Raises:
-        InputError: a time or rate that is not positive.
+        InputError: step_time_s or bandwidth is not positive, or latency_s is negative.
     """
 
     step_time_s: float
@@ -49,30 +51,36 @@ class VirtualLink:
             raise InputError(f"latency_s={self.latency_s} of a VirtualLink must not be negative.")
 
 
+def loopback() -> "LockstepLink":
+    """The link of a single region: every mean is the region's own value, and no byte leaves the process."""
+    return LockstepHub(1).links[0]
+
+
 def run_in_lockstep(
     num_regions: int, body: Callable[[int, "LockstepLink"], T], link: VirtualLink | None = None
 ) -> list[T]:
-    """Run body(region, link) for every region in this process, and return what each returned.
+    """Run body(region, link) for every region in this process; return the results in the order of the regions.
 
-    Regions take turns: one runs until it needs what another has not sent yet. Each has a thread of its own and a state
-    of torch's and Python's random numbers of its own, but only one runs at a time, so results do not depend on timing.
-    The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With `link` time is simulated.
+    Regions take turns: one region runs until it needs something that another region has not sent yet. Each region has its
+    own thread, and its own state of the random numbers of torch, NumPy and Python. Only one region runs at a time: results
+    do not depend on timing. The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With
+    `link`, time is simulated.
 
     Raises:
         LinkError: every region waits for another.
-        Exception: whatever a body raised, of the first region that did.
+        Exception: the first exception that a body raised.
     """
     return LockstepHub(num_regions, link).run(body)
 
 
 class LockstepHub:
-    """Joins the links of `num_regions` regions; `links[r]` is region r's."""
+    """Connects the links of `num_regions` regions; `links[r]` is the link of region r."""
 
     def __init__(self, num_regions: int, virtual: VirtualLink | None = None) -> None:
         self.virtual = virtual
         self._busy_until = 0.0
         self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
-        self._meetings: dict[int, _Meeting] = {}
+        self._open_calls: dict[int, _Call] = {}
         self._turns = [threading.Semaphore(0) for _ in self.links]
         self._waits: dict[int, Callable[[], bool]] = {region: lambda: True for region in range(num_regions)}
         self._over = threading.Event()
@@ -112,37 +120,38 @@ class LockstepHub:
             raise self._errors[0]
         return [results[link.region] for link in self.links]
 
-    def bring(self, region: int, call: int, what: str, item: Any, meet: "Meet") -> "_Meeting":
-        """Region `region` makes its call number `call` with `item`; `meet` gives the answers once enough have come."""
-        meeting = self._meetings.setdefault(call, _Meeting(what))
-        if meeting.what != what:
+    def bring(self, region: int, number: int, what: str, item: Any, resolve: "Resolve") -> "_Call":
+        """Region `region` makes its call `number` with `item`; `resolve` gives the answers when enough regions have called."""
+        call = self._open_calls.setdefault(number, _Call(what))
+        if call.what != what:
             raise LinkError(
-                f"regions are out of step: region {region} calls for {what}, another for {meeting.what}."
+                f"regions are out of step: region {region} calls for {what}, another region for {call.what}. Every region "
+                "must make the same calls in the same order."
             )
-        meeting.brought[region] = item
-        if meeting.answers is None:
-            meeting.answers = meet(meeting.brought, len(self.links))
-        if len(meeting.brought) == len(self.links):
-            del self._meetings[call]
-        return meeting
+        call.brought[region] = item
+        if call.answers is None:
+            call.answers = resolve(call.brought, len(self.links))
+        if len(call.brought) == len(self.links):
+            del self._open_calls[number]
+        return call
 
-    def answer(self, region: int, meeting: "_Meeting") -> Any:
-        """What region `region` takes away from the meeting, the others running until they have brought their part."""
-        if meeting.answers is None:
+    def answer(self, region: int, call: "_Call") -> Any:
+        """The answer to region `region`; the other regions run until it is known."""
+        if call.answers is None:
             random_state, gradient_state = _random_state(), _gradient_state()
-            self._waits[region] = lambda: meeting.answers is not None
+            self._waits[region] = lambda: call.answers is not None
             self._pass_the_turn(region)
             self._turns[region].acquire()
             if self._errors:
-                raise LinkError(f"another region failed while region {region} waited for {meeting.what}.")
+                raise LinkError(f"another region failed while region {region} waited for {call.what}.")
             self._waits[region] = lambda: True
             _set_random_state(random_state)
             _set_gradient_state(gradient_state)
-        assert meeting.answers is not None
-        return meeting.answers[region]
+        assert call.answers is not None
+        return call.answers[region]
 
     def arrival_s(self, sent_s: float, bytes_sent: int) -> tuple[float, float]:
-        """When a transfer arrives that the last region sent at `sent_s`, and how long it takes; in simulated seconds."""
+        """Arrival time and duration of a transfer that the last region sends at `sent_s`, in simulated seconds."""
         if self.virtual is None:
             return 0.0, 0.0
         start = max(self._busy_until, sent_s)
@@ -152,22 +161,24 @@ class LockstepHub:
         return arrival, arrival - start
 
     def _pass_the_turn(self, region: int) -> None:
-        """Let the next region run that can; where none can, all wait for each other, and that is an error."""
+        """Let the next region run that is able to. If none is, all regions wait for each other, which is an error."""
         order = sorted(self._waits, key=lambda other: (other - region - 1) % len(self.links))
         able = [other for other in order if self._errors or self._waits[other]()]
         if able:
             self._turns[able[0]].release()
         elif order:
             self._errors.append(
-                LinkError("every region waits for another; do all of them make the same calls?")
+                LinkError(
+                    "every region waits for another. Every region must make the same calls in the same order."
+                )
             )
             self._turns[order[0]].release()
         else:
             self._over.set()
 
 
-class _Meeting:
-    """A call that all regions make: what each has brought, and, once enough have come, what each takes away."""
+class _Call:
+    """A call that all regions make: the item that each region brings, and, when enough have called, the answer to each."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -175,25 +186,26 @@ class _Meeting:
         self.answers: Sequence[Any] | None = None
 
 
-Meet = Callable[[dict[int, Any], int], Sequence[Any] | None]
+Resolve = Callable[[dict[int, Any], int], Sequence[Any] | None]
+"""(items by region, number of regions) -> the answers, in the order of the regions; None until enough have called."""
 
 
-def _when_all_came(answers: Callable[[list], Sequence[Any]]) -> Meet:
-    def meet(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
+    def resolve(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
         return answers([brought[r] for r in range(num_regions)]) if len(brought) == num_regions else None
 
-    return meet
+    return resolve
 
 
-def _from_region(source: int) -> Meet:
-    def meet(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+def _from_region(source: int) -> Resolve:
+    def resolve(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
         return [brought[source]] * num_regions if source in brought else None
 
-    return meet
+    return resolve
 
 
 class LockstepLink:
-    """One region's end of a `LockstepHub`; see `links.base.Link` for the calls."""
+    """One region's side of a `LockstepHub`; `links.base.Link` describes the calls."""
 
     def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
         self.region = region
@@ -202,19 +214,24 @@ class LockstepLink:
         self._hub = hub
         self._calls = 0
         self.now = 0.0
-        """Simulated seconds, where time is simulated."""
+        """Simulated seconds; stays 0 if time is not simulated."""
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
-        meet = _when_all_came(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        return _Handle(self, self._bring(what, (conversation, trailer(), self.now), meet))
+        resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
+        return _Handle(self, self._bring(what, (conversation, trailer(), self.now), resolve), then)
 
     def bring_to(self, home: Pool) -> None:
         """Means stay on the host."""
 
     def give(self, mean: Tensor) -> None:
-        """Memory is not kept here."""
+        """This link keeps no memory for reuse."""
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -226,16 +243,16 @@ class LockstepLink:
         if self._hub.virtual is not None:
             self.now += self._hub.virtual.step_time_s
 
-    def answer(self, meeting: "_Meeting") -> Any:
-        """What this region takes away from a meeting."""
-        return self._hub.answer(self.region, meeting)
+    def answer(self, call: "_Call") -> Any:
+        """The answer to this region."""
+        return self._hub.answer(self.region, call)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region(source))))
 
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        everybodys = _when_all_came(lambda trailers: [tuple(trailers)] * len(trailers))
-        return self._hub.answer(self.region, self._bring(what, trailer, everybodys))
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        all_records = _from_all(lambda records: [tuple(records)] * len(records))
+        return self._hub.answer(self.region, self._bring(what, record, all_records))
 
     def leave_note(self, reason: str) -> None:
         self._hub.notes[self.region] = reason
@@ -246,18 +263,22 @@ class LockstepLink:
     def close(self, reason: str | None = None) -> None:
         pass
 
-    def _bring(self, what: str, item: Any, meet: Meet) -> _Meeting:
+    def _bring(self, what: str, item: Any, resolve: Resolve) -> _Call:
         self._calls += 1
-        return self._hub.bring(self.region, self._calls, what, item, meet)
+        return self._hub.bring(self.region, self._calls, what, item, resolve)
 
 
 class _Handle:
-    def __init__(self, link: LockstepLink, meeting: _Meeting) -> None:
-        self._link, self._meeting = link, meeting
+    def __init__(self, link: LockstepLink, call: _Call, then: Then | None) -> None:
+        self._link, self._call, self._then = link, call, then
 
     def wait(self) -> Arrival:
-        arrival, arrives_at = self._link.answer(self._meeting)
+        arrival, arrives_at = self._link.answer(self._call)
         self._link.now = max(self._link.now, arrives_at)
+        # called once, and released: it may reference the previous transfer
+        then, self._then = self._then, None
+        if then is not None:
+            then(arrival)
         return arrival
 
 
@@ -265,7 +286,7 @@ def _mean_all(
     brought: Sequence[tuple[Conversation, Trailer, float]],
     arrival_s: Callable[[float, int], tuple[float, float]],
 ) -> list[tuple[Arrival, float]]:
-    """Hold all regions' conversations side by side, message by message; each region's arrival, and when it is there."""
+    """Run the conversations of all regions together, message by message: the arrival in each region, and its time."""
     conversations = [conversation for conversation, _, _ in brought]
     trailers = tuple(trailer for _, trailer, _ in brought)
     shares = [trailer.weight for trailer in trailers]
@@ -273,7 +294,7 @@ def _mean_all(
     sent = [0] * num_regions
     results: list[Result] = []
 
-    def hear(conversation: Conversation, reply: Reply | None) -> Message | None:
+    def advance(conversation: Conversation, reply: Reply | None) -> Message | None:
         try:
             return next(conversation) if reply is None else conversation.send(reply)
         except StopIteration as end:
@@ -282,8 +303,10 @@ def _mean_all(
 
     replies: Sequence[Reply | None] = [None] * num_regions
     while not results:
-        said = [hear(conversation, reply) for conversation, reply in zip(conversations, replies, strict=True)]
-        messages = [message for message in said if message is not None]
+        found = [
+            advance(conversation, reply) for conversation, reply in zip(conversations, replies, strict=True)
+        ]
+        messages = [message for message in found if message is not None]
         if messages:
             for region, message in enumerate(messages):
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
@@ -309,7 +332,7 @@ def _set_random_state(state: tuple) -> None:
 
 
 def _gradient_state() -> dict[str, Any]:
-    """Accelerate's word on gradient accumulation and data loaders, of which a process has one: each region has its own."""
+    """Accelerate's state of gradient accumulation and data loaders: one per process, but each region needs its own."""
     accelerate = sys.modules.get("accelerate.state")
     shared = accelerate.GradientState._shared_state if accelerate else {}
     return {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}

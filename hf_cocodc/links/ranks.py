@@ -1,4 +1,4 @@
-"""Links of regions with several ranks: the leader shares what it gets (DDP), or every rank has a lane of its own (FSDP2)."""
+"""Links of regions with several ranks: the leader shares its arrivals (DDP), or every rank has its own lane (FSDP2)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,18 +9,19 @@ from torch import Tensor
 
 from ..parts.codecs.base import Conversation, Result
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Link
+from .base import Arrival, Handle, Link, Then
+from .records import ROW, Record, from_numbers, from_row, to_row
 from .trailer import Trailer
 
 
 class SharedLink:
-    """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all receive.
+    """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all ranks receive.
 
     Args:
-        leader_link: the link, on the region's rank 0; None on the others.
+        leader_link: the link, on the region's rank 0; None on the other ranks.
         region: this region.
         num_regions: number of regions M.
-        device: where the region's own process group wants tensors (a GPU under NCCL).
+        device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
     """
 
     def __init__(self, leader_link: Link | None, region: int, num_regions: int, device: torch.device) -> None:
@@ -31,10 +32,16 @@ class SharedLink:
         self._device, self._home = device, HOST
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
-        handle = None if self._link is None else self._link.mean(conversation, numel, trailer, what)
-        return _SharedHandle(self, handle, numel)
+        if self._link is None:
+            return _SharedHandle(self, None, numel, then)
+        return _SharedHandle(self, self._link.mean(conversation, numel, trailer, what, then), numel, None)
 
     def bring_to(self, home: Pool) -> None:
         self._home = home.device
@@ -60,9 +67,9 @@ class SharedLink:
             self._link.broadcast(flat, what, source)
         flat.copy_(self.share(flat))
 
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        own = () if self._link is None else self._link.gather(trailer, what)
-        return self.share_trailers(own)
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        records = () if self._link is None else self._link.gather(record, what)
+        return self.share_records(type(record), records)
 
     def leave_note(self, reason: str) -> None:
         if self._link is not None:
@@ -77,35 +84,39 @@ class SharedLink:
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's `tensor`, on every rank of the region."""
-        return self._spread(tensor.to(self._device)).to(tensor.device)
+        return self._broadcast(tensor.to(self._device)).to(tensor.device)
 
     def hand_out(self, mean: Tensor) -> None:
-        """On the leader: let every rank of the region have the mean."""
-        self._spread(mean.to(self._device))
+        """On the leader: give the mean to every rank of the region."""
+        self._broadcast(mean.to(self._device))
 
     def receive(self, numel: int) -> Tensor:
-        """On the others: the mean that the leader hands out."""
-        return self._spread(torch.empty(numel, dtype=torch.float32, device=self._device)).to(self._home)
+        """On the other ranks: the mean that the leader hands out."""
+        return self._broadcast(torch.empty(numel, dtype=torch.float32, device=self._device)).to(self._home)
 
-    def _spread(self, tensor: Tensor) -> Tensor:
+    def share_records(self, kind: type[Record], records: Sequence[Record]) -> tuple[Record, ...]:
+        """The leader's records, one per region, on every rank."""
+        rows = torch.zeros(self.num_regions, ROW, dtype=torch.float64)
+        for region, record in enumerate(records):
+            rows[region] = to_row(record)
+        return tuple(from_row(kind, row, region) for region, row in enumerate(self.share(rows)))
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=0)
         return tensor
 
-    def share_trailers(self, trailers: Sequence[Trailer]) -> tuple[Trailer, ...]:
-        flat = torch.zeros(self.num_regions, len(Trailer._fields), dtype=torch.float64)
-        if trailers:
-            flat.copy_(torch.tensor([list(trailer) for trailer in trailers], dtype=torch.float64))
-        return tuple(Trailer(*row) for row in self.share(flat).tolist())
-
 
 class _SharedHandle:
-    def __init__(self, shared: SharedLink, handle: Handle | None, numel: int) -> None:
-        self._shared, self._handle, self._numel = shared, handle, numel
+    def __init__(self, shared: SharedLink, handle: Handle | None, numel: int, then: Then | None) -> None:
+        self._shared, self._handle, self._numel, self._then = shared, handle, numel, then
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
         if self._arrival is None:
             self._arrival = self._receive()
+            then, self._then = self._then, None
+            if then is not None:
+                then(self._arrival)
         return self._arrival
 
     def _receive(self) -> Arrival:
@@ -113,25 +124,25 @@ class _SharedHandle:
             arrival = self._handle.wait()
             self._shared.hand_out(arrival.result.mean)
             self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
-            self._shared.share_trailers(arrival.trailers)
+            self._shared.share_records(Trailer, arrival.trailers)
             return arrival
         mean = self._shared.receive(self._numel)
         square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
-        trailers = self._shared.share_trailers(())
+        trailers = self._shared.share_records(Trailer, ())
         return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square)
 
 
 class LaneLink:
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
-    Decisions need numbers that all lanes hold alike: whole-tensor norms, and trailers. Both are settled in the region, by
-    small collective calls of its own process group; every rank waits for the same transfers in the same order.
+    Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process
+    group settles both with small collective calls. Every rank waits for the same transfers in the same order.
 
     Args:
-        link: of this lane.
+        link: the link of this lane.
         lane: this rank in its region.
         num_lanes: ranks of the region.
-        device: where the region's own process group wants tensors (a GPU under NCCL).
+        device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
     """
 
     def __init__(self, link: Link, lane: int, num_lanes: int, device: torch.device) -> None:
@@ -141,9 +152,14 @@ class LaneLink:
         self._device = device
 
     def mean(
-        self, conversation: Conversation, numel: int, trailer: Callable[[], Trailer], what: str
+        self,
+        conversation: Conversation,
+        numel: int,
+        trailer: Callable[[], Trailer],
+        what: str,
+        then: Then | None = None,
     ) -> Handle:
-        return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what))
+        return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what, then))
 
     def bring_to(self, home: Pool) -> None:
         self._link.bring_to(home)
@@ -163,8 +179,8 @@ class LaneLink:
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self._link.broadcast(flat, what, source)
 
-    def gather(self, trailer: Trailer, what: str) -> tuple[Trailer, ...]:
-        return self._link.gather(trailer, what)
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        return self._link.gather(record, what)
 
     def leave_note(self, reason: str) -> None:
         self._link.leave_note(reason)
@@ -176,12 +192,13 @@ class LaneLink:
         self._link.close(reason)
 
     def agree(self, arrival: Arrival) -> Arrival:
-        """The arrival with trailers that are the same in all lanes, and the bytes of all of them."""
+        """The arrival with trailers that are equal in all lanes, and with the bytes of all lanes."""
+        names = Trailer._fields
         rows = torch.tensor([list(trailer) for trailer in arrival.trailers], dtype=torch.float64)
-        signs = torch.tensor([_SETTLED.get(name, 0.0) for name in Trailer._fields], dtype=torch.float64)
+        signs = torch.tensor([_SETTLED.get(name, 0.0) for name in names], dtype=torch.float64)
         settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
-        trailers = tuple(Trailer(*row) for row in rows.tolist())
+        trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
         sums = self.total(torch.tensor([arrival.bytes_sent, arrival.square], dtype=torch.float64)).tolist()
         return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
 
@@ -195,7 +212,7 @@ _SETTLED = {
     **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
-"""What the lanes of a region take of a trailer's number: the largest (1), the smallest (-1); else each its own."""
+"""How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
 
 
 class _LaneHandle:

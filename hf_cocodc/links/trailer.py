@@ -1,45 +1,70 @@
-"""What regions tell each other with every transfer."""
+"""What a region tells the others with every transfer."""
 
+import math
 from enum import IntEnum
 from typing import NamedTuple
 
 
 class Ending(IntEnum):
-    """A region's word on its own end; rides on every transfer."""
+    """What a region says about its own end."""
 
     NO = 0
     """It trains on."""
     DONE = 1
-    """It has come to the end of its training: early stopping, or its data ran out."""
+    """Its training is complete: it stopped early, or its data ran out."""
     INTERRUPTED = 2
-    """It has to leave, by a signal or an error."""
+    """It must leave, because of a signal or an error."""
+
+
+class Word(NamedTuple):
+    """The part of a trailer that comes from the training loop; the engine passes it on and never acts on it.
+
+    Attributes:
+        loss: last training loss; NaN if unknown.
+        ending: what the region says about its own end.
+        saved_at: inner step of the region's newest complete checkpoint; 0 if there is none.
+    """
+
+    loss: float = math.nan
+    ending: Ending = Ending.NO
+    saved_at: int = 0
+
+
+Words = tuple[Word, ...]
+"""The words of all regions, in the order of the regions."""
+NOTHING_TO_SAY = Word()
 
 
 class Trailer(NamedTuple):
-    """Numbers that ride on every transfer, so that nobody waits for them on their own.
+    """Numbers that travel with every transfer, so that training never waits for them alone.
 
     Attributes:
-        weight: share in the mean; 0 where this region's outer gradient is not finite and sits the transfer out.
-        fragment: index of the fragment, to notice regions that are out of step.
-        inner_step: inner step after which the transfer left.
-        step_time_s: seconds of an inner step here, time blocked on the link left out; 0 if unknown.
-        sync_time_s: seconds that the last transfer took here; 0 if unknown.
-        loss: the region's last training loss; NaN if unknown.
-        digest: checksum of the fragment's global params before the transfer; -1 where it was not taken.
+        weight: share in the mean; 0 if this region's outer gradient is not finite or contains no step.
+        fragment: index of the fragment; shows whether regions are in step.
+        inner_step: inner step at which the transfer was sent.
+        step_time_s: seconds of an inner step in this region, without time blocked on the link; 0 if unknown.
+        sync_time_s: seconds that this region's last transfer took; 0 if unknown.
+        loss: see `Word`.
+        digest: checksum of the fragment's global params before the transfer; -1 if it was not computed.
         compression: share of its full rank that the codec uses for the fragment.
-        ending: the region's word on its own end; see `agreement.Ending`.
-        saved_at: step of the region's newest complete checkpoint; 0 if none.
+        ending: see `Word`.
+        saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
     """
 
     weight: float = 1.0
-    fragment: float = -1.0
-    inner_step: float = 0.0
+    fragment: int = -1
+    inner_step: int = 0
     step_time_s: float = 0.0
     sync_time_s: float = 0.0
-    loss: float = float("nan")
-    digest: float = -1.0
+    loss: float = math.nan
+    digest: int = -1
     compression: float = 1.0
-    ending: float = 0.0
-    saved_at: float = 0.0
+    ending: Ending = Ending.NO
+    saved_at: int = 0
     round_lr: float = 0.0
+
+    @property
+    def word(self) -> Word:
+        """The part that comes from the region's training loop."""
+        return Word(self.loss, self.ending, self.saved_at)

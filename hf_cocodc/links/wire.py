@@ -1,4 +1,4 @@
-"""The TCP connections between regions: gloo groups outside torch.distributed's default one, and what fails on them."""
+"""The TCP connections between regions: gloo groups outside torch.distributed's default group, and their errors."""
 
 import contextlib
 import math
@@ -18,43 +18,45 @@ from ..meeting.heartbeat import Heartbeat
 
 MAX_CONNECTIONS = 16
 ASSUMED_RATE = 125e6
-"""Bytes a second that a region prepares for where no rate limit is given: 1 Gbit/s."""
+"""Bytes per second that a region plans for without a rate limit: 1 Gbit/s."""
 _USABLE = 0.25
-"""Share of a socket's buffer that a connection may count on to be in flight: the kernel's own book-keeping takes a third,
-and a connection that has lost a packet, or has been idle, starts from far below."""
+"""Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
+connection that was idle or has lost a packet starts with far less."""
 _FOR_EVER = timedelta(days=365)
 
-_gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
+_gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
 _abandoned: list[Any] = []
-"""Groups that failed: gloo's destructor blocks until their pending operations time out, so they are never destroyed."""
+"""Groups that failed. They are never destroyed: gloo's destructor would block until their pending operations time out."""
 
 
 class Pending(NamedTuple):
-    """An operation under way with a region."""
+    """An operation in progress with a region."""
 
     region: int
     work: Any
 
 
 class Wire:
-    """Connections to every other region: one for control messages, which so never queue behind payloads, and some for these.
+    """Connections to every other region: one for control messages, and some for payloads.
+
+    Control messages have a connection of their own, so that they never wait in a queue of payloads.
 
     Args:
-        store: reaches all regions; used under `prefix` to set up, and to tell why a region left.
+        store: reaches all regions; used under `prefix` to connect, and to tell why a region left.
         prefix: unique to the run (and lane).
         region: this region.
         num_regions: number of regions M.
-        connections: for payloads, to each other region; None takes as many as the slowest pair's round trip asks for.
-        address: this machine's own address by which the other regions reach it.
+        connections: for payloads, to each other region; None derives the number from the longest round trip.
+        address: the address of this machine that other regions reach.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
-        rate_limit: bytes a second that are sent at most; None for as many as possible.
-        num_lanes: wires of this region, which share what the network gives.
+        rate_limit: bytes per second that this wire sends at most; None for no limit.
+        num_lanes: wires of this region; they share the network.
 
     Attributes:
         others: the other regions.
-        connections: how many there are to each other region, beside the one for control messages.
-        rtt_s: seconds of a round trip to the region that is furthest away.
+        connections: number of payload connections to each other region.
+        rtt_s: seconds of a round trip to the most distant region.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -80,7 +82,7 @@ class Wire:
         self._free_at = 0.0
         self._tag = 0
         self._bulk: list[Any] = []
-        self._device = _gloo.create_device(hostname=address)  # one for all: each has a thread of its own
+        self._device = _gloo.create_device(hostname=address)  # shared: each device has its own thread
         self._control = self._group("control")
         self.rtt_s = self._round_trip_s()
         if connections is None:
@@ -88,19 +90,19 @@ class Wire:
             mine = torch.tensor([wanted], dtype=torch.float64)
             connections = int(max(each.item() for each in self.swap(mine, "the number of connections")))
         self.connections = connections
-        # a store that blocks in one thread's call blocks those of all: side by side each needs a store of its own
+        # a call that blocks on a store blocks the calls of all threads: groups made in parallel need a store each
         own_store = getattr(store, "clone", None)
         with ThreadPoolExecutor(connections if own_store else 1) as pool:
             names = [f"bulk{index}" for index in range(connections)]
             self._bulk = list(pool.map(lambda name: self._group(name, own_store and own_store()), names))
 
     def tag(self) -> int:
-        """Distinguishes one call's operations from every other's; all regions make the same calls in the same order."""
+        """A tag for the operations of one call. All regions make the same calls in the same order: their tags are equal."""
         self._tag = (self._tag + 1) % (1 << 24)
         return self._tag
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
-        """Start to send bytes, on connection `index` of those for payloads, as soon as the rate limit lets it."""
+        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`."""
         if self._rate_limit:
             now = time.monotonic()
             time.sleep(max(self._free_at - now, 0.0))
@@ -109,15 +111,15 @@ class Wire:
             return Pending(region, self._bulk[index % self.connections].send([payload], region, tag))
 
     def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
-        """Start to receive bytes into `buffer`, which nobody may touch until they are here."""
+        """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
         with self._naming(region, what):
             return Pending(region, self._bulk[index % self.connections].recv([buffer], region, tag))
 
     def wait(self, pending: Iterable[Pending], what: str, patience: Heartbeat | None = None) -> None:
-        """Wait for operations; with `patience` another region may be late, and its heartbeat tells how long to wait.
+        """Wait for operations. With `patience`, another region may be late: its heartbeat decides how long to wait.
 
         Raises:
-            LinkError: one failed; the message names the region and what it said when it left.
+            LinkError: an operation failed; the message names the region, and the reason if the region left one.
         """
         for region, work in pending:
             if patience is not None:
@@ -128,7 +130,7 @@ class Wire:
             patience.arrived()
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
-        """Start to send a small tensor to every other region and to receive theirs, on the control connection."""
+        """Start to exchange a small tensor with every other region, on the control connection."""
         tag = self.tag()
         got = {other: torch.empty_like(own) for other in self.others}
         pending = []
@@ -139,7 +141,7 @@ class Wire:
         return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
 
     def swap(self, own: Tensor, what: str) -> list[Tensor]:
-        """Every region's small tensor, in the order of the regions."""
+        """The small tensors of all regions, in the order of the regions."""
         values, pending = self.begin_swap(own, what)
         self.wait(pending, what)
         return values
@@ -150,20 +152,20 @@ class Wire:
             self._notes.set(str(self.region), reason)
 
     def note_of(self, region: int) -> str | None:
-        """What `region` wrote down, if anything."""
+        """The note that `region` left, if any."""
         with contextlib.suppress(RuntimeError):
             if self._notes.check([str(region)]):
                 return self._notes.get(str(region)).decode()
         return None
 
     def close(self, broken: bool) -> None:
-        """Let go of the connections; of broken ones for good."""
+        """Release the connections. Broken ones are kept for ever, see `_abandoned`."""
         if broken:
             _abandon([self._control, *self._bulk])
         self._control, self._bulk = None, []
 
     def _round_trip_s(self) -> float:
-        """The shortest of some tries: the first ones set the connections up."""
+        """The shortest of several tries: the first tries also set the connections up."""
         tries = []
         for _ in range(4 if self.others else 0):
             start = time.perf_counter()
@@ -181,13 +183,13 @@ class Wire:
         except RuntimeError as error:
             raise LinkError(
                 f"region {self.region} could not connect to the other regions from its address {self._address}: "
-                f"{str(error).splitlines()[0][:200]}. Every region must reach every other one at the address it has on the "
-                "link; name its network interface with regions.interface."
+                f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
+                "set regions.interface to the network interface of the link."
             ) from error
 
     @contextlib.contextmanager
     def _naming(self, region: int, what: str) -> Iterator[None]:
-        """Turn gloo's errors in the block into one that names the region and what was waited for."""
+        """Inside the block, turn gloo's errors into errors that name the region and the awaited transfer."""
         since = time.perf_counter()
         try:
             yield
@@ -197,7 +199,7 @@ class Wire:
             raise self._explain(region, what, time.perf_counter() - since, error) from error
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
-        """The error for a failed operation with `region`, with what that region said when it left."""
+        """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
         reason = self._wait_for_note(region)
         if reason is not None:
             return RegionLostError(
@@ -206,18 +208,18 @@ class Wire:
         if "timed out" in str(error).lower():
             return RegionLostError(
                 region,
-                f"region {region} stopped in the middle of {what} and sent nothing more for {waited_s:.0f} s "
-                f"(timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s; if the region is gone, "
-                "start all again with --resume.",
+                f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s "
+                f"(timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region is gone, "
+                "start all regions again with --resume.",
             )
         return RegionLostError(
             region,
             f"region {region} closed its connection while region {self.region} waited for {what}: its process has died. Look "
-            "at its last output, then start all regions again.",
+            "at its last output, then start all regions again with --resume.",
         )
 
     def _wait_for_note(self, region: int) -> str | None:
-        """What `region` wrote down; waits a moment, for a closed connection is seen before the note is."""
+        """The note of `region`, if any. Waits a moment: the note may arrive after the connection has closed."""
         for _ in range(10):
             note = self.note_of(region)
             if note is not None:
@@ -227,21 +229,21 @@ class Wire:
 
 
 class Swap(NamedTuple):
-    """A swap of small tensors under way: `values` hold, in the order of the regions, once `pending` has been waited for."""
+    """A swap of small tensors in progress. Wait for `pending`; then `values` are valid, in the order of the regions."""
 
     values: list[Tensor]
     pending: list[Pending]
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
-    """Connections that keep a link of `rate` (bytes a second) busy over a round trip of `rtt_s` (seconds).
+    """Number of connections that keep a link busy.
 
-    One connection has at most a window of bytes in flight at a time, and the link holds rtt x rate of them.
+    The link holds rtt_s x rate bytes in flight; one connection has at most a window of bytes in flight.
 
     Args:
         rtt_s: seconds of a round trip.
-        rate: bytes a second to be reached.
-        window: bytes of a socket's buffer; by default what this machine's kernel allows a sender.
+        rate: bytes per second of the link.
+        window: bytes of a socket's buffer; by default the limit of this machine's kernel for senders.
     """
     window = _send_buffer() if window is None else window
     wanted = math.ceil(rtt_s * rate / (_USABLE * window))
@@ -249,7 +251,7 @@ def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None
 
 
 def _send_buffer() -> int:
-    """Bytes that the kernel lets a TCP socket's send buffer grow to; Linux's default where it does not say."""
+    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
     limits = Path("/proc/sys/net/ipv4/tcp_wmem")
     return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
 

@@ -1,4 +1,4 @@
-"""How regions find each other at the start of a run, compare what must be equal, and show that they are alive.
+"""Regions meet at the start of a run, compare their settings, and show each other that they are alive.
 
 May import: errors, settings, tensors.
 """

@@ -6,14 +6,14 @@ import struct
 
 from ..errors import InputError
 
-SIOCGIFADDR = 0x8915  # Linux: get an interface's address
+SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
 
 
 def own_address(store_address: str, interface: str | None) -> str:
-    """This machine's address on `interface`, or, without one, the address by which it reaches the store.
+    """Return the address of `interface`, or, without one, the address from which this machine reaches the store.
 
     Raises:
-        InputError: no such interface, or it has no IPv4 address.
+        InputError: the interface does not exist or has no IPv4 address.
     """
     if interface is None:
         host, _, port = store_address.rpartition(":")
@@ -21,7 +21,7 @@ def own_address(store_address: str, interface: str | None) -> str:
             0
         ]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: picks a route, sends nothing
+            probe.connect(address)  # a datagram socket only picks a route and sends nothing
             return str(probe.getsockname()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -29,13 +29,14 @@ def own_address(store_address: str, interface: str | None) -> str:
         except OSError as error:
             known = ", ".join(name for _, name in socket.if_nameindex())
             raise InputError(
-                f"regions.interface={interface!r} is no network interface with an IPv4 address here "
-                f"({error.strerror}). This machine has {known}."
+                f"regions.interface={interface!r} is not a network interface with an IPv4 address "
+                f"({error.strerror}). Set it to one of this machine's interfaces: {known}."
             ) from error
     return socket.inet_ntoa(packed[20:24])
 
 
 def free_port() -> int:
+    """Return a TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

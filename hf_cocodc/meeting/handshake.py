@@ -1,9 +1,10 @@
-"""What must agree between regions before step 1.
+"""Regions compare their settings before step 1.
 
-Settings that differ would hang a run (another interval), or ruin it without a word (another frozen base). Each region
-says a hello; all compare all of them and say the same thing where they differ.
+Different settings would hang a run (sync_interval) or silently ruin it (frozen base weights). Each region writes a hello.
+Every region then compares all hellos: if two differ, all regions raise the same error.
 """
 
+import dataclasses
 import hashlib
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,29 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HandshakeError
+from ..settings import OuterConfig, RegionConfig
 from ..tensors.sharding import local_shard
 
-PROTOCOL = 5
-"""Version of what crosses the link; raised whenever two versions of this package could misunderstand each other."""
+PROTOCOL = 6
+"""Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 
 def hello(
     model: nn.Module, settings: Mapping[str, Any], max_steps: int | None, num_lanes: int
 ) -> dict[str, Any]:
-    """What this region says of itself (JSON-able).
+    """Describe this region (JSON-able).
 
     Args:
-        model: unwrapped; its trainable parameters are listed, the rest enters as a digest.
-        settings: of the method and the link, by the names users know them by.
-        max_steps: inner steps of the run, where known.
-        num_lanes: lanes of the region.
+        model: unwrapped. The hello lists its trainable parameters and contains a digest of the rest.
+        settings: settings of the method and the link, by their names in OuterConfig and RegionConfig.
+        max_steps: inner steps of the run; None if unknown.
+        num_lanes: number of lanes of this region.
     """
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return {
         "protocol": PROTOCOL,
         "torch": torch.__version__.split("+")[0],
         "byte order": __import__("sys").byteorder,
-        **{f"outer.{name}": value for name, value in settings.items()},
+        **{_in_recipe(name): value for name, value in settings.items()},
         "max_steps": max_steps,
         "lanes": num_lanes,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
@@ -46,10 +48,10 @@ def hello(
 
 
 def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all regions said the same, in what must agree.
+    """Check that all hellos agree in every field except the host.
 
     Raises:
-        HandshakeError: names the two regions, the field and both values.
+        HandshakeError: two hellos differ; the message names the two regions, the field and both values.
     """
     first = hellos[0]
     for region, other in enumerate(hellos[1:], start=1):
@@ -59,37 +61,45 @@ def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
             mine, theirs = _show(first[field], other.get(field))
             raise HandshakeError(
                 f"region 0 and region {region} disagree on {field}: region 0 has {mine}, region {region} has {theirs}. "
-                "Start every region from the same recipe and the same weights, and with the same versions."
+                "Start every region with the same recipe, the same weights and the same package versions."
             )
 
 
+def _in_recipe(setting: str) -> str:
+    """The name of a setting in a recipe."""
+    for section, config in (("outer", OuterConfig), ("regions", RegionConfig)):
+        if setting in (field.name for field in dataclasses.fields(config)):
+            return f"{section}.{setting}"
+    return setting
+
+
 def _show(mine: Any, theirs: Any) -> tuple[str, str]:
-    """Both values; of two lists the first entry that differs."""
+    """Show both values; for two lists, show the first entry that differs."""
     if isinstance(mine, list) and isinstance(theirs, list):
         for a, b in zip(mine, theirs, strict=False):
             if a != b:
                 return repr(a), repr(b)
-        return f"{len(mine)} of them", f"{len(theirs)} of them"
+        return f"{len(mine)} entries", f"{len(theirs)} entries"
     return repr(mine), repr(theirs)
 
 
 def _adapter_settings(model: nn.Module) -> list[str]:
-    """What PEFT's adapters do that no parameter tells, such as LoRA's alpha; not where a region has the base model from."""
+    """PEFT settings that the parameters do not show (LoRA alpha), except the path of the base model."""
     found = []
     for name, config in getattr(model, "peft_config", {}).items():
         for key, value in sorted(config.to_dict().items()):
-            if key not in _OF_ONE_PLACE:
+            if key not in _MAY_DIFFER:
                 found.append(f"{name}.{key}={sorted(value) if isinstance(value, set) else value}")
     return found
 
 
-_OF_ONE_PLACE = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+_MAY_DIFFER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
 def _frozen_digest(model: nn.Module) -> str:
-    """Digest of everything that is not synchronised but has to be equal.
+    """Digest of everything that regions do not synchronise but that must be equal.
 
-    Frozen parameters, buffers that are saved, and whatever else layers save: the scales of quantised weights, say.
+    This includes frozen parameters, saved buffers, and other saved tensors, for example the scales of quantised weights.
     """
     sha = hashlib.sha256()
     saved = model.state_dict(keep_vars=True)
@@ -105,7 +115,10 @@ def _frozen_digest(model: nn.Module) -> str:
 
 
 def _parts(tensor: Any) -> list[Tensor]:
-    """What a tensor is made of: a quantised weight may be a subclass that holds values and scales, and no bytes itself."""
+    """Plain tensors inside `tensor`.
+
+    A quantised weight may be a tensor subclass that holds values and scales, but no bytes of its own.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

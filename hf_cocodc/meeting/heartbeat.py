@@ -1,8 +1,8 @@
-"""Telling a region that is late from one that is gone.
+"""Distinguish a late region from a lost one.
 
-Regions differ in speed, and whoever comes first waits at the next transfer: for as long as the other needs, as long as it
-lives and gets on. So every region writes a sign of life and its inner step to the store now and then, and who waits reads
-those of the region it waits for.
+Regions differ in speed. A fast region waits at the next transfer as long as the slow region is alive and makes progress.
+Each region therefore regularly writes a sign of life and its inner step to the store. A waiting region reads the signs of
+the region that it waits for.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 _GONE = "gone"
 STUCK = 10
-"""Time-outs after which a region that lives but makes no inner step counts as lost."""
+"""A region that is alive but makes no inner step counts as lost after this many times `timeout_s`."""
 
 
 class Heartbeat:
-    """Signs of life of one region, and its watch over the one that it waits for.
+    """Writes the signs of life of this region and watches the region that it waits for.
 
     Args:
-        store: shared by all regions; used under a prefix of its own.
+        store: shared by all regions, with a prefix that only the heartbeat uses.
         region: this region.
-        timeout_s: silence after which a region counts as lost.
-        lost: called once, from a thread of its own, as lost(region, what was waited for, seconds waited, why).
+        timeout_s: a region counts as lost after this many seconds without a sign of life.
+        lost: called once, from the heartbeat's thread, as lost(region, awaited transfer, seconds waited, reason).
     """
 
     def __init__(
@@ -44,30 +44,31 @@ class Heartbeat:
         self._thread.start()
 
     def wait_for(self, region: int, what: str) -> None:
-        """From now on this region waits for `region`; until `arrived`."""
+        """Watch `region` until `arrived` is called. Messages call the awaited transfer `what`."""
         self._waits = (region, what, time.monotonic())
 
     def arrived(self) -> None:
+        """End the watch: the awaited transfer is here."""
         self._waits = None
 
     def close(self, gone: bool = False) -> None:
-        """No more signs; `gone` tells the others that this region leaves them waiting."""
+        """Write no more signs of life; `gone` tells waiting regions that this region will not send."""
         self._ended.set()
-        self._thread.join(timeout=1.0)  # not for ever: the store's machine may be gone
+        self._thread.join(timeout=1.0)  # with a limit: the store's machine may be unreachable
         if gone:
             self._tell(_GONE)
 
     def _beat(self) -> None:
         period_s = min(self._timeout_s / 4, 5.0)
         count = 0
-        waits, seen, alive_at, moved_at, said_at = None, ("", ""), 0.0, 0.0, 0.0
+        waits, seen, alive_at, moved_at, warned_at = None, ("", ""), 0.0, 0.0, 0.0
         while not self._ended.wait(period_s):
             count += 1
             self._tell(f"{count} {self.inner_step}")
             now = time.monotonic()
             if self._waits is None or self._waits != waits:
                 waits = self._waits
-                alive_at = moved_at = said_at = waits[2] if waits else now
+                alive_at = moved_at = warned_at = waits[2] if waits else now
                 continue
             region, what, since = waits
             beat, _, step = self._ask(region).partition(" ")
@@ -78,25 +79,27 @@ class Heartbeat:
                 self._lost(region, what, now - since, "it has left")
                 return
             if now - alive_at > self._timeout_s:
-                self._lost(region, what, now - since, f"no sign of life for {now - alive_at:.0f} s")
+                self._lost(
+                    region, what, now - since, f"it has given no sign of life for {now - alive_at:.0f} s"
+                )
                 return
             if now - moved_at > STUCK * self._timeout_s:
                 self._lost(
                     region,
                     what,
                     now - since,
-                    f"it lives, but is stuck at step {step} for {now - moved_at:.0f} s",
+                    f"it is alive, but has been stuck at step {step} for {now - moved_at:.0f} s",
                 )
                 return
-            if now - said_at > self._timeout_s:
-                said_at = now
+            if now - warned_at > self._timeout_s:
+                warned_at = now
                 logger.warning(
-                    "region %d waits for region %d since %.0f s, for %s: it lives and is at step %s.",
-                    *(self._region, region, now - since, what, step or "?"),
+                    "region %d has waited %.0f s for region %d (%s). Region %d is alive, at step %s.",
+                    *(self._region, now - since, region, what, region, step or "?"),
                 )
 
     def _tell(self, sign: str) -> None:
-        # without a store nobody hears of us, and all go by time alone
+        # without a store no region sees signs of life, and time-outs alone decide
         with contextlib.suppress(RuntimeError):
             self._store.set(str(self._region), sign)
 

@@ -1,4 +1,4 @@
-"""Where regions meet at the start of a run and exchange hellos, through a store that may outlive runs."""
+"""Regions meet at the start of a run: they exchange hellos through a store that may outlive the run."""
 
 import json
 import time
@@ -21,25 +21,25 @@ def rendezvous(
 ) -> "Roster":
     """Meet every other region and exchange hellos.
 
-    A store may outlive runs, so a hello found in it may be a ghost's. Region 0 therefore writes a roster of the hellos
-    it sees and waits for each region to acknowledge it; whoever does not has gone, and its next hello makes a new
-    roster.
+    A store may outlive a run: a hello in the store may come from a process that no longer exists. Region 0 therefore
+    writes a roster of the hellos that it sees, and waits until every other region acknowledges the roster. A hello without
+    acknowledgement is deleted; the next hello of that region makes a new roster.
 
     Returns:
-        The roster: a name unique to this run, and everybody's hello.
+        The roster: a name unique to this run, and the hellos of all regions.
 
     Raises:
-        RegionLostError: a region did not come within `timeout_s`.
+        RegionLostError: a region did not arrive within `timeout_s`.
     """
     store = dist.PrefixStore(f"hf_cocodc/{num_regions}", store)
     token = uuid.uuid4().hex
     store.set(f"hello/{region}", json.dumps({"token": token, "hello": hello}))
     deadline = time.monotonic() + timeout_s
     if region == 0:
-        return _call_the_roll(store, num_regions, deadline, timeout_s)
+        return _make_roster(store, num_regions, deadline, timeout_s)
     while time.monotonic() < deadline:
         if store.check(["roster"]):
-            run, entries = _roster(store)
+            run, entries = _read_roster(store)
             if entries[region]["token"] == token:
                 store.set(f"{run}/ack/{region}", "1")
                 _wait(partial(store.check, [f"{run}/go"]), min(deadline, time.monotonic() + ACK_S))
@@ -51,13 +51,13 @@ def rendezvous(
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part in this run: a name that no other run on the store has, and the hellos in the order of regions."""
+    """The regions of this run: a name that no other run on the store has, and the hellos in the order of regions."""
 
     run: str
     hellos: list[dict[str, Any]]
 
 
-def _call_the_roll(store: dist.Store, num_regions: int, deadline: float, timeout_s: float) -> Roster:
+def _make_roster(store: dist.Store, num_regions: int, deadline: float, timeout_s: float) -> Roster:
     others = range(1, num_regions)
     while time.monotonic() < deadline:
         if not _wait(lambda: store.check([f"hello/{r}" for r in range(num_regions)]), deadline):
@@ -67,17 +67,17 @@ def _call_the_roll(store: dist.Store, num_regions: int, deadline: float, timeout
         store.set("roster", json.dumps({"run": run, "entries": [json.loads(entry) for entry in entries]}))
         acks = [f"{run}/ack/{r}" for r in others]
         if not acks or _wait(partial(store.check, acks), min(deadline, time.monotonic() + ACK_S)):
-            for r in range(num_regions):  # the next run on this store is not to meet these
+            for r in range(num_regions):  # the next run on this store must not use these
                 store.delete_key(f"hello/{r}")
             store.set(f"{run}/go", "1")
             return Roster(run, [json.loads(entry)["hello"] for entry in entries])
-        for r in others:  # a ghost's hello must not be met again
+        for r in others:  # the hello of a process that no longer exists must not be used again
             if not store.check([f"{run}/ack/{r}"]) and store.get(f"hello/{r}").decode() == entries[r]:
                 store.delete_key(f"hello/{r}")
     raise _missing(store, 0, num_regions, timeout_s)
 
 
-def _roster(store: dist.Store) -> tuple[str, list[dict[str, Any]]]:
+def _read_roster(store: dist.Store) -> tuple[str, list[dict[str, Any]]]:
     roster = json.loads(store.get("roster"))
     return roster["run"], roster["entries"]
 
@@ -97,6 +97,6 @@ def _missing(store: dist.Store, region: int, num_regions: int, timeout_s: float)
     names = " and ".join(f"region {r}" for r in absent)
     return RegionLostError(
         absent[0],
-        f"{names} did not come within {timeout_s:g} s (regions.timeout_s). Region {region} of {num_regions} is "
-        "waiting at the store. Start what is missing with the same recipe and store, or raise regions.timeout_s.",
+        f"{names} did not arrive within {timeout_s:g} s (regions.timeout_s). Region {region} of {num_regions} is "
+        "waiting at the store. Start every missing region with the same recipe and store, or raise regions.timeout_s.",
     )

@@ -1,4 +1,4 @@
-"""One `accelerate launch` as several regions."""
+"""Split one `accelerate launch` into several regions."""
 
 import os
 import socket
@@ -11,19 +11,19 @@ from .addresses import free_port
 
 
 def split_world(num_regions: int) -> int:
-    """Turn one `accelerate launch` into `num_regions` regions of equal size; returns this process's region.
+    """Turn one `accelerate launch` into `num_regions` regions of equal size; return the region of this process.
 
-    Call it at the very start of the script, before Accelerate or TrainingArguments exist: it rewrites the environment
-    that torchrun set, so that every region is a world of its own. Consecutive ranks form a region. The launcher's own
-    store is where the regions meet.
+    Call it at the very start of the script, before an Accelerator or TrainingArguments exists. It rewrites the environment
+    that torchrun set and makes every region a world of its own. Consecutive ranks form a region. The regions meet at the
+    launcher's own store.
 
     Raises:
-        InputError: not under a launcher, or the processes do not divide into `num_regions`.
+        InputError: no launcher started this process, or the number of processes is not a multiple of `num_regions`.
     """
     env = os.environ
     if num_regions < 1:
         raise InputError(f"split_world({num_regions}): the number of regions must be at least 1.")
-    if "HF_COCODC_SPLIT" in env:  # torchrun's workers may fork workers that run the script again
+    if "HF_COCODC_SPLIT" in env:  # a child process, such as a DataLoader worker, may run the script again
         return int(env[ENV_REGION])
     if "WORLD_SIZE" not in env or "MASTER_PORT" not in env:
         if num_regions == 1:
@@ -35,8 +35,8 @@ def split_world(num_regions: int) -> int:
     world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
     if world % num_regions:
         raise InputError(
-            f"split_world({num_regions}): {world} processes do not divide into {num_regions} regions of equal size. "
-            f"Launch a multiple of {num_regions}."
+            f"split_world({num_regions}): {world} processes cannot be divided into {num_regions} regions of equal size. "
+            f"Launch a multiple of {num_regions} processes."
         )
     size = world // num_regions
     region, rank_in_region = divmod(rank, size)
@@ -49,7 +49,9 @@ def split_world(num_regions: int) -> int:
         )
     region_host, _, region_port = store.get(key).decode().rpartition(":")
     local_rank, local_size = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
-    if local_size > size:  # several regions on this machine: each sees its own devices, counted from 0
+    if (
+        local_size > size
+    ):  # several regions share this machine: each sees only its own devices, counted from 0
         first = local_rank // size * size
         devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size)))).split(",")
         if len(devices) >= local_size:
@@ -67,11 +69,11 @@ def split_world(num_regions: int) -> int:
     return region
 
 
-_kept_stores: list[dist.TCPStore] = []
+_kept_stores: list[dist.TCPStore] = []  # a store that is not kept would close
 
 
 def _launcher_store(host: str, port: int, rank: int) -> dist.TCPStore:
-    """torchrun's store; where the launcher keeps none for its workers, rank 0 serves it, as env:// would."""
+    """Connect to torchrun's store; if the launcher has none for its processes, rank 0 serves it, as env:// does."""
     ours = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(host, port, is_master=ours and rank == 0, wait_for_workers=False)
     _kept_stores.append(store)

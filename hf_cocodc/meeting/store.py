@@ -1,4 +1,4 @@
-"""The store: a TCP key-value server that every region reaches, used to meet and to say why a region left."""
+"""The store: a TCP key-value server that every region reaches. Regions meet there and write why they left."""
 
 import socket
 import time
@@ -12,10 +12,10 @@ CONNECT_S = 10.0
 
 
 def serve_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
-    """Start a store in this process; it lives as long as the returned object. Port 0 takes a free one (`.port`).
+    """Start a store in this process, for as long as the returned object exists. Port 0 takes a free port (`.port`).
 
     Raises:
-        InputError: the address cannot be listened on.
+        InputError: this machine cannot listen on the address.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +38,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
     Raises:
         InputError: the host name is unknown.
-        LinkError: nothing answers there within `timeout_s` (10 s at most).
+        LinkError: no store answers there within `timeout_s` (10 s at most).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -49,13 +49,13 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             break
         except socket.gaierror as error:
             raise InputError(
-                f"the store's host {host!r} has no address ({error.strerror}). Check regions.store={address!r}."
+                f"the store's host {host!r} has no address ({error.strerror}). Correct regions.store={address!r}."
             ) from error
         except OSError as error:
             if time.monotonic() + 0.5 > deadline:
                 raise LinkError(
                     f"no store answers at {address} ({error.strerror or error}). Start one there with `hf-cocodc store "
-                    f"--port {port}`, and see that firewalls let every region reach it."
+                    f"--port {port}`, and check that no firewall keeps a region from it."
                 ) from error
             time.sleep(0.5)
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

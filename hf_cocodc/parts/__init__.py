@@ -1,4 +1,4 @@
-"""Pure algorithms that methods are composed of. They know nothing of clusters, of files or of Hugging Face.
+"""The parts of a method, as pure algorithms. They know nothing about clusters, files or Hugging Face.
 
 May import: errors, tensors.
 """

@@ -1,4 +1,4 @@
-"""From settings to parts: each function takes settings by their names in a recipe and returns the part they name."""
+"""From settings to parts: each function takes settings as a recipe writes them and returns the part that they name."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,7 @@ from .outer import OuterTransform
 
 
 def pattern(name: str, num_fragments: int) -> Pattern:
+    """The fragment pattern called `name`, for `num_fragments` fragments."""
     if name == "whole":
         if num_fragments != 1:
             raise InputError(
@@ -38,6 +39,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = False) -> Codec:
+    """The codec called `name`, inside `feedback` if `error_feedback`; the rank arguments count only for lowrank."""
     if name not in (*CODECS, "lowrank"):
         raise InputError(f"outer.codec={name!r} is not known.{nearest(name, [*CODECS, 'lowrank'])}")
     if name == "lowrank":
@@ -50,13 +52,13 @@ def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = Fals
         )
     if name == "topk" and not error_feedback:
         raise InputError(
-            "outer.codec=topk without outer.error_feedback would drop all but a few values for good. Set error_feedback=true."
+            "outer.codec=topk without outer.error_feedback would lose all but a few values permanently. Set error_feedback=true."
         )
     return codecs.feedback(chosen) if error_feedback else chosen
 
 
 def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:
-    """Streaming DiLoCo's weight of the local params: of a single step in flight nothing is kept (2501.18512)."""
+    """The given weight of the local params, or the default of Streaming DiLoCo: 0 if tau is 0 or 1, else 0.5 (2501.18512)."""
     if given is not None:
         return given
     return 0.0 if overlap_steps in (0, 1) else 0.5
@@ -65,6 +67,7 @@ def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:
 def merge(
     name: str, mixing_alpha: float = 0.5, compensation: str = "adaptive", compensation_strength: float = 0.5
 ) -> Merge:
+    """The merge called `name`; the other arguments count only for mix and compensate."""
     known: dict[str, Callable[[], Merge]] = {
         "replace": merges.replace,
         "mix": lambda: merges.mix(mixing_alpha),
@@ -77,6 +80,7 @@ def merge(
 
 
 def penalty(value: float | str) -> OuterTransform:
+    """CO2's staleness penalty: measured for "gap", else the given constant."""
     try:
         constant = None if value == "gap" else float(value)
     except ValueError:
@@ -87,13 +91,14 @@ def penalty(value: float | str) -> OuterTransform:
 
 
 def check_overlap(overlap_steps: int | str, sync_interval: int) -> None:
+    """Raise InputError if `overlap_steps` is "auto" or not smaller than `sync_interval`."""
     if overlap_steps == "auto":
         raise InputError(
-            "outer.overlap_steps=auto follows measured times, as method=cocodc alone does. Give a number of steps: as many as a "
-            "transfer takes (hf-cocodc bench link)."
+            "outer.overlap_steps=auto needs measured times, and only method=cocodc uses them. Set the number of inner steps that "
+            "a transfer takes; hf-cocodc bench link measures a transfer."
         )
     if int(overlap_steps) >= sync_interval:
         raise InputError(
-            f"outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment has "
-            "to land before it is sent again. Lower overlap_steps or raise sync_interval."
+            f"outer.overlap_steps={overlap_steps} must be smaller than outer.sync_interval={sync_interval}: a fragment must "
+            "land before it is sent again. Lower overlap_steps or raise sync_interval."
         )

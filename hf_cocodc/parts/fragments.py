@@ -1,7 +1,7 @@
 """Which parameters travel together.
 
-A fragment is a flat fp32 vector with a layout. A pattern is a function of the model that returns fragments which cover
-every trainable parameter exactly once: tied weights once, frozen parameters not at all.
+A fragment is a flat fp32 vector with a layout. A pattern is a function that splits a model into fragments. The fragments
+cover every trainable parameter exactly once: a tied weight is in one fragment, a frozen parameter in none.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ class Fragment:
 
     Attributes:
         index: position among the model's fragments.
-        names: parameter names, in the order in which they lie in the flat vector.
-        shapes: the shape of each (of this rank's shard, where the model is sharded).
+        names: parameter names, in the order of the flat vector.
+        shapes: shape of each parameter. In a sharded model, shape of this rank's shard.
         numel: length of the flat vector.
     """
 
@@ -40,15 +40,25 @@ Pattern = Callable[[nn.Module], tuple[Fragment, ...]]
 
 
 def whole() -> Pattern:
-    """The whole model is one fragment (DiLoCo, 2311.08105)."""
+    """The whole model is one fragment (DiLoCo, 2311.08105).
+
+    >>> model = nn.Linear(2, 1)
+    >>> whole()(model)
+    (Fragment(index=0, names=('weight', 'bias'), shapes=((1, 2), (1,)), numel=3),)
+    """
     return lambda model: _build(model, [list(_trainable(model))])
 
 
 def strided(num_fragments: int) -> Pattern:
     """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default).
 
-    Where blocks differ in size, every P neighbours still go to P fragments, but the largest of them to the fragment that
-    is smallest so far: with experts in every second layer, f + kP would put all of them into every second fragment.
+    If blocks differ in size, P neighbouring blocks still go to P different fragments, but the largest block goes to the
+    fragment that is smallest so far. Otherwise a model with experts in every second layer would have all experts in every
+    second fragment.
+
+    >>> model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
+    >>> [fragment.names for fragment in strided(2)(model)]
+    [('0.weight', '2.weight'), ('1.weight', '3.weight')]
     """
 
     def deal(sizes: Sequence[int]) -> list[int]:
@@ -68,7 +78,12 @@ def strided(num_fragments: int) -> Pattern:
 
 
 def sequential(num_fragments: int) -> Pattern:
-    """Fragment f holds consecutive blocks (Streaming DiLoCo, 2501.18512)."""
+    """Each fragment holds consecutive blocks (Streaming DiLoCo, 2501.18512).
+
+    >>> model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
+    >>> [fragment.names for fragment in sequential(2)(model)]
+    [('0.weight', '1.weight'), ('2.weight', '3.weight')]
+    """
     return lambda model: _by_blocks(
         model, num_fragments, lambda sizes: [i * num_fragments // len(sizes) for i in range(len(sizes))]
     )
@@ -77,9 +92,9 @@ def sequential(num_fragments: int) -> Pattern:
 def find_blocks(model: nn.Module) -> list[str]:
     """Names of the transformer blocks, in order.
 
-    They are the outermost modules whose class (by the name it had before FSDP2 renamed it) stands in a
-    `_no_split_modules`, which every `PreTrainedModel` with blocks declares; else the children of the `ModuleList` with
-    the most parameters.
+    Every `PreTrainedModel` with blocks lists their classes in `_no_split_modules`. The blocks are the outermost modules of
+    these classes, compared by the class name before FSDP2 renamed it. If there are fewer than two, the blocks are the children
+    of the `ModuleList` with the most parameters.
     """
     classes: set[str] = set()
     for module in model.modules():
@@ -100,14 +115,14 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, each place in memory once.
+    """Trainable parameters by name, each memory location once.
 
-    `named_parameters` names a tied weight once, but adapters of tied layers are parameters that are views of each other.
+    `named_parameters` lists a tied weight once. But the adapters of tied layers are different parameters in one memory.
     """
     places: dict[Any, tuple[str, nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            shard = local_shard(param)  # an empty one has no place
+            shard = local_shard(param)  # an empty shard has no address
             places.setdefault((shard.data_ptr(), shard.numel()) if shard.data_ptr() else name, (name, param))
     return dict(places.values())
 
@@ -115,10 +130,10 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def _by_blocks(
     model: nn.Module, num_fragments: int, place: Callable[[Sequence[int]], list[int]]
 ) -> tuple[Fragment, ...]:
-    """Blocks go where `place` says, given their sizes; what lies outside fills up the smallest fragments, largest first.
+    """Place each block as `place` decides from the block sizes, then add all other modules to the smallest fragments.
 
-    The paper gives the embedding a fragment of its own; here it joins one, so that `num_fragments` is the number of
-    transfers a round and their sizes stay close to each other.
+    The other modules follow in order of size, largest first. The paper gives the embedding a fragment of its own. Here it
+    joins a fragment: `num_fragments` is then the number of transfers in a round, and the transfers have similar sizes.
     """
     params = _trainable(model)
     inside: dict[str, list[str]] = {block: [] for block in find_blocks(model)}
@@ -132,8 +147,8 @@ def _by_blocks(
     blocks = [names for names in inside.values() if names]
     if num_fragments > len(blocks):
         raise InputError(
-            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks, and a fragment needs at "
-            "least one. Use "
+            f"num_fragments={num_fragments} but the model has {len(blocks)} trainable blocks, and each fragment needs "
+            "at least one. Use "
             + (f"num_fragments <= {len(blocks)}." if len(blocks) > 1 else "fragment_pattern=whole.")
         )
 
@@ -153,7 +168,7 @@ def _build(model: nn.Module, groups: Sequence[Sequence[str]]) -> tuple[Fragment,
     if not params:
         raise InputError(
             "the model has no trainable parameter (requires_grad=True), so there is nothing to synchronise. Unfreeze "
-            "some, or add an adapter (recipe section 'peft')."
+            "some parameters, or add an adapter (recipe section 'peft')."
         )
     placed = [name for names in groups for name in names]
     assert sorted(placed) == sorted(params), "fragments must cover every trainable parameter exactly once"

@@ -1,4 +1,4 @@
-"""What a part may know about the landing it takes part in."""
+"""The facts of a landing that outer transforms and merges can use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,39 +8,52 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncInfo:
-    """Facts of one landing, handed to every outer transform and merge; a part says what it needs by reading it.
+class OuterInfo:
+    """Facts of one transfer that an outer transform can use; each transform reads only the facts it needs.
 
-    Flat tensors are fp32 of the fragment's length, where the outer state is kept, and must not be written to. Global params
-    are those of before the landing while the outer transforms begin; then the landing itself may overwrite them.
+    Flat tensors are fp32, have the fragment's length, and are on the device of the outer state. A transform must not write
+    to them. `global_params` is valid only while the transforms begin; later the outer step may overwrite it.
 
     Attributes:
         fragment: index of the fragment.
-        cut: cuts a flat tensor of this fragment into the pieces that are worked on one by one.
-        sent_at: inner step after which the transfer left.
-        landed_at: inner step after which it lands.
+        cut: cuts a flat tensor of this fragment into pieces; a step works on one piece at a time.
         num_regions: number of regions M.
-        round_lr: mean inner learning rate of the steps whose outer gradient lands; the largest region's, for all alike.
-        flight_lr: mean inner learning rate of the steps between this transfer's send and its landing.
-        global_at_send: the fragment's global params when the transfer left.
-        global_params: the fragment's global params before this landing changes them.
-        own_outer_grad: what this region had to send: global params minus local params then.
-        fresh_outer_grad: gives global params minus local params as they are now.
-        total: adds up numbers (1-D fp64) over the ranks that hold shards of the fragment, so that a norm is the whole
-            tensor's; gives them back as they are where the model is not sharded.
+        round_lr: mean inner learning rate of the steps that made the outer gradient. All regions use the maximum over the
+            regions.
+        global_at_send: global params of the fragment at the send.
+        global_params: global params of the fragment before this outer step.
+        own_outer_grad: outer gradient of this region at the send, global params minus local params. Only for transforms
+            with `regions_agree=False`: after the send its memory serves others.
+        fresh_outer_grad: returns the current global params minus the current local params. For the same transforms only.
+        total: sums numbers (1-D fp64) over the ranks that hold shards of the fragment, for norms of whole tensors. Returns
+            them unchanged if the model is not sharded.
     """
 
     fragment: int
     cut: Callable[[Tensor], Sequence[Tensor]]
-    sent_at: int
-    landed_at: int
     num_regions: int
     round_lr: float
-    flight_lr: float
     global_at_send: Tensor
     global_params: Tensor
-    own_outer_grad: Tensor
+    own_outer_grad: Tensor | None
     fresh_outer_grad: Callable[[], Tensor]
+    total: Callable[[Tensor], Tensor] = lambda values: values
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeInfo:
+    """Facts of one landing that a merge can use.
+
+    Attributes:
+        sent_at: inner step of the send.
+        landed_at: inner step of the landing.
+        flight_lr: mean inner learning rate of the steps between the send and the landing.
+        total: see `OuterInfo`.
+    """
+
+    sent_at: int
+    landed_at: int
+    flight_lr: float
     total: Callable[[Tensor], Tensor] = lambda values: values
 
     @property
@@ -50,16 +63,16 @@ class SyncInfo:
 
 
 class Piece(NamedTuple):
-    """A stretch of a fragment, short enough for the cache, where local params take in new global ones.
+    """A stretch of a fragment, short enough for the cache. A merge computes new local params for one piece at a time.
 
     Attributes:
-        local: local params as they are now, perhaps themselves: to be written to with what they shall become.
-        new_global: global params after this landing; not to be written to.
-        snapshot: local params when the transfer left; nobody needs it any more.
-        room: as long as these, with anything in it, to write to.
-        sizes: how many values there are of each parameter of which any lie here.
-        norms: for each of these, the norms over the whole parameter that the merge asked for.
-        numels: and how many values those norms are of.
+        local: current local params, possibly the model's own memory. A merge that writes here must leave the new local params.
+        new_global: global params after this landing. Read-only.
+        snapshot: local params at the send. A merge may overwrite it.
+        room: scratch memory of the same length, with undefined values.
+        sizes: number of values in this piece, for each parameter that has values in it.
+        norms: for each of these parameters, the two norms over the whole parameter that `Merge.measure` asks for.
+        numels: for each of these parameters, the number of values in the whole parameter.
     """
 
     local: Tensor

@@ -1,4 +1,4 @@
-"""What becomes of the local params when new global params land."""
+"""How the local params take in new global params when a transfer lands."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,31 +7,36 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, nearest
-from .info import Piece, SyncInfo
+from .info import MergeInfo, Piece
 
 
 class Merge(NamedTuple):
-    """How the local params take in new global params, piece by piece.
+    """Computes the new local params from the new global params, piece by piece.
 
     Attributes:
-        apply: (piece, info) -> local params of the piece, element by element; it may write to `local`, `snapshot` and
-            `room`.
-        keeps_local_steps: whether inner steps made since the send live on in the result, so that a run that ends after
-            the landing still has to send them.
-        reads_local: whether the result depends on the local params; where not, it is the new global ones.
-        measure: (piece, info) -> two tensors, written over `snapshot` and `room` of the piece. Called for all pieces
-            before `apply`, which finds them there again (but what was in `local` no more), and in `Piece.norms` their
-            norms, parameter by parameter. None where it needs none.
+        apply: (piece, info) -> new local params of the piece, computed element by element. May write to `local`,
+            `snapshot` and `room`.
+        keeps_local_steps: whether the result contains the inner steps made since the send. If so, a run that ends after
+            the landing must still send these steps.
+        reads_local: whether the result depends on the local params. If not, the result is the new global params.
+        measure: (piece, info) -> two tensors, stored in `snapshot` and `room` of the piece. The engine calls it for all
+            pieces before the first `apply`. Then `apply` finds the two tensors in `snapshot` and `room`, and their norms
+            for each parameter in `Piece.norms`; the content of `local` is undefined by then. None if `apply` needs no norms.
     """
 
-    apply: Callable[[Piece, SyncInfo], Tensor]
+    apply: Callable[[Piece, MergeInfo], Tensor]
     keeps_local_steps: bool
     reads_local: bool = True
-    measure: Callable[[Piece, SyncInfo], tuple[Tensor, Tensor]] | None = None
+    measure: Callable[[Piece, MergeInfo], tuple[Tensor, Tensor]] | None = None
 
 
 def replace() -> Merge:
-    """theta <- Theta (DiLoCo, 2311.08105)."""
+    """theta <- Theta (DiLoCo, 2311.08105).
+
+    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
+    >>> replace().apply(piece, None)
+    tensor([3.])
+    """
     return Merge(lambda piece, info: piece.new_global, keeps_local_steps=False, reads_local=False)
 
 
@@ -39,18 +44,22 @@ def mix(alpha: float) -> Merge:
     """theta <- alpha theta + (1 - alpha) Theta (Streaming DiLoCo, 2501.18512).
 
     Args:
-        alpha: weight of the local params: 1 is no communication, 0 throws away the steps made during the transfer.
+        alpha: weight of the local params: 1 ignores the global params, 0 discards the steps made during the transfer.
 
     Raises:
-        InputError: alpha outside [0, 1].
+        InputError: alpha is outside [0, 1].
+
+    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
+    >>> mix(0.25).apply(piece, None)
+    tensor([2.5000])
     """
     if not 0 <= alpha <= 1:
         raise InputError(
-            f"mixing_alpha={alpha} is a weight and must lie in [0, 1]: 0 takes the global params, 1 the local."
+            f"mixing_alpha={alpha} is a weight and must lie in [0, 1]: 0 means only global params, 1 only local."
         )
     if alpha == 0:
         return replace()
-    if alpha == 1:  # not through the formula: 0 * Theta is not 0 where Theta is infinite
+    if alpha == 1:  # the formula would give NaN if Theta is infinite
         return Merge(lambda piece, info: piece.local, keeps_local_steps=True)
     return Merge(
         lambda piece, info: piece.local.mul_(alpha).add_(piece.new_global, alpha=1 - alpha),
@@ -58,68 +67,72 @@ def mix(alpha: float) -> Merge:
     )
 
 
-_LONGEST = 10.0
-"""Mean of lambda u u above which D cannot be more than noise; in training it is 0.003 to 3."""
+_MAX_CURVATURE = 10.0
+"""Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
 COMPENSATIONS = ("adaptive", "additive", "fixed", "lr_normalized")
 
 
 def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
-    """Redo the steps made in flight as if they had started from the new global params (CoCoDC, 2504.17672).
+    """Redo the steps made during the transfer as if they had started from the new global params (CoCoDC, 2504.17672).
 
     ::
 
         u = (theta(send) - theta(now)) / tau ;  D = Theta - theta(send)
-        theta <- Theta - tau (u + lambda u u D)          element-wise, tau = inner steps in flight; Theta where tau = 0
+        theta <- Theta - tau (u + lambda u u D)          element-wise; tau = inner steps in flight; Theta if tau = 0
 
-    The diagonal u u stands for the Hessian (DC-ASGD). Modes, which differ in lambda:
+    The diagonal u u approximates the Hessian (DC-ASGD). The modes differ in lambda:
 
-    - fixed: lambda = strength, the paper's printed form. u is in units of weights, so at usual learning rates the term is
-      about 1e-7 of u and the merge is the additive one.
-    - lr_normalized: with gradients g = u / eta in place of u: Theta - tau eta (g + strength g g D).
-    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor, so that the term is `strength` times as long as u; but
-      lambda u u, a Hessian's diagonal times a step, is 10 on average at most: where D is nothing but rounding errors, they
-      would be blown up to the length of u.
-    - additive: lambda = 0; LOSCAR-SGD (2605.20866) proves that this converges.
+    - fixed: lambda = strength, the paper's printed form. u is a difference of weights. At usual learning rates lambda u u D
+      is therefore about 1e-7 of u, and the merge is practically the additive one.
+    - lr_normalized: gradients g = u / eta replace u: theta <- Theta - tau eta (g + strength g g D).
+    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor. The term is then `strength` times as long as u. The
+      mean of lambda u u, a Hessian diagonal times a step, is limited to 10: if D consists only of rounding errors, an
+      unlimited lambda would enlarge them to the length of u.
+    - additive: lambda = 0. LOSCAR-SGD (2605.20866) proves that this converges.
 
-    Differs from the paper: adaptive by default (after DC-S3GD), without its 1e-8 in the denominator, which at the scale of
-    weights would switch the term off.
+    Differs from the paper: the default is adaptive (after DC-S3GD), without the 1e-8 of DC-S3GD in the denominator. At the
+    scale of weights, 1e-8 would switch the term off.
+
+    Args:
+        mode: one of the modes above.
+        strength: the factor in the formulas above; 0 gives the additive merge.
 
     Raises:
-        InputError: unknown mode, negative strength.
+        InputError: the mode is unknown, or the strength is negative.
     """
     if mode not in COMPENSATIONS:
         raise InputError(f"outer.compensation={mode!r} is not known.{nearest(mode, COMPENSATIONS)}")
     if strength < 0:
         raise InputError(
-            f"outer.compensation_strength={strength} must not be negative; 0 is the additive merge."
+            f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."
         )
 
-    def additive(piece: Piece, info: SyncInfo) -> Tensor:
+    def additive(piece: Piece, info: MergeInfo) -> Tensor:
         return piece.local.sub_(piece.snapshot).add_(piece.new_global) if info.staleness else piece.new_global
 
-    def terms(piece: Piece, info: SyncInfo) -> tuple[Tensor, Tensor]:
-        """u and u u D."""
+    def terms(piece: Piece, info: MergeInfo) -> tuple[Tensor, Tensor]:
+        """Compute u and u u D."""
         curvature = torch.sub(piece.new_global, piece.snapshot, out=piece.room)
         update = torch.sub(piece.snapshot, piece.local, out=piece.snapshot).div_(max(info.staleness, 1))
         return update, curvature.mul_(update).mul_(update)
 
-    def joined(update: Tensor, curvature: Tensor, piece: Piece, info: SyncInfo) -> Tensor:
+    def joined(update: Tensor, curvature: Tensor, piece: Piece, info: MergeInfo) -> Tensor:
         return torch.sub(piece.new_global, update.add_(curvature), alpha=info.staleness, out=piece.local)
 
-    def scaled(piece: Piece, info: SyncInfo) -> Tensor:
+    def scaled(piece: Piece, info: MergeInfo) -> Tensor:
         factor = strength if mode == "fixed" else strength / info.flight_lr if info.flight_lr else 0.0
         if not info.staleness or not factor:
             return additive(piece, info)
         update, curvature = terms(piece, info)
         return joined(update, curvature.mul_(factor), piece, info)
 
-    def adapted(piece: Piece, info: SyncInfo) -> Tensor:
+    def adapted(piece: Piece, info: MergeInfo) -> Tensor:
         if not info.staleness:
             return piece.new_global
         update, curvature = piece.snapshot, piece.room
         measured = zip(curvature.split_with_sizes(piece.sizes), piece.norms, piece.numels, strict=True)
         for term, (wanted, length), numel in measured:
-            term *= min(strength * wanted / length, _LONGEST * numel / wanted**2) if length else 0.0
+            term *= min(strength * wanted / length, _MAX_CURVATURE * numel / wanted**2) if length else 0.0
         return joined(update, curvature, piece, info)
 
     if mode == "additive" or strength == 0:
@@ -130,5 +143,11 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
 
 
 def additive() -> Merge:
-    """theta <- Theta + (theta - snapshot): the steps made in flight are added to the new global params."""
+    """theta <- Theta + (theta - snapshot): add the steps made during the transfer to the new global params.
+
+    >>> from types import SimpleNamespace
+    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
+    >>> additive().apply(piece, SimpleNamespace(staleness=5))
+    tensor([2.])
+    """
     return compensate_delay("additive")

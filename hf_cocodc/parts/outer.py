@@ -1,8 +1,8 @@
-"""The outer optimizer, as transforms of the averaged outer gradient.
+"""The outer optimizer, built from transforms of the mean outer gradient.
 
-A transform is a pair of functions; `chain` puts them in a row. The engine subtracts what comes out of the chain from
-the global params. Everything is flat fp32 of one fragment's length, and what is done to it is done element by element:
-the engine takes one piece through all of it before the next, so that each value is read from memory once.
+A transform is a pair of functions, and `chain` applies several transforms in order. The engine subtracts the result of the
+chain from the global params. All tensors are flat fp32 and have the length of one fragment. All operations on them are
+element-wise: the engine takes one piece through the whole chain before the next piece, and reads each value from memory once.
 """
 
 from collections.abc import Callable
@@ -12,41 +12,51 @@ import torch
 from torch import Tensor
 
 from ..tensors.norms import norms, square_of_difference
-from .info import SyncInfo
+from .info import OuterInfo
 
-State = dict[str, Any]
-"""Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`; saved in checkpoints."""
-
+OuterState = dict[str, Any]
+"""Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`. Checkpoints save it."""
 
 Step = Callable[[Tensor, int], Tensor]
-"""(piece of the outer gradient, its number among the pieces that `SyncInfo.cut` gives) -> that piece, transformed. Called
-for every piece once, in order. It may write to the piece and to that piece of its state's
-tensors, for it alone owns them; what it hands on is no part of its state."""
+"""(piece of the outer gradient, index of the piece in `OuterInfo.cut`) -> the transformed piece.
+
+The engine calls it once for each piece, in any order and from several threads. It owns the given piece and the same piece of
+its state's tensors, and may write to both. Its result must not share memory with its state.
+"""
 
 
 class OuterTransform(NamedTuple):
-    """A step of the outer optimizer.
+    """One part of the outer optimizer.
 
     Attributes:
-        init: state for a fragment with these global params (flat fp32). Called once, before the first send.
-        begin: (state, info) -> (step, state). Called once a landing: finds the numbers that hold for the whole fragment,
-            and gives the step that is done to each of its elements. Tensors of the state stay what they are.
-        regions_agree: whether equal outer gradients give every region the same result; where not, the global params
-            differ between regions and are averaged when training ends, for evaluation and for export.
+        init: global params of a fragment (flat fp32) -> first state. Called once, before the first send.
+        begin: (state, info) -> (step, next state). Called once per landing. Computes the numbers that hold for the whole
+            fragment, and returns the step for its elements. Must keep the tensors of the state; the step may write to them.
+        regions_agree: whether equal mean outer gradients give equal results in all regions. If not, the global params
+            differ between regions; they are averaged for evaluation, for export and at the end of training. Such a
+            transform may read local params, so its step is taken at the landing, by the training thread.
+        asks_region: whether `begin` needs `total` or `round_lr`, which the ranks of a sharded region settle together. Such a
+            step is not taken before the landing if the region has several lanes.
     """
 
-    init: Callable[[Tensor], State]
-    begin: Callable[[State, SyncInfo], tuple[Step, State]]
+    init: Callable[[Tensor], OuterState]
+    begin: Callable[[OuterState, OuterInfo], tuple[Step, OuterState]]
     regions_agree: bool = True
+    asks_region: bool = False
 
 
 def chain(**transforms: OuterTransform) -> OuterTransform:
-    """Apply the transforms in the order given; their keyword names are the keys of the state in a checkpoint."""
+    """Apply the transforms in the given order. Their keyword names are the keys of the state in a checkpoint.
 
-    def init(flat: Tensor) -> State:
+    >>> optimizer = chain(nesterov=nesterov(0.9), lr=scale(0.7))
+    >>> optimizer.init(torch.zeros(2))
+    {'nesterov': {'buffer': tensor([0., 0.])}, 'lr': {}}
+    """
+
+    def init(flat: Tensor) -> OuterState:
         return {name: transform.init(flat) for name, transform in transforms.items()}
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         begun = {name: transform.begin(state[name], info) for name, transform in transforms.items()}
         steps = [step for step, _ in begun.values()]
 
@@ -57,26 +67,45 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
 
         return step, {name: new_state for name, (_, new_state) in begun.items()}
 
-    return OuterTransform(init, begin, all(transform.regions_agree for transform in transforms.values()))
+    parts = transforms.values()
+    return OuterTransform(
+        init, begin, all(part.regions_agree for part in parts), any(part.asks_region for part in parts)
+    )
 
 
-def scale(factor: float | Callable[[SyncInfo], float]) -> OuterTransform:
-    """g <- factor g, the factor a number or computed at each landing. With the outer learning rate this is plain SGD."""
+def scale(factor: float | Callable[[OuterInfo], float]) -> OuterTransform:
+    """g <- factor g. The factor is a number, or a function called at each landing. With the outer learning rate: plain SGD.
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    >>> step, _ = scale(0.7).begin({}, None)
+    >>> step(torch.tensor([1.0, -2.0]), 0)
+    tensor([ 0.7000, -1.4000])
+    """
+
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         chosen = factor(info) if callable(factor) else factor
         return lambda grad, index: grad.mul_(chosen), state
 
-    return OuterTransform(lambda flat: {}, begin)
+    return OuterTransform(lambda flat: {}, begin, asks_region=callable(factor))
 
 
 def nesterov(momentum: float) -> OuterTransform:
-    """Nesterov momentum in PyTorch's SGD form, without dampening or weight decay (2311.08105; 2501.18512).
+    """Nesterov momentum in the form of PyTorch's SGD, without dampening or weight decay (2311.08105; 2501.18512).
 
-    buf <- mu buf + g ; g <- g + mu buf, and buf = g at the first call.
+    ::
+
+        buf <- mu buf + g ;  g <- g + mu buf          buf = 0 before the first landing
+
+    >>> from types import SimpleNamespace
+    >>> transform, info = nesterov(0.9), SimpleNamespace(cut=lambda flat: [flat])
+    >>> step, state = transform.begin(transform.init(torch.zeros(2)), info)
+    >>> step(torch.tensor([1.0, -2.0]), 0)
+    tensor([ 1.9000, -3.8000])
+    >>> step, state = transform.begin(state, info)
+    >>> step(torch.tensor([1.0, -2.0]), 0)
+    tensor([ 2.7100, -5.4200])
     """
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         buffers = info.cut(state["buffer"])
 
         def step(grad: Tensor, index: int) -> Tensor:
@@ -90,14 +119,14 @@ def nesterov(momentum: float) -> OuterTransform:
 
 
 def momentum(beta: float, clip: float | None = None) -> OuterTransform:
-    """m <- beta m + g, each element clipped to [-clip, clip] before it is used and kept (CO2, 2401.16265).
+    """m <- clip(beta m + g, -phi, phi) ;  g <- m          element-wise (CO2, 2401.16265).
 
     Args:
-        beta: what remains of the momentum at each landing.
-        clip: phi; None clips nothing.
+        beta: share of the momentum that remains at each landing.
+        clip: phi; None means no clipping.
     """
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         buffers = info.cut(state["buffer"])
 
         def step(grad: Tensor, index: int) -> Tensor:
@@ -113,19 +142,19 @@ def momentum(beta: float, clip: float | None = None) -> OuterTransform:
 
 
 def staleness_penalty(constant: float | None = None) -> OuterTransform:
-    """g <- g / Lambda, a smaller step where the global params moved much while g travelled (CO2, 2401.16265).
+    """g <- g / Lambda: a smaller step if the global params moved far while g travelled (CO2, 2401.16265).
 
     ::
 
-        Lambda = 1 + ||Theta(now) - Theta(at the send)|| / C ,  C the mean of that norm so far, Lambda in [1, 10]
+        Lambda = 1 + ||Theta(now) - Theta(send)|| / C          C: mean of this norm up to now; Lambda in [1, 10]
 
-    Differs from the paper: its printed form of Lambda was not seen; this is the gap-aware form.
+    Differs from the paper: this is the gap-aware form; we have not seen the paper's printed form of Lambda.
 
     Args:
-        constant: a fixed Lambda instead, as in the authors' code.
+        constant: a fixed Lambda, as in the authors' code; None means the measured Lambda.
     """
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         [gap] = norms([square_of_difference(info.global_params, info.global_at_send)], info.total)
         count = state["count"] + 1
         mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
@@ -134,21 +163,24 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 
     if constant is not None:
         return scale(1 / constant)
-    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, begin)
+    return OuterTransform(lambda flat: {"count": 0, "mean_gap": 0.0}, begin, asks_region=True)
 
 
 def eager() -> OuterTransform:
-    """g <- g + (Delta_m(now) - Delta_m(at the send)) / M: the region's own stale part gives way to the fresh one.
+    """g <- g + (Delta_m(now) - Delta_m(send)) / M: the region replaces its own stale share of the mean by its fresh one.
 
-    Eager updates, 2502.12996. Regions differ from here on.
+    After this transform g differs between regions.
+
+    Source: Eager updates, 2502.12996.
     """
 
-    def begin(state: State, info: SyncInfo) -> tuple[Step, State]:
+    def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         share = 1 / info.num_regions
+        assert info.own_outer_grad is not None, "the transform says that regions do not agree"
         stale, fresh = info.cut(info.own_outer_grad), info.cut(info.fresh_outer_grad())
 
         def step(grad: Tensor, index: int) -> Tensor:
-            # in this order one region alone gets its fresh outer gradient bit for bit
+            # subtract first: a single region then gets exactly its fresh outer gradient, bit for bit
             return grad.sub_(stale[index], alpha=share).add_(fresh[index], alpha=share)
 
         return step, state

@@ -1,8 +1,10 @@
 """When a fragment is sent and when it lands. Integers only; no torch.
 
-A schedule is pure functions. Every region calls them with the same arguments, so every region gets the same events: a
-region that sent while another did not would wait for ever. Sends come before landings of the same step: with a delay of
-one round both fall on one step, and landing first would reset the local params, making every outer gradient zero.
+A schedule consists of pure functions. Every region calls them with the same arguments and gets the same events. If one
+region sent and another did not, the first region would wait forever.
+
+In one step, sends come before landings. With a delay of one round, a fragment is sent and lands in the same step: a landing
+before the send would reset the local params, and every outer gradient would be zero.
 """
 
 import logging
@@ -11,20 +13,20 @@ from typing import Any, NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
 
-State = dict[str, Any]
-"""A schedule's state: JSON-able, equal in all regions, saved in checkpoints."""
+ScheduleState = dict[str, Any]
+"""ScheduleState of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints."""
 
 
 class Send(NamedTuple):
-    """Take a snapshot of `fragment` and start the mean of its outer gradient over the regions."""
+    """Take a snapshot of `fragment`, and start to average its outer gradient over the regions."""
 
     fragment: int
 
 
 class Land(NamedTuple):
-    """Wait for the transfer of `fragment` that left after inner step `sent_at`, and apply it.
+    """Wait for the transfer of `fragment` that was sent after inner step `sent_at`, and apply the result.
 
-    Nothing is ever sent at step 0, where regions are equal: landing what was "sent" there applies a mean of zero.
+    Regions are equal at step 0 and send nothing there. A landing with `sent_at` = 0 applies a mean of zero.
     """
 
     fragment: int
@@ -32,13 +34,13 @@ class Land(NamedTuple):
 
 
 class AgreedStats(NamedTuple):
-    """Measurements that every region holds with equal value, because they rode on earlier transfers.
+    """Measurements that are equal in all regions, because they travelled with earlier transfers.
 
     Attributes:
-        step_time_s: seconds of an inner step, the slowest region's; 0 until known.
-        sync_time_s: seconds to synchronise one fragment, the slowest region's; 0 until known.
-        change: for each fragment ||mean outer gradient||_2 / its length, of its last landing; 0 until known.
-        compression: share of its full rank that the codec uses at present, 1 where it has none.
+        step_time_s: seconds of an inner step in the slowest region; 0 until known.
+        sync_time_s: seconds to synchronise one fragment in the slowest region; 0 until known.
+        change: for each fragment, ||mean outer gradient||_2 / length at its last landing; 0 until known.
+        compression: current rank of the codec / its first rank; 1 if the codec has no rank.
     """
 
     step_time_s: float = 0.0
@@ -48,41 +50,44 @@ class AgreedStats(NamedTuple):
 
     @property
     def sync_steps(self) -> int:
-        """Inner steps that synchronising a fragment takes, rounded up; 0 while unknown."""
+        """Duration of one fragment's synchronisation in inner steps, rounded up; 0 until known."""
         known = self.step_time_s > 0 and self.sync_time_s > 0
         return math.ceil(self.sync_time_s / self.step_time_s - 1e-9) if known else 0
 
 
 class Schedule(Protocol):
-    """Decides the events of an inner step from values all regions share.
+    """Decides the events of an inner step from values that are equal in all regions.
 
     Attributes:
-        back_to_back: whether a fragment is sent again in the very step in which its last transfer lands: sends come first,
-            so two of its transfers are there then.
+        back_to_back: whether a fragment is sent again in the step in which its previous transfer lands. Sends come first:
+            the fragment then has two transfers for a moment.
+        overlaps: whether transfers land later than in the step of their send, so that training goes on meanwhile.
     """
 
     back_to_back: bool
+    overlaps: bool
 
-    def init(self, num_fragments: int) -> State:
-        """State before inner step 1. Called once, at the start of training."""
+    def init(self, num_fragments: int) -> ScheduleState:
+        """ScheduleState before inner step 1."""
         ...
 
     def events(
-        self, inner_step: int, stats: AgreedStats, state: State
-    ) -> tuple[tuple[Send | Land, ...], State]:
-        """Events after inner step `inner_step` (from 1), all sends before all landings, and the next state."""
+        self, inner_step: int, stats: AgreedStats, state: ScheduleState
+    ) -> tuple[tuple[Send | Land, ...], ScheduleState]:
+        """Events after inner step `inner_step` (the first is 1), all sends before all landings; and the next state."""
         ...
 
-    def next_event(self, inner_step: int, state: State) -> int:
-        """The next inner step that may have events, given the state after `inner_step`; none before it is asked for.
+    def next_event(self, inner_step: int, state: ScheduleState) -> int:
+        """The next inner step that can have events, given the state after `inner_step`.
 
-        Whatever is measured meanwhile: it is an event by which regions hear of it.
+        The engine does not call `events` before that step. New measurements cannot move it forward: regions learn them
+        only at events.
         """
         ...
 
 
 class _Periodic:
-    """Fragments sent at fixed steps, all at once or in turns, and landed `overlap_steps` later."""
+    """Sends fragments at fixed steps, all together or in turns. Each lands `overlap_steps` later."""
 
     def __init__(self, sync_interval: int, overlap_steps: int, primed: bool, in_turns: bool) -> None:
         self._sync_interval = sync_interval
@@ -90,13 +95,14 @@ class _Periodic:
         self._primed = primed
         self._in_turns = in_turns
         self.back_to_back = overlap_steps >= sync_interval
+        self.overlaps = overlap_steps > 0
 
-    def init(self, num_fragments: int) -> State:
+    def init(self, num_fragments: int) -> ScheduleState:
         return {"num_fragments": num_fragments, "in_flight": [], "sent": [0] * num_fragments}
 
     def events(
-        self, inner_step: int, stats: AgreedStats, state: State
-    ) -> tuple[tuple[Send | Land, ...], State]:
+        self, inner_step: int, stats: AgreedStats, state: ScheduleState
+    ) -> tuple[tuple[Send | Land, ...], ScheduleState]:
         turns = self._next_sends(inner_step - 1, state["num_fragments"])
         due = [Send(fragment) for fragment, turn in enumerate(turns) if turn == inner_step]
         first = [Land(send.fragment, 0) for send in due if self._primed and not state["sent"][send.fragment]]
@@ -108,46 +114,69 @@ class _Periodic:
             sent[send.fragment] = inner_step
         return (*due, *first, *landing), {**state, "in_flight": flying, "sent": sent}
 
-    def next_event(self, inner_step: int, state: State) -> int:
+    def next_event(self, inner_step: int, state: ScheduleState) -> int:
         landings = [sent_at + self._overlap_steps for _, sent_at in state["in_flight"]]
         return min([*landings, *self._next_sends(inner_step, state["num_fragments"])])
 
     def _next_sends(self, inner_step: int, num_fragments: int) -> list[int]:
-        """For each fragment the first step after `inner_step` at which it is sent."""
+        """For each fragment, the step of its next send after `inner_step`."""
         interval = self._sync_interval
         offsets = [p * interval // num_fragments if self._in_turns else 0 for p in range(num_fragments)]
         return [max((inner_step - offset) // interval + 1, 1) * interval + offset for offset in offsets]
 
 
 def every(sync_interval: int, overlap_steps: int = 0, primed: bool = False) -> Schedule:
-    """Every fragment is sent each `sync_interval` (H) inner steps and lands `overlap_steps` (tau) later.
+    """Send every fragment each `sync_interval` (H) inner steps; it lands `overlap_steps` (tau) later.
 
-    DiLoCo (2311.08105) has tau = 0; a delay of one round (CO2, Eager updates) has tau = H. `primed` lands a mean of zero at
-    a fragment's first send, where a delayed method would have nothing to land yet.
+    DiLoCo (2311.08105) has tau = 0. A delay of one round (CO2, Eager updates) is tau = H. With a delay, nothing can land at
+    the first send of a fragment; `primed` lands a mean of zero there.
+
+    >>> schedule = every(sync_interval=2, overlap_steps=1)
+    >>> state = schedule.init(num_fragments=1)
+    >>> for step in range(1, 6):
+    ...     events, state = schedule.events(step, AgreedStats(), state)
+    ...     print(step, *events)
+    1
+    2 Send(fragment=0)
+    3 Land(fragment=0, sent_at=2)
+    4 Send(fragment=0)
+    5 Land(fragment=0, sent_at=4)
     """
     return _Periodic(sync_interval, overlap_steps, primed, in_turns=False)
 
 
 def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> Schedule:
-    """Fragment p of P is sent when (t - p H // P) mod H = 0, first at t = H + p H // P (Streaming DiLoCo, 2501.18512).
+    """Send fragment p of P when (t - p H // P) mod H = 0, first at t = H + p H // P (Streaming DiLoCo, 2501.18512).
 
-    Example of the paper, H = 100, P = 2: fragment 0 at 100, 200, ... and fragment 1 at 150, 250, ...
+    The paper's example is H = 100, P = 2: fragment 0 is sent at 100, 200, ..., fragment 1 at 150, 250, ...
+
+    >>> schedule = staggered(sync_interval=4, overlap_steps=1)
+    >>> state = schedule.init(num_fragments=2)
+    >>> for step in range(4, 9):
+    ...     events, state = schedule.events(step, AgreedStats(), state)
+    ...     print(step, *events)
+    4 Send(fragment=0)
+    5 Land(fragment=0, sent_at=4)
+    6 Send(fragment=1)
+    7 Land(fragment=1, sent_at=6)
+    8 Send(fragment=0)
     """
     return _Periodic(sync_interval, overlap_steps, primed, in_turns=True)
 
 
 class _Rounds:
     back_to_back = True
+    overlaps = True
 
     def __init__(self, sync_interval: int) -> None:
         self._sync_interval = sync_interval
 
-    def init(self, num_fragments: int) -> State:
+    def init(self, num_fragments: int) -> ScheduleState:
         return {"num_fragments": num_fragments, "sent_at": 0, "next": self._sync_interval}
 
     def events(
-        self, inner_step: int, stats: AgreedStats, state: State
-    ) -> tuple[tuple[Send | Land, ...], State]:
+        self, inner_step: int, stats: AgreedStats, state: ScheduleState
+    ) -> tuple[tuple[Send | Land, ...], ScheduleState]:
         if inner_step < state["next"]:
             return (), state
         fragments = range(state["num_fragments"])
@@ -156,22 +185,32 @@ class _Rounds:
         following = inner_step + min(interval, self._sync_interval)
         return (*map(Send, fragments), *landing), {**state, "sent_at": inner_step, "next": following}
 
-    def next_event(self, inner_step: int, state: State) -> int:
+    def next_event(self, inner_step: int, state: ScheduleState) -> int:
         return state["next"]
 
 
 def rounds(sync_interval: int) -> Schedule:
-    """A delay of one round whose length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
+    """A delay of one round; the round's length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
 
-    r_t is the rank of the transfer that landed last, which every region has heard: it was chosen one round earlier.
-    At the end of a round all fragments are sent and what was sent at the end of the last one lands. A round is never so
-    short that the transfer would no longer hide in it, nor longer than `sync_interval` (H_1).
+    At the end of a round all fragments are sent, and the transfers of the previous round land. r_t is the rank of the last
+    landed transfer: all regions know it, because the rank was chosen one round earlier. A round is at least as long as a
+    transfer, and never longer than `sync_interval` (H_1).
+
+    >>> schedule, half_rank = rounds(sync_interval=4), AgreedStats(compression=0.5)
+    >>> state = schedule.init(num_fragments=1)
+    >>> for step in range(4, 9, 2):
+    ...     events, state = schedule.events(step, half_rank, state)
+    ...     print(step, *events)
+    4 Send(fragment=0)
+    6 Send(fragment=0) Land(fragment=0, sent_at=4)
+    8 Send(fragment=0) Land(fragment=0, sent_at=6)
     """
     return _Rounds(sync_interval)
 
 
 class _Adaptive:
     back_to_back = False
+    overlaps = True
 
     def __init__(
         self,
@@ -186,13 +225,13 @@ class _Adaptive:
         self._sends_per_interval = sends_per_interval
         self._has_warned = False
 
-    def init(self, num_fragments: int) -> State:
-        sent = [[0, 0] for _ in range(num_fragments)]  # the steps of a fragment's last two sends
+    def init(self, num_fragments: int) -> ScheduleState:
+        sent = [[0, 0] for _ in range(num_fragments)]  # for each fragment, the steps of its last two sends
         return {"in_flight": [], "sent": sent, "next": self._spacing(num_fragments, AgreedStats())}
 
     def events(
-        self, inner_step: int, stats: AgreedStats, state: State
-    ) -> tuple[tuple[Send | Land, ...], State]:
+        self, inner_step: int, stats: AgreedStats, state: ScheduleState
+    ) -> tuple[tuple[Send | Land, ...], ScheduleState]:
         in_flight, sent = state["in_flight"], state["sent"]
         sends: list[Send] = []
         following = state["next"]
@@ -211,11 +250,11 @@ class _Adaptive:
         flying = [entry for entry in in_flight if entry[2] > inner_step]
         return (*sends, *landing), {"in_flight": flying, "sent": sent, "next": following}
 
-    def next_event(self, inner_step: int, state: State) -> int:
+    def next_event(self, inner_step: int, state: ScheduleState) -> int:
         return min([state["next"], *(land_at for _, _, land_at in state["in_flight"])])
 
     def _spacing(self, num_fragments: int, stats: AgreedStats) -> int:
-        """h = floor(H / N), N = max(K, floor(gamma H T_c / T_s)): inner steps between two sends."""
+        """Inner steps between two sends: h = floor(H / N), N = max(K, floor(gamma H T_c / T_s))."""
         sends = self._sends_per_interval or num_fragments
         if self._sends_per_interval is None and stats.sync_steps:
             affordable = self._utilization * self._sync_interval * stats.step_time_s / stats.sync_time_s
@@ -224,25 +263,25 @@ class _Adaptive:
         return max(1, self._sync_interval // sends)
 
     def _warn_of_a_slow_link(self, num_fragments: int, affordable: float, stats: AgreedStats) -> None:
-        """Once, if each fragment cannot go once in H steps in the share of the time that the link is to be used."""
+        """Warn once if the link cannot carry each fragment once in H steps within its share `utilization` of the time."""
         if self._has_warned or math.floor(affordable + 1e-9) >= num_fragments:
             return
         self._has_warned = True
         logger.warning(
-            "the link cannot carry all %d fragments in sync_interval=%d inner steps within utilization=%g of the time: one takes "
-            "%.3g s, an inner step %.3g s. It could with sync_interval=%d; a smaller codec (int8, fp4) helps as well.",
+            "the link cannot carry all %d fragments in sync_interval=%d inner steps with utilization=%g: one fragment takes "
+            "%.3g s, one inner step %.3g s. Set sync_interval=%d, or use a smaller codec (int8, fp4).",
             *(num_fragments, self._sync_interval, self._utilization, stats.sync_time_s, stats.step_time_s),
             math.ceil(num_fragments * stats.sync_time_s / (self._utilization * stats.step_time_s)),
         )
 
     def _overlap(self, num_fragments: int, stats: AgreedStats) -> int:
-        """tau; while nothing is measured as long as the next K sends take, so that the first transfers stall nobody."""
+        """tau. Before the first measurement: H / K, so that the first transfers do not block training."""
         if self._overlap_steps is not None:
             return self._overlap_steps
         return min(max(1, stats.sync_steps or self._sync_interval // num_fragments), self._sync_interval - 1)
 
     def _choose(self, step: int, stats: AgreedStats, sent: list[list[int]], flying: set[int]) -> int | None:
-        """The oldest fragment not sent for H steps; else one never sent; else the one that changes fastest."""
+        """The fragment sent longest ago, if that was H steps ago or it was never sent; else the one that changes fastest."""
         free = [p for p in range(len(sent)) if p not in flying]
         if not free:
             return None
@@ -268,13 +307,30 @@ def adaptive(
     ::
 
         N = max(K, floor(gamma H T_c / T_s)) ;  h = floor(H / N) ;  tau = ceil(T_s / T_c)
-        every h steps one fragment that is not in flight: one not sent for H steps (the oldest), else one never sent, else
-        the largest R_p = ||Dbar_p|| / (n_p I_p), I_p the steps between its last two sends
+
+    K is the number of fragments, T_c the time of an inner step, T_s the time to synchronise one fragment. Every h steps one
+    fragment that is not in flight is sent, by these priorities:
+
+    1. a fragment not sent for H steps, the oldest first;
+    2. a fragment that was never sent;
+    3. the fragment with the largest R_p = ||Dbar_p|| / (n_p I_p); n_p is its length, I_p the steps between its last two sends.
 
     Args:
-        sync_interval: H: no fragment waits longer for its turn.
+        sync_interval: H; no fragment waits longer for its turn.
         overlap_steps: tau; None follows the measured times.
-        utilization: gamma, share of the link to use.
+        utilization: gamma, share of the link's time to use.
         sends_per_interval: N; None follows the measured times.
+
+    >>> schedule = adaptive(sync_interval=4, overlap_steps=1, sends_per_interval=2)
+    >>> state = schedule.init(num_fragments=2)
+    >>> for step in range(1, 7):
+    ...     events, state = schedule.events(step, AgreedStats(), state)
+    ...     print(step, *events)
+    1
+    2 Send(fragment=0)
+    3 Land(fragment=0, sent_at=2)
+    4 Send(fragment=1)
+    5 Land(fragment=1, sent_at=4)
+    6 Send(fragment=0)
     """
     return _Adaptive(sync_interval, overlap_steps, utilization, sends_per_interval)

@@ -1,4 +1,4 @@
-"""A recipe: the complete description of a run, and how its YAML is read.
+"""Recipes: the complete description of a run, and the reader for its YAML.
 
 May import: errors, settings.
 """

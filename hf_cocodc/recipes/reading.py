@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML 1.2, changes from the command line, and the types of every key."""
+"""Reads a recipe: YAML 1.2, overrides from the command line, and a type check of every key."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 where PyYAML still reads 1.1: 4e-4 is a number, `on` and `no` are words. A key given twice is an error."""
+    """PyYAML reads YAML 1.1; this loader reads 1.2: 4e-4 is a number, `on` and `no` are words. A repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -41,6 +41,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str, where: str) -> Any:
+    """Parse YAML. Raises InputError with `where` and the line."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -52,6 +53,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def override_key(content: dict, override: str) -> None:
+    """Apply one "section.key=value" to a recipe in place. Raises InputError if it does not fit the recipe."""
     key, equals, value = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
@@ -67,6 +69,7 @@ def override_key(content: dict, override: str) -> None:
 
 
 def build(cls: type[T], content: Any, where: str, section: str) -> T:
+    """Build the dataclass `cls` from a mapping. Raises InputError for an unknown key, a missing section or a wrong type."""
     if not isinstance(content, Mapping):
         raise InputError(f"{where}: {section} must be a mapping of keys, not {content!r}.")
     hints = get_type_hints(cls)
@@ -88,6 +91,7 @@ def build(cls: type[T], content: Any, where: str, section: str) -> T:
 
 
 def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
+    """Check `value` against a type hint. An int becomes a float where only a float fits."""
     if dataclasses.is_dataclass(hint):
         return build(hint, value, where, name)  # type: ignore[arg-type]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -95,6 +99,6 @@ def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        wanted = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
         raise InputError(f"{where}: {name}={value!r} must be {wanted}, not {type(value).__name__}.")
     return value

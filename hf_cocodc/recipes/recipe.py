@@ -1,4 +1,4 @@
-"""A recipe: a complete run as frozen dataclasses, one for each section of its YAML."""
+"""A recipe: a complete run as frozen dataclasses, one per section of the YAML file."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from .reading import build, override_key, read_yaml
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Either a `config` (with `model_type`) to start from random weights, or a `name_or_path` to load."""
+    """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
 
     config: dict[str, Any] | None = None
     name_or_path: str | None = None
@@ -33,7 +33,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSection:
-    """Either `builtin: bytes` or a `name_or_path` to load."""
+    """The tokenizer: `builtin: bytes`, or a `name_or_path` to load."""
 
     builtin: str | None = None
     name_or_path: str | None = None
@@ -49,7 +49,7 @@ class TokenizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Text, from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
+    """Text from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
 
     builtin: str | None = None
     path: str | None = None
@@ -76,7 +76,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """What is measured on the held-out split, and on which weights."""
+    """The metrics on the held-out split, and the weights (global or local) on which they are measured."""
 
     metrics: list[str] = field(default_factory=lambda: ["perplexity", "accuracy"])
     on: str = "global"
@@ -95,7 +95,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A complete run. `training` holds any `TrainingArguments` field, `peft` any `LoraConfig` field."""
+    """A complete run. `training` accepts every field of `TrainingArguments`, `peft` every field of `LoraConfig`."""
 
     model: ModelSection
     tokenizer: TokenizerSection
@@ -108,15 +108,16 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a recipe from YAML; each override is "section.key=value", its value YAML too.
+        """Read a recipe from a YAML file. Each override is "section.key=value"; the value is YAML too.
 
         Raises:
-            InputError: no such file, broken YAML, unknown keys, impossible values; the message says where.
+            InputError: the file does not exist, is not valid YAML, or has an unknown key or an impossible value. The message
+                says where.
         """
         file = Path(path)
         if not file.is_file():
             raise InputError(
-                f"recipe {str(path)!r} is not a file. Recipes of this project lie under recipes/."
+                f"recipe {str(path)!r} is not a file. The recipes of this project are in recipes/."
             )
         content = read_yaml(file.read_text(encoding="utf-8"), str(path))
         if not isinstance(content, dict):
@@ -129,5 +130,5 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":
-        """The recipe that nested mappings describe; raises InputError as `load` does."""
+        """Build a recipe from nested mappings. Raises InputError like `load`."""
         return build(cls, content, where, "")

@@ -1,61 +1,107 @@
-"""Checkpoints on disk: what is written, when one counts as complete, and how it is read.
+"""Checkpoints on disk: what is written, when a checkpoint counts as complete, and how it is read.
 
 ::
 
-    checkpoint-N/                     whatever Trainer or Accelerate write there (local weights, inner optimizer, ...)
-        cocodc/state.json             format version, facts of the run, and the engine's state but for its tensors
+    checkpoint-N/                     files of Trainer or Accelerate (local weights, inner optimizer, ...)
+        cocodc/state.json             format version, facts of the run, and the engine's state without its tensors
         cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
-        cocodc/state-lane1.json, ...  the same of further lanes, where the model is sharded
+        cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size, ours with their SHA-256
         global/                       the global model, for `from_pretrained`
 
-A checkpoint without COMPLETE is one whose saving was interrupted: it is never read. Nothing here is a pickle.
+A checkpoint without COMPLETE was interrupted while it was saved; it is never read. We read no pickle.
 """
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ..errors import CheckpointError
-from ..parts.codecs.base import State
+from .trees import put_together, take_apart
 
 FORMAT = 1
-"""Raised whenever what is written changes in a way that earlier versions would misread; older formats are still read."""
+"""Raise it when earlier versions would misread the files. Older formats are still read."""
 PREFIX = "checkpoint-"
 FOLDER = "cocodc"
 EXPORT = "global"
-"""Where the global model lies in a checkpoint."""
+"""Folder of the global model in a checkpoint."""
 COMPLETE = f"{FOLDER}/COMPLETE"
 RUN = f"{FOLDER}/run"
-"""In the folder that the checkpoints lie in: the number of the run that writes there now."""
+"""In the folder of the checkpoints: the number of the run that writes there now."""
 _PASSING = "checkpoint-is-incomplete.txt"
-"""Trainer's own mark while it saves after SIGTERM; it is gone when the checkpoint is used."""
-_MARK = "$tensor"
-_FLOAT = "$float"
+"""Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
+_TAKEN_OVER = "joining"
+"""Name of `Facts.taken_over` in format 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What identifies the run of a checkpoint.
+
+    Attributes:
+        step: inner steps made.
+        region: region that wrote it.
+        num_regions: number of regions at that time.
+        num_lanes: lanes of the region.
+        settings: all settings of the method.
+        finished: whether the run had finished.
+        journal: bytes of the journal that belong to the run up to here.
+        taken_over: whether it was copied from another region, and this region's own part is missing.
+    """
+
+    step: int
+    region: int
+    num_regions: int
+    num_lanes: int
+    settings: dict[str, Any]
+    finished: bool
+    journal: int
+    taken_over: bool = False
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Facts":
+        """Raises KeyError if a fact is missing."""
+        named = {**content, "taken_over": content.get(_TAKEN_OVER, False)}
+        return cls(**{each.name: named[each.name] for each in fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        named = asdict(self)
+        return {**{name: named[name] for name in named if name != "taken_over"}, _TAKEN_OVER: self.taken_over}
+
+
+class Saved(NamedTuple):
+    """Our part of a checkpoint, as read.
+
+    Attributes:
+        state: of `Synchronizer.state_dict`.
+        facts: of the run that wrote it.
+    """
+
+    state: dict[str, Any]
+    facts: Facts
 
 
 def tensors_file(lane: int = 0) -> str:
-    """Where the tensors of a lane lie in a checkpoint."""
+    """File of a lane's tensors in a checkpoint."""
     return f"{FOLDER}/global-lane{lane}.safetensors"
 
 
 def state_file(lane: int = 0) -> str:
-    """Where everything but the tensors of a lane lies in a checkpoint."""
+    """File of a lane's state, without its tensors, in a checkpoint."""
     return f"{FOLDER}/state-lane{lane}.json" if lane else f"{FOLDER}/state.json"
 
 
 def begin(checkpoint: Path) -> None:
-    """Make a checkpoint's folder; from here on it is not complete until `seal`.
+    """Make a checkpoint's folder. The checkpoint is not complete before `seal`.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -65,28 +111,27 @@ def begin(checkpoint: Path) -> None:
         (checkpoint / COMPLETE).unlink(missing_ok=True)
 
 
-def write(checkpoint: Path, state: State, facts: dict[str, Any], lane: int = 0) -> None:
+def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     """Write the engine's state into a checkpoint.
 
     Args:
         checkpoint: folder `checkpoint-N`, made by `begin`.
-        state: of `Synchronizer.state_dict`.
-        facts: JSON-able; what identifies the run (method and settings, region, number of regions).
-        lane: whose tensors these are.
+        saved: the state and the facts.
+        lane: the lane of the state.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
     """
     with _saving(checkpoint):
-        tensors: dict[str, Tensor] = {}
-        tree = _take_apart(state, "", tensors, {})
+        tree, tensors = take_apart(saved.state)
         _replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
-        text = json.dumps({"format": FORMAT, **facts, "state": tree}, indent=1, allow_nan=False)
+        content = {"format": FORMAT, **saved.facts.to_json(), "state": tree}
+        text = json.dumps(content, indent=1, allow_nan=False)
         _replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def seal(checkpoint: Path) -> None:
-    """Declare a checkpoint complete: everything in it is on the disk now, and listed with its size.
+    """Declare a checkpoint complete: all of its files are on the disk now, and listed with their sizes.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -108,11 +153,11 @@ def seal(checkpoint: Path) -> None:
         _sync(checkpoint.parent)
 
 
-def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
-    """The engine's state and the facts it was written with.
+def read(checkpoint: Path, lane: int = 0) -> Saved:
+    """The engine's state and the facts of its run.
 
     Raises:
-        CheckpointError: incomplete, damaged, or of a format this version does not know.
+        CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
     """
     wrong = damage(checkpoint)
     if wrong is not None:
@@ -123,28 +168,34 @@ def read(checkpoint: Path, lane: int = 0) -> tuple[State, dict[str, Any]]:
     for name in (state_file(lane), tensors_file(lane)):
         if name not in listed:
             raise CheckpointError(
-                f"{checkpoint} has no {name}: it was written by a region with fewer ranks. Launch the region as it was."
+                f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
             )
         if _sha256(checkpoint / name) != listed[name]["sha256"]:
             raise CheckpointError(
-                f"{checkpoint / name} is not what was saved: its SHA-256 differs from the one in {COMPLETE}. Resume from "
-                "another checkpoint of the run."
+                f"{checkpoint / name} has changed since it was saved: its SHA-256 differs from the one in {COMPLETE}. Resume "
+                "from another checkpoint of the run."
             )
     try:
-        facts = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
-        # copies, for a matrix product may give other bits where the file's layout leaves a tensor unaligned
+        content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+        # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
-        state = _put_together(facts.pop("state"), tensors)
+        return Saved(put_together(content["state"], tensors), Facts.from_json(content))
     except (json.JSONDecodeError, SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error
-    return state, facts
+
+
+def mark_taken_over(checkpoint: Path) -> None:
+    """Write into a copied checkpoint that it is another region's."""
+    for path in (checkpoint / FOLDER).glob("state*.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**content, _TAKEN_OVER: True}), encoding="utf-8")
 
 
 def num_writers(checkpoint: Path) -> int:
-    """Regions of the run when it wrote a complete checkpoint.
+    """Number of regions of the run when it wrote a complete checkpoint.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the checkpoint is damaged.
     """
     try:
         return int(json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))["num_regions"])
@@ -153,9 +204,9 @@ def num_writers(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by its list of files; None where it is complete."""
+    """What is wrong with a checkpoint, by its list of files; None if it is complete."""
     if not (checkpoint / COMPLETE).is_file():
-        return f"{COMPLETE} is missing (its saving was interrupted, or hf_cocodc did not write it)"
+        return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
         mark = _mark(checkpoint)
         version, files = mark["format"], mark["files"].items()
@@ -173,20 +224,20 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def unusable(checkpoint: Path) -> str | None:
-    """Why the run that writes to this folder cannot go on from a checkpoint; None where it can."""
+    """Why the run that writes to this folder cannot continue from a checkpoint; None if it can."""
     wrong = damage(checkpoint)
     if wrong is None and _mark(checkpoint).get("run", 0) != run_of(checkpoint.parent):
-        wrong = "it is of an earlier run in this folder; give its path to go on with that one"
+        wrong = "it is of an earlier run in this folder; give its path to continue that run"
     return wrong
 
 
 def run_of(folder: Path) -> int:
-    """The number of the run that writes to a folder; 0 where it has none."""
+    """The number of the run that writes to a folder; 0 if there is none."""
     return int((folder / RUN).read_text(encoding="utf-8")) if (folder / RUN).is_file() else 0
 
 
 def begin_run(folder: Path, run: int) -> None:
-    """From here on checkpoints in `folder` are those of `run`: ones of an earlier run stay, but are not gone on from.
+    """From now on checkpoints in `folder` belong to `run`. Checkpoints of an earlier run stay, but are not continued from.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -212,12 +263,12 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the oldest checkpoints until `limit` are left, but only such as no region can need any more.
+    """Delete the oldest checkpoints until `limit` are left, but keep those that a region may still need.
 
     Args:
-        folder: where they lie.
-        limit: how many are to be left; all where it is None.
-        saved_everywhere: step of the newest that is complete in every region: it stays, and so do later ones.
+        folder: the folder of the checkpoints.
+        limit: number of checkpoints to keep; None for all.
+        saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
         keep: further steps that stay.
     """
     found = checkpoints(folder)
@@ -228,7 +279,7 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint if there is one; half deleted it is not complete."""
+    """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
     (checkpoint / COMPLETE).unlink(missing_ok=True)
     if checkpoint.is_dir():
         shutil.rmtree(checkpoint)
@@ -249,8 +300,8 @@ def _saving(checkpoint: Path) -> Iterator[None]:
         ) from error
 
 
-def _replace(path: Path, save: Any) -> None:
-    """Write a file under another name and give it its own once it is on the disk, so that it is whole or absent."""
+def _replace(path: Path, save: Callable[[Path], Any]) -> None:
+    """Write a file under another name, and rename it when it is on the disk: the file is complete or absent."""
     half = path.with_name(f"{path.name}.half")
     try:
         save(half)
@@ -275,37 +326,3 @@ def _sha256(path: Path) -> str:
         while piece := file.read(1 << 22):
             sha.update(piece)
     return sha.hexdigest()
-
-
-def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
-    """`value` with its tensors named and put into `tensors`; one that is met twice is kept once."""
-    if isinstance(value, Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = name
-            on_host = value.cpu()
-            alone = on_host.untyped_storage().nbytes() == on_host.nbytes
-            tensors[name] = on_host if alone else on_host.clone()  # safetensors refuses views of one memory
-        return {_MARK: seen[id(value)]}
-    if isinstance(value, dict):
-        return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_take_apart(each, _join(name, i), tensors, seen) for i, each in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: str(value)}
-    return value
-
-
-def _put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _MARK in value:
-            return tensors[value[_MARK]]
-        if _FLOAT in value:
-            return float(value[_FLOAT])
-        return {key: _put_together(each, tensors) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_put_together(each, tensors) for each in value]
-    return value
-
-
-def _join(name: str, key: Any) -> str:
-    return f"{name}/{key}" if name else str(key)

@@ -1,4 +1,4 @@
-"""How a region meets the others: who of its ranks talks to whom."""
+"""How a region meets the other regions, and which of its ranks connect to them."""
 
 import atexit
 import logging
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import InputError
 from ..links.base import Link
 from ..links.gloo import GlooLink
-from ..links.loopback import loopback
+from ..links.lockstep import loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
 from ..meeting.handshake import compare, hello
@@ -26,32 +26,32 @@ from ..tensors.pools import HOST
 
 logger = logging.getLogger(__name__)
 
-_LAST_BREATH_S = 0.1
+_GLOO_END_S = 0.1
 
 
 def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
-    """Check that a region can be what `accelerate launch` has made it.
+    """Check that we support a region as `accelerate launch` has set it up.
 
     Raises:
-        InputError: it cannot; the message says what to change.
+        InputError: we do not; the message says what to change.
     """
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:
         if settings(config)["codec"] == "lowrank":
             raise InputError(
-                "outer.codec=lowrank with FSDP2: each rank would choose a rank for its own shards, and regions would no longer "
-                "agree on the interval. Use another codec, or DDP."
+                "outer.codec=lowrank with FSDP2 is not supported: each process would choose the codec's rank for its own shards, "
+                "and regions would disagree on the interval. Use another codec, or DDP."
             )
     elif kind not in supported:
         raise InputError(
-            f"distributed type {kind.value} inside a region is not supported: one process, DDP and FSDP2 are. Launch the region "
-            "with fsdp_version 2 (FSDP1 is not supported), and without DeepSpeed or Megatron."
+            f"distributed type {kind.value} inside a region is not supported. Launch the region as one process, with DDP or "
+            "with FSDP2 (fsdp_version 2; FSDP1 is not supported), and without DeepSpeed or Megatron."
         )
 
 
 def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
-    """Where outer state is kept."""
+    """The device of the outer state."""
     params = (param for param in model.parameters() if param.requires_grad)
     return next((param.device for param in params), HOST) if config.device == "model" else HOST
 
@@ -64,15 +64,16 @@ def _is_replicated(param: nn.Parameter) -> bool:
 
 
 def _let_gloo_end() -> None:
-    """Leave the interpreter to gloo's threads for a moment before it goes.
+    """Give gloo's threads a moment to end before the interpreter exits.
 
-    One that has yet to let go of a collective call's tensors needs it, and aborts the process when it is no longer there:
-    a run that went well would fail (pytorch/pytorch#190489). Destroying the group does not help while a model holds it.
+    A thread that still has to release the tensors of a collective call needs the interpreter. Without it the thread aborts
+    the process: a successful run would fail (pytorch/pytorch#190489). Destroying the group does not help while a model
+    references it.
     """
-    time.sleep(_LAST_BREATH_S)
+    time.sleep(_GLOO_END_S)
 
 
-def join(
+def connect(
     accelerator: Accelerator,
     model: nn.Module,
     config: OuterConfig,
@@ -83,8 +84,8 @@ def join(
 ) -> Link:
     """Meet the other regions, compare settings and connect.
 
-    Where ranks hold the same parameters the leader alone talks; a rank with shards (FSDP2) or a stage of its own reaches
-    the same rank elsewhere.
+    If all ranks hold the same parameters, only the leader connects. A rank that holds shards (FSDP2) or a stage of its own
+    connects to the same rank of every other region.
 
     Raises:
         InputError: settings that cannot work.
@@ -99,14 +100,14 @@ def join(
     lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
     if stage is not None and (sharded or (lane, num_lanes) != (rank, num_ranks)):
         raise InputError(
-            f"stage={stage} in rank {rank} of {num_ranks}: every rank holds one stage, in the order of ranks, so that it must be "
-            f"{(rank, num_ranks)}; and no stage can be sharded (FSDP2). Launch each region with one process a stage."
+            f"stage={stage} in rank {rank} of {num_ranks} must be {(rank, num_ranks)}: every rank holds one stage, in the order "
+            "of the ranks. A stage cannot be sharded (FSDP2). Launch each region with one process per stage."
         )
     parts = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
     if parts and num_ranks > 1 and not sharded:
         raise InputError(
-            f"{parts[0]} is sharded over ranks that Accelerate takes for replicas ({accelerator.distributed_type.value}): tensor "
-            "parallelism, which is not supported. Shard with FSDP2 through Accelerate, or make stages of the model."
+            f"{parts[0]} is sharded over ranks that Accelerate treats as replicas ({accelerator.distributed_type.value}): tensor "
+            "parallelism is not supported. Shard with FSDP2 through Accelerate, or split the model into pipeline stages."
         )
     replicated = next((name for name in parts if _is_replicated(model.get_parameter(name))), None)
     if sharded and replicated is not None:
@@ -119,9 +120,7 @@ def join(
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
     if count == 1:
-        logger.info(
-            "training as a single region: nothing crosses a link (HF_COCODC_REGIONS is not set, or 1)."
-        )
+        logger.info("training as a single region, without a link (HF_COCODC_REGIONS is not set, or is 1).")
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
         return LaneLink(alone, rank, num_ranks, device) if sharded else alone
@@ -133,7 +132,7 @@ def join(
             "timeout_s": regions.timeout_s,
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
-            # of one kind, for another one rounds differently; the model may not be there yet
+            # devices of different kinds round differently; read from Accelerate, as the model may not be there yet
             "device": (device if config.device == "model" else HOST).type,
         }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
@@ -142,7 +141,7 @@ def join(
         roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
         compare(roster.hellos)
         run = roster.run
-        logger.info("all %d regions are here: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
+        logger.info("all %d regions have met: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
     if sharded:
         [run] = broadcast_object_list([run])
     link: GlooLink | None = None

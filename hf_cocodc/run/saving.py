@@ -1,25 +1,23 @@
 """Lets `accelerator.save_state` and `load_state` save and load an outer optimizer too."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+
+from . import checkpoint as disk
+from .checkpoint import Saved
 
 if TYPE_CHECKING:
     from .outer_optimizer import OuterOptimizer
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-from accelerate import Accelerator
-
-from . import checkpoint as state
-from .resume import Saved
-
 
 def hook_into_saving(accelerator: Accelerator, outer: "OuterOptimizer") -> list[Callable[[], Any]]:
-    """Let `accelerator.save_state` and `load_state` do their work for `outer` too; returns what undoes it.
+    """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this.
 
-    Accelerate's hooks run before its own files are written or read, so they say which folder it is; what has to come
-    last is done by wrapping the two methods of this one accelerator.
+    Accelerate calls hooks before it writes or reads its own files, and the hooks receive the folder. Our last part must come
+    after Accelerate's files: the two methods of this accelerator are therefore wrapped.
     """
     folder: list[str] = []
     read: list[Saved] = []
@@ -30,7 +28,7 @@ def hook_into_saving(accelerator: Accelerator, outer: "OuterOptimizer") -> list[
         outer.save(output_dir)
 
     def before_loading(models: Any, input_dir: str) -> None:
-        read[:] = [Saved(*state.read(Path(input_dir), outer.link.lane))]
+        read[:] = [disk.read(Path(input_dir), outer.link.lane)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result = save_state(*args, **kwargs)

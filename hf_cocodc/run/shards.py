@@ -1,6 +1,6 @@
-"""Each region's own part of a dataset.
+"""Give each region its own part of a dataset.
 
-Importing this module imports neither torch nor datasets; each function imports what it uses.
+Importing this module imports neither torch nor datasets. Each function imports the libraries that it uses.
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InputError
 from ..settings import ENV_REGION, ENV_REGIONS
 
-if TYPE_CHECKING:
-    pass
-
 
 def region_shard(dataset: Any, region: int | None = None, num_regions: int | None = None) -> Any:
-    """The part of `dataset` that belongs to one region; every sample is in exactly one, in a fixed order.
+    """Return the part of `dataset` that belongs to one region. Every sample is in exactly one part, in a fixed order.
 
-    All regions must pass the same samples in the same order: shuffle before with one seed or the shard after.
-    A stream that splits itself over DataLoader workers needs the same number of workers in all regions.
+    All regions must pass the same samples in the same order. To shuffle, use the same seed in all regions before this
+    call, or shuffle the shard after it. A stream that splits itself over DataLoader workers needs the same number of
+    workers in all regions.
 
     Args:
-        dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if they divide
-            evenly, else strided), torch map-style (strided Subset) or iterable dataset (strided, no length).
+        dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if the number of files is
+            a multiple of num_regions, else strided), torch map-style dataset (strided Subset), or torch iterable
+            dataset (strided, no length). Strided: every num_regions-th sample.
         region: 0 .. num_regions - 1; default: environment HF_COCODC_REGION.
-        num_regions: default: environment HF_COCODC_REGIONS; with neither variable set, region 0 of 1.
+        num_regions: number of regions; default: environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1.
 
     Raises:
-        InputError: no such region, fewer samples than regions, or not a dataset.
+        InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
+
+    Example:
+        >>> dataset = ["a", "b", "c", "d", "e"]  # a torch map-style dataset: it has a length and an index
+        >>> [list(region_shard(dataset, region, num_regions=2)) for region in (0, 1)]
+        [['a', 'c', 'e'], ['b', 'd']]
     """
     region, num_regions = _place(region, num_regions)
     if num_regions == 1:
@@ -40,7 +44,7 @@ def region_shard(dataset: Any, region: int | None = None, num_regions: int | Non
     from datasets.distributed import split_dataset_by_node
     from torch.utils.data import IterableDataset, Subset
 
-    # First, because datasets makes its IterableDataset a torch one as well.
+    # First, because a datasets.IterableDataset may also be a torch IterableDataset.
     if isinstance(dataset, datasets.IterableDataset):
         return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
     if isinstance(dataset, IterableDataset):
@@ -56,7 +60,7 @@ def region_shard(dataset: Any, region: int | None = None, num_regions: int | Non
 
 
 def _place(region: int | None, num_regions: int | None) -> tuple[int, int]:
-    """Fill what was not passed from the environment and check it."""
+    """Take missing arguments from the environment, and check both."""
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
@@ -66,25 +70,25 @@ def _place(region: int | None, num_regions: int | None) -> tuple[int, int]:
             return int(place), int(count)  # type: ignore[arg-type]
     raise InputError(
         f"region={place} of num_regions={count} does not exist: regions are 0 .. num_regions - 1. Correct "
-        f"both (region_shard's arguments, or {ENV_REGION} and {ENV_REGIONS}), or give neither."
+        f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither."
     )
 
 
 def _stride(dataset: Any, region: int, num_regions: int) -> Any:
-    """Samples region, region + num_regions, ... of a torch iterable dataset, or of each worker's part."""
+    """Samples region, region + num_regions, ... of a torch iterable dataset, or of each DataLoader worker's part."""
     from torch.utils.data import IterableDataset
 
-    # No __len__: torch would hold it against a count that depends on how `dataset` splits over workers.
+    # No __len__: torch would compare it with a count that depends on how `dataset` splits over DataLoader workers.
     class RegionStride(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return itertools.islice(iter(dataset), region, None, num_regions)
 
-        # Spawned DataLoader workers get a pickle, and a class made in a function is not found by name.
+        # A spawned DataLoader worker gets a pickle, and pickle cannot find a class that a function defines.
         def __reduce__(self) -> Any:
             return _stride, (dataset, region, num_regions)
 
     shard = RegionStride()
-    # Accelerate asks with hasattr() for these, to reshuffle each epoch alike on every rank.
+    # Accelerate looks for these with hasattr(), to reshuffle each epoch in the same way on every rank.
     for name in ("set_epoch", "generator"):
         if hasattr(dataset, name):
             setattr(shard, name, getattr(dataset, name))

@@ -1,32 +1,57 @@
-"""What regions settle before step 1 of training."""
+"""Regions agree on a run's length and intervals before step 1 of training."""
+
+from typing import NamedTuple
 
 from ..errors import HandshakeError
 from ..links.base import Link
-from ..links.trailer import Trailer
 
 
-def agree_on_start(link: Link, max_steps: int, run: int) -> tuple[int, int]:
+class Beginning(NamedTuple):
+    """What a region begins with.
+
+    Attributes:
+        max_steps: inner steps that it would make.
+        run: a number for the run; region 0's counts for all.
+    """
+
+    max_steps: int
+    run: int
+
+
+class Interval(NamedTuple):
+    """Inner steps between two saves, or two evaluations, of a region; 0 if there are none, or if the number is unknown."""
+
+    inner_steps: int
+
+
+def agree_on_start(link: Link, own: Beginning) -> Beginning:
     """The smallest `max_steps` of all regions, and region 0's number for the run. A collective call.
 
-    Shards of unequal length give epochs of unequal length.
+    Shards of different lengths make epochs of different lengths.
     """
-    trailers = link.gather(Trailer(inner_step=max_steps, digest=run), "the number of inner steps")
-    return int(min(trailer.inner_step for trailer in trailers)), int(trailers[0].digest)
+    told = link.gather(own, "the number of inner steps")
+    return Beginning(min(other.max_steps for other in told), told[0].run)
 
 
-def check_same_interval(link: Link, interval: int, verb: str, setting: str) -> None:
-    """What all regions have to do at the same inner steps comes equally often in each; 0: not in this region.
+def check_same_interval(link: Link, own: Interval, verb: str, setting: str) -> None:
+    """Check that all regions save, or evaluate, at the same inner steps.
+
+    Args:
+        link: reaches the other regions.
+        own: this region's interval.
+        verb: what regions do: "saves" or "evaluates".
+        setting: prefix of Trainer's settings: "save" or "eval".
 
     Raises:
-        HandshakeError: it does not.
+        HandshakeError: two regions differ.
     """
-    trailers = link.gather(Trailer(inner_step=interval), f"how often a region {verb}")
-    found = {region: int(trailer.inner_step) for region, trailer in enumerate(trailers) if trailer.inner_step}
+    told = link.gather(own, f"how often a region {verb}")
+    found = {region: other.inner_steps for region, other in enumerate(told) if other.inner_steps}
     for region, steps in found.items():
         first = min(found)
         if steps != found[first]:
             raise HandshakeError(
-                f"region {first} {verb} every {found[first]} inner steps, region {region} every {steps}, but they have to do it "
-                f"together. Where that is the length of an epoch their shards differ: set {setting}_strategy=steps and "
-                f"{setting}_steps={min(found.values())} in every region."
+                f"region {first} {verb} every {found[first]} inner steps, region {region} every {steps}, but all regions "
+                f"must do it together. If the interval is an epoch, their shards differ in length: set "
+                f"{setting}_strategy=steps and {setting}_steps={min(found.values())} in every region."
             )

@@ -1,35 +1,42 @@
-"""Taking over another region's checkpoint where this region has none."""
+"""A region without a checkpoint takes over the checkpoint of another region."""
 
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ..links.base import Link
-from . import checkpoint as state
+from . import checkpoint as disk
 
-JOINING = "joining"
-"""A fact of a checkpoint that was taken over from another region."""
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 26
 
 
-def take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], run: int) -> None:
-    """Send a checkpoint from the first region that holds it to those that do not; all regions have to call."""
+def take_over(link: Link, is_main: bool, checkpoint: Path, holders: Sequence[int], run: int) -> None:
+    """Send a checkpoint from the first region that has it to the regions that do not. A collective call.
+
+    Args:
+        link: reaches the other regions.
+        is_main: whether this rank writes for its region.
+        checkpoint: its folder in this region.
+        holders: regions that have it complete.
+        run: number of the run that wrote it.
+    """
     source = min(holders)
     lacking = link.region not in holders
     writes = lacking and is_main
     if lacking:
         logger.warning(
-            "region %d has no complete checkpoint of step %s: taking region %d's.",
-            *(link.region, checkpoint.name.removeprefix(state.PREFIX), source),
+            "region %d has no complete checkpoint of step %s: it takes over region %d's.",
+            *(link.region, checkpoint.name.removeprefix(disk.PREFIX), source),
         )
     files = _shared_files(checkpoint) if link.region == source else {}
     listed = _spread(link, source, json.dumps(files).encode(), "the list of files of its checkpoint")
-    half = checkpoint.with_name(f"{checkpoint.name}.{JOINING}")
+    half = checkpoint.with_name(f"{checkpoint.name}.half")
     if writes:
         shutil.rmtree(half, ignore_errors=True)
     for name, size in json.loads(listed).items():
@@ -47,20 +54,20 @@ def take_over(link: Link, is_main: bool, checkpoint: Path, holders: list[int], r
                     file.write(chunk)
     if writes:
         _make_own(half)
-        if state.damage(checkpoint) is None:
-            aside = checkpoint.with_name(f"{checkpoint.name}.run{state.run_of(checkpoint.parent)}")
-            logger.warning("%s is of another run: it is now %s.", checkpoint, aside)
+        if disk.damage(checkpoint) is None:
+            aside = checkpoint.with_name(f"{checkpoint.name}.run{disk.run_of(checkpoint.parent)}")
+            logger.warning("%s is of another run: it is renamed to %s.", checkpoint, aside)
             shutil.rmtree(aside, ignore_errors=True)
             checkpoint.rename(aside)
         shutil.rmtree(checkpoint, ignore_errors=True)
         half.rename(checkpoint)
-        state.begin_run(checkpoint.parent, run)
-        state.seal(checkpoint)
+        disk.begin_run(checkpoint.parent, run)
+        disk.seal(checkpoint)
 
 
 def _shared_files(checkpoint: Path) -> dict[str, int]:
-    """Files that another region can go on from, with their sizes: not the local weights nor the random numbers."""
-    exported = {path.name for path in (checkpoint / state.EXPORT).iterdir()}
+    """Files that another region can continue from, with their sizes: all but local weights and random numbers."""
+    exported = {path.name for path in (checkpoint / disk.EXPORT).iterdir()}
     names = {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size
         for path in sorted(checkpoint.rglob("*"))
@@ -69,21 +76,19 @@ def _shared_files(checkpoint: Path) -> dict[str, int]:
     return {
         name: size
         for name, size in names.items()
-        if name not in exported and name != state.COMPLETE and not name.startswith("rng_state")
+        if name not in exported and name != disk.COMPLETE and not name.startswith("rng_state")
     }
 
 
 def _make_own(checkpoint: Path) -> None:
-    """Turn what was received into a checkpoint: the global weights are the local ones of a region that joins."""
-    for path in (checkpoint / state.EXPORT).iterdir():
+    """Turn the received files into a checkpoint: a region that takes over starts from the global weights."""
+    for path in (checkpoint / disk.EXPORT).iterdir():
         shutil.copyfile(path, checkpoint / path.name)
-    for path in (checkpoint / state.FOLDER).glob("state*.json"):
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**facts, JOINING: True}), encoding="utf-8")
+    disk.mark_taken_over(checkpoint)
 
 
 def _spread(link: Link, source: int, data: bytes, what: str) -> bytes:
-    """Bytes of region `source`, in every region."""
+    """The bytes of region `source`, in every region."""
     what = f"region {source}'s {what}"
     length = torch.tensor([len(data)], dtype=torch.int64)
     link.broadcast(length.view(torch.float32), f"the length of {what}", source)

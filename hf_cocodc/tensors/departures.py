@@ -1,4 +1,4 @@
-"""How a flat tensor leaves a device for the link, and how a mean comes back to it."""
+"""How a flat tensor leaves a device for the link, and how a mean comes back to the device."""
 
 import functools
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from .pools import Pool
 
 
 class Departure:
-    """A flat tensor that the link's thread will read on the host: itself, or its copy where it lies on a device.
+    """A flat tensor that the link's thread reads on the host: the tensor itself, or a copy if it is on a device.
 
-    A GPU copies on a stream of its own, once the training stream has come to where this was made; neither that stream nor
-    the training thread waits for it. Until the transfer has ended nobody may write to the tensor.
+    A GPU makes the copy on a stream of its own, after the work that the training stream has when the departure is made.
+    Neither the training stream nor the training thread waits for the copy. Nobody may write to the tensor before the
+    transfer has ended.
 
     Args:
-        flat: what leaves.
-        host: where memory for the copy comes from.
+        flat: the tensor.
+        host: memory for the copy.
     """
 
     def __init__(self, flat: Tensor, host: Pool) -> None:
@@ -39,16 +40,16 @@ class Departure:
         return self._copy
 
     def end(self) -> None:
-        """Hand back the copy's memory: the transfer has ended, and its result been used."""
+        """Return the copy's memory: the transfer has ended, and its result was used."""
         if self._copy is not None:
             self._host.give(self._copy)
             self._copy = None
 
 
 def bring(flat: Tensor, home: Pool) -> Tensor:
-    """A copy of a flat tensor of the host on the device of `home`, in its memory; called by the link's thread, which waits.
+    """A copy of a flat tensor of the host in memory of `home`; called by the link's thread, which waits for it.
 
-    To a GPU over the stream that outer gradients leave by, so that training goes on meanwhile.
+    A GPU receives it on the stream by which outer gradients leave: training goes on meanwhile.
     """
     if home.device.type != "cuda":
         return home.take(flat.numel()).copy_(flat)
@@ -62,9 +63,9 @@ def bring(flat: Tensor, home: Pool) -> Tensor:
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Inside the block this thread's work for a GPU goes to a stream of its own; behind it that is done."""
+    """Inside the block, this thread's work for a GPU goes to a stream of its own; at the end of the block it is done."""
     stream = _side_stream(device)
-    # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's
+    # the device first: leaving a stream of another GPU than the thread's would open a context on the thread's GPU
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield stream
         stream.synchronize()
@@ -72,5 +73,5 @@ def _aside(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream by which everything leaves that device and comes to it."""
+    """The stream for all copies from and to that device."""
     return torch.cuda.Stream(device)

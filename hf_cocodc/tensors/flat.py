@@ -1,4 +1,4 @@
-"""Flat fp32 tensors: how parameters lie in them, what their bytes are, and whether they are finite."""
+"""Flat fp32 tensors: how parameters lie in them, the checksum of their bytes, and whether they are finite."""
 
 import math
 import zlib
@@ -10,12 +10,16 @@ from torch import Tensor
 
 
 def flat_zeros(numel: int) -> Tensor:
-    """A flat fp32 buffer of `numel` zeros on the host, where the link reads it."""
+    """A flat fp32 tensor of `numel` zeros on the host, where the link reads it."""
     return torch.zeros(numel, dtype=torch.float32)
 
 
 def split_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Views of the 1-D `flat`, one for each shape, in order; writing to a view writes to `flat`."""
+    """Views of the 1-D `flat`, one for each shape, in order. Writing to a view writes to `flat`.
+
+    >>> [view.tolist() for view in split_views(torch.arange(5), [(2,), (1, 3)])]
+    [[0, 1], [[2, 3, 4]]]
+    """
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
@@ -29,9 +33,9 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def digest(*flats: Tensor, start: int = 0) -> int:
-    """A checksum of the bytes of flat tensors in a row: equal bits give equal values (CRC-32, fits a float64).
+    """A checksum of the bytes of flat tensors in a row: equal bits give equal values (CRC-32, exact in a float64).
 
-    With the checksum of what comes before them as `start` it is that of all together.
+    With the checksum of earlier tensors as `start`, the result is the checksum of all of them together.
     """
     for flat in flats:
         start = zlib.crc32(flat.cpu().numpy(), start)

@@ -1,4 +1,4 @@
-"""Pieces: stretches of a flat tensor that are short enough for a processor's cache."""
+"""Pieces: stretches of a flat tensor that fit into a processor's cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,29 +8,36 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 17
-"""Values taken through all of a send or a landing before the next ones, so that they stay in the cache."""
+"""Number of values in a piece. A send or a landing finishes one piece before the next, while the piece is in the cache."""
 UNSHARED = (1 << 15) - (1 << 10)
-"""Values that torch never shares out among its threads."""
+"""Number of values up to which torch never splits an operation over its threads."""
 
 
 class Cut(NamedTuple):
-    """Some values of parameters that lie one behind the other in a flat vector.
+    """A stretch of a flat vector, which holds values of one or more parameters.
 
     Attributes:
-        params: which parameters these values are of.
-        sizes: how many of each.
+        params: positions of these parameters.
+        sizes: number of values of each parameter in the stretch.
     """
 
     params: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def views(self, piece: Tensor) -> Sequence[Tensor]:
-        """One view of the piece for each parameter."""
+        """One view of `piece` for each parameter."""
         return piece.split_with_sizes(self.sizes) if len(self.sizes) > 1 else (piece,)
 
 
 def cuts(numels: Sequence[int], longest: int) -> list[Cut]:
-    """Cut parameters of these lengths into pieces of at most `longest` values; small neighbours share one."""
+    """Cut parameters of these lengths into pieces of at most `longest` values. Small neighbours share a piece.
+
+    >>> for cut in cuts([2, 1, 5], longest=4):
+    ...     print(cut)
+    Cut(params=(0, 1), sizes=(2, 1))
+    Cut(params=(2,), sizes=(4,))
+    Cut(params=(2,), sizes=(1,))
+    """
     groups: list[list[tuple[int, int]]] = []
     room = 0
     for param, numel in enumerate(numels):
@@ -46,13 +53,13 @@ def cuts(numels: Sequence[int], longest: int) -> list[Cut]:
 
 @contextmanager
 def in_this_thread() -> Iterator[None]:
-    """Inside the block torch does not spread operations over its threads.
+    """Inside the `with` block, torch does not split operations over its threads.
 
-    On pieces that stay in the cache its threads cost more than they save, for after every operation all wait for the
-    slowest, and very much more where other processes want the cores too; one core alone moves most of what memory gives.
+    For pieces in the cache, threads cost more than they save: after every operation all threads wait for the slowest one.
+    If other processes use the same cores, they cost much more. One core alone reaches most of the memory bandwidth.
     """
     threads = torch.get_num_threads()
-    # holds for the thread that says so, and for threads that begin before it is taken back
+    # The setting holds for this thread, and for threads that start before it is reset.
     torch.set_num_threads(1)
     try:
         yield

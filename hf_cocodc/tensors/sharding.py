@@ -1,10 +1,10 @@
-"""What this rank holds of a tensor that FSDP2 has sharded."""
+"""Access to the shards that FSDP2 leaves on this rank."""
 
 from torch import Tensor, nn
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds: its own shard of a DTensor (FSDP2), else the tensor itself."""
+    """The part of `tensor` on this rank: the own shard of a DTensor (FSDP2), else the tensor itself."""
     from torch.distributed.tensor import DTensor
 
     detached = tensor.detach()
@@ -12,9 +12,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 modules forget gathered parameters, so that the next forward pass sees what is written to the shards.
+    """Drop the gathered parameters of FSDP2 modules, so that the next forward pass reads the values in the shards.
 
-    A forward pass without a backward one (an evaluation) leaves some of them gathered.
+    A forward pass without a backward pass (an evaluation) leaves some parameters gathered.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,4 +1,4 @@
-"""Training a recipe: its data, its metrics, one region of it, all regions on this machine, or all in one process.
+"""Train a recipe: its data, its metrics, and one region, all regions on this machine, or all regions in one process.
 
 May import: errors, integrations, links, recipes, resolve, run, settings.
 """

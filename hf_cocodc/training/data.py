@@ -1,6 +1,6 @@
-"""The text that a recipe names: loaded, tokenised, packed into blocks, and a corpus that needs no download.
+"""The text of a recipe: load it, tokenise it and pack it into blocks; and a corpus that needs no download.
 
-Importing this module imports neither torch nor datasets nor transformers; each function imports what it uses.
+Importing this module does not import torch, datasets or transformers. Each function imports the libraries that it uses.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
 BUILTINS = ("python-stdlib",)
 PACKED_TOGETHER = 1000  # documents
-TOKENIZED_TOGETHER = 16  # documents; a tokenizer holds about 100 bytes a token until its answer is converted
-# Not part of every installation: third-party code, caches, and tests, which many distributions strip.
+TOKENIZED_TOGETHER = (
+    16  # documents; until the result is converted, a tokenizer holds about 100 bytes per token
+)
+# Not in every installation: third-party code, caches, and tests, which many distributions remove.
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 def python_stdlib(split: str) -> datasets.Dataset:
-    """Source of the running interpreter's standard library, one document a file, in path order: about 10 MB.
+    """Source of the running interpreter's standard library: about 10 MB, one document per file, in path order.
 
-    Without tests, third-party packages, duplicates and files that are empty or not UTF-8. A hash of the path
-    decides the split ("train", or "test" for 1 file in 20), so a file keeps its split in any Python version.
+    It excludes tests, third-party packages, duplicates, empty files and files that are not UTF-8. A hash of the path
+    decides the split ("train", or "test" for 1 file in 20): a file has the same split in every Python version.
 
     Raises:
-        InputError: no such split, or an interpreter without source files.
+        InputError: the split does not exist, or the interpreter has no source files.
     """
     if split not in ("train", "test"):
         raise InputError(f"data.split={split!r} does not exist in python-stdlib. Use 'train' or 'test'.")
@@ -45,7 +47,7 @@ def python_stdlib(split: str) -> datasets.Dataset:
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         paths += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
     texts: dict[str, list[str]] = {"train": [], "test": []}
-    seen = {""}  # across both splits: a copy must not be held out of training on the original
+    seen = {""}  # across both splits: the test split must not hold a copy of a training document
     for path in sorted(paths):
         with contextlib.suppress(UnicodeDecodeError):
             text = (root / path).read_bytes().decode("utf-8")
@@ -54,22 +56,22 @@ def python_stdlib(split: str) -> datasets.Dataset:
                 held_out = int(hashlib.sha256(path.encode()).hexdigest(), 16) % 20 == 0
                 texts["test" if held_out else "train"].append(text)
     if not texts[split]:
-        rule = "the standard library must lie there as .py files, not zipped or compiled."
+        rule = "the standard library must be there as .py files, not zipped or compiled."
         raise InputError(f"No Python sources in {root}: {rule} Set data.path instead of data.builtin.")
     return datasets.Dataset.from_dict({"text": texts[split]})
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 257 tokens made here: the 256 bytes, and 256 = <|endoftext|> as bos, eos and pad."""
+    """Make a tokenizer of 257 tokens: the 256 bytes, and 256 = <|endoftext|> as bos, eos and pad."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # ByteLevel writes a printable Latin-1 byte as itself and numbers the others, in order, from 256 on.
+    # ByteLevel writes a printable Latin-1 byte as itself. It numbers the other bytes in order, starting at 256.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    # Without merges there are no words to respect, and not looking for them halves the time.
+    # Without merges, word boundaries do not matter. Not searching for words halves the time.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<|endoftext|>")
@@ -80,10 +82,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_text(
     builtin: str | None, path: str | None, name: str | None, split: str, text_column: str, streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """The dataset that a recipe's `data` section names: `builtin`, or `path` (on the Hub, or a local folder).
+    """Load the dataset that the `data` section of a recipe names: `builtin`, or `path` (on the Hub, or a local folder).
 
     Raises:
-        InputError: both or neither of builtin and path, or no such built-in corpus, dataset, split or column.
+        InputError: builtin and path are both set or both missing, or the corpus, dataset, split or column does not exist.
     """
     import datasets
 
@@ -101,33 +103,33 @@ def load_text(
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             what = f"data.path={path!r}, data.name={name!r}, data.split={split!r}"
-            reason = str(error.__cause__ or error).rstrip(
-                ". "
-            )  # datasets wraps what happened in words that do not tell
+            # datasets wraps the real error in a vaguer one
+            reason = str(error.__cause__ or error).rstrip(". ")
             raise InputError(
-                f"{what}: {reason}. Name a dataset on the Hub or a folder of data files that are not empty."
+                f"{what}: {reason}. Name a dataset on the Hub or a folder of non-empty data files."
             ) from error
     _columns(dataset, text_column)
     return dataset
 
 
 def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
-    """Tokenise documents, join them with an eos token after each, and cut the result into equal blocks.
+    """Tokenise documents, add an eos token after each, join them, and cut the result into equal blocks.
 
-    Takes 1000 documents at a time and drops what is left of them after the last full block. A stream stays
-    one; its first block is read here, to fail now and not after the model has been built.
+    Packs 1000 documents at a time and drops their tokens after the last full block. A stream stays a stream, but this
+    function reads its first block, to fail now and not after the model has been built.
 
     Args:
-        dataset: datasets.Dataset or IterableDataset of documents; all its columns are replaced by `input_ids`
-            and `labels`, equal, each (block_size,), stored as int32.
-        tokenizer: its eos token is added, no other special token.
+        dataset: datasets.Dataset or IterableDataset of documents. `input_ids` and `labels` replace all its columns;
+            they are equal, each (block_size,), stored as int32.
+        tokenizer: its eos token is the only special token that is added.
         block_size: tokens per block, at least 2.
 
     Raises:
-        InputError: no eos token, no such column, no documents, or less than one block of text.
+        InputError: the tokenizer has no eos token, the column or documents are missing, or the text is
+            shorter than one block.
     """
     if block_size < 2:
-        raise InputError(f"block_size={block_size} must be at least 2, a token and the next. Raise it.")
+        raise InputError(f"block_size={block_size} must be at least 2: a token and the next one. Raise it.")
     if tokenizer.eos_token_id is None:
         raise InputError("The tokenizer has no eos token to put between documents. Set tokenizer.eos_token.")
     import datasets
@@ -137,7 +139,7 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
     features = datasets.Features({"input_ids": ids, "labels": ids})
     task = {"tokenizer": tokenizer, "block_size": block_size, "text_column": text_column}
     shape = {"batched": True, "batch_size": PACKED_TOGETHER, "remove_columns": columns, "features": features}
-    # Quiet unless the user set HF_DATASETS_DISABLE_PROGRESS_BARS=0: bars on by default are nobody's choice.
+    # Hide progress bars, which are on by default, unless the user has set HF_DATASETS_DISABLE_PROGRESS_BARS=0.
     chosen = datasets.config.HF_DATASETS_DISABLE_PROGRESS_BARS is not None
     hide = not (chosen or datasets.are_progress_bars_disabled())
     if hide:
@@ -149,7 +151,7 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
             datasets.enable_progress_bars()
     if next(iter(blocks), None) is None:
         counts = [len(tokenizer(row[text_column], add_special_tokens=False).input_ids) + 1 for row in dataset]
-        found = f"{len(counts)} documents with {sum(counts)} tokens, {PACKED_TOGETHER} documents at a time,"
+        found = f"{len(counts)} documents with {sum(counts)} tokens, packed {PACKED_TOGETHER} documents at a time,"
         raise InputError(f"{found} do not fill one block of {block_size=}. Use more text or smaller blocks.")
     return blocks
 
@@ -157,7 +159,7 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
 def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -> dict[str, list[Any]]:
     import numpy as np
 
-    # verbose=False: a document longer than the model's context is what packing is for, not worth a warning.
+    # verbose=False: a document longer than the model's context needs no warning, because packing cuts it.
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     documents = []
     for start in range(0, len(batch[text_column]), TOKENIZED_TOGETHER):
@@ -169,10 +171,12 @@ def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -
 
 
 def _columns(dataset: Any, text_column: str) -> list[str]:
-    """The dataset's columns, `text_column` among them; a stream may know them only from its first sample."""
+    """Return the columns, `text_column` among them. A stream may know its columns only from its first sample."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns:
-        raise InputError("0 documents in the dataset: it must have one. Correct data.path or data.split.")
+        raise InputError(
+            "0 documents in the dataset: it must have at least one. Correct data.path or data.split."
+        )
     if text_column not in columns:
         known = ", ".join(columns)
         raise InputError(f"data.text_column={text_column!r} is not in the dataset. Set it to one of {known}.")

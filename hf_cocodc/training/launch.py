@@ -1,4 +1,4 @@
-"""Start the regions of a recipe on this machine, one `accelerate launch` each, and see them to their end."""
+"""Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ POLL_S = 0.2
 
 @dataclass
 class RegionProcess:
-    """A region that was started here."""
+    """A region that this process has started."""
 
     region: int
     folder: Path
@@ -37,19 +37,19 @@ class RegionProcess:
         return self.folder / "cocodc" / "journal.jsonl"
 
     def last_lines(self, count: int) -> list[str]:
-        """The end of what the region printed."""
+        """The last lines that the region printed."""
         text = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         return text.rstrip().splitlines()[-count:]
 
     def error(self) -> tuple[str, int] | None:
-        """Why the region gave up and the exit code for it, if it said so."""
+        """The error that ended the region and its exit code; None if the journal holds no error."""
         if not self.journal.is_file():
             return None
         said = [event for event in read(self.journal) if event["kind"] == "error"]
         return (said[-1]["message"], said[-1]["exit_code"]) if said else None
 
     def end(self, sig: signal.Signals) -> None:
-        """Signal the launcher and every rank it started; they are a process group of their own."""
+        """Signal the launcher and every rank that it started: together they form a process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, sig)
 
@@ -63,9 +63,9 @@ def start(
     launcher_args: Sequence[str] = (),
     resume: bool = False,
 ) -> list[RegionProcess]:
-    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`; their output goes to `region-{r}/log.txt`.
+    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
-    A run that is resumed goes on with its journal and its log.
+    A resumed run continues its journal and its log.
     """
     count = recipe.regions.count or 1
     started: list[RegionProcess] = []
@@ -100,10 +100,10 @@ def start(
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """What accelerate is told where the user says nothing: an even share of this machine's GPUs, else one CPU process.
+    """Default arguments for accelerate: an equal share of this machine's GPUs, or one CPU process.
 
     Raises:
-        InputError: there are GPUs, but not one for each region.
+        InputError: this machine has GPUs, but fewer GPUs than regions.
     """
     import torch
 
@@ -112,8 +112,9 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
     share = len(devices) // places
     if torch.cuda.is_available() and share == 0:
         raise InputError(
-            f"{places} regions on this machine, but it has {len(devices)} GPU(s). Start fewer here (regions.count, or "
-            "--region for one only), or hide the GPUs to train on the CPU: CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
+            f"{places} regions on this machine, but it has {len(devices)} GPU(s); each region needs one. Start fewer regions "
+            "here (regions.count, or --region for only one), or hide the GPUs to train on the CPU: "
+            "CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
         )
     if not torch.cuda.is_available():
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // places)))
@@ -132,9 +133,9 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
 def watch(
     processes: Sequence[RegionProcess], show: Callable[[], None], timeout_s: float
 ) -> RegionProcess | None:
-    """Wait for all regions, calling `show` meanwhile; returns the first that failed.
+    """Wait for all regions and call `show` meanwhile; return the first region that failed.
 
-    When one fails the others get the time to notice it themselves (`timeout_s`) and to save, then they are ended.
+    After a failure the other regions have time to notice it (`timeout_s`) and to save. Then this function ends them.
     """
     failed: RegionProcess | None = None
     deadline = 0.0
@@ -153,9 +154,9 @@ def watch(
 
 
 def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
-    """Signal the ranks, which stop together with a checkpoint; not their launchers, which would not wait for them.
+    """Signal the ranks: they stop together, with a checkpoint. A signalled launcher would not wait for its ranks.
 
-    Where there are none yet, the launcher is all that there is to end.
+    A launcher that has not started its ranks yet gets the signal itself.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -167,7 +168,7 @@ def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
 
 
 def stop(processes: Sequence[RegionProcess], patience_s: float = 5.0) -> None:
-    """End all regions: asked first, killed after `patience_s`."""
+    """End all regions: send SIGTERM, then SIGKILL after `patience_s`."""
     for each in processes:
         if each.process.poll() is None:
             each.end(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Many regions in one process: exactly the numbers of a real run, without a cluster."""
+"""Train many regions in one process: the numbers of a real run, without a cluster."""
 
 import dataclasses
 import os
@@ -18,28 +18,30 @@ def simulate(
     overrides: Sequence[str] = (),
     link: VirtualLink | None = None,
 ) -> list[Any]:
-    """Train all regions of a run in this process, taking turns; nothing depends on timing.
+    """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
     Args:
-        what: a recipe or its path; or a function body(region, link) that trains one region with anything: a Trainer
-            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, a bare `Synchronizer`.
-        regions: number of regions M; by default the recipe's regions.count.
-        overrides: changes to a recipe given by path, each "section.key=value".
-        link: simulate time: T_c, latency and bandwidth decide when transfers arrive. Without it no time passes on the link,
-            so that a schedule which follows measured times has nothing to follow.
+        what: a recipe, its path, or a function body(region, link) that trains one region. The function may use a Trainer
+            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, or a `Synchronizer`.
+        regions: number of regions M; default: the recipe's regions.count.
+        overrides: changes to a recipe that is given by its path, each "section.key=value".
+        link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer
+            takes no time, and a schedule that follows measured times has no times to follow.
 
     Returns:
-        One value a region: its Trainer (whose model holds the global weights), or what the function returned.
+        One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
 
     Raises:
-        InputError: the recipe cannot work, or the number of regions is not known.
+        InputError: the recipe cannot work, or the number of regions is unknown.
     """
     if isinstance(what, (str, os.PathLike)):
         what = Recipe.load(what, overrides)
     if isinstance(what, Recipe):
         return _simulate_recipe(what, regions, link)
     if regions is None:
-        raise InputError("simulate(function) needs the number of regions: simulate(function, regions=2).")
+        raise InputError(
+            "simulate(function) needs the number of regions, for example simulate(function, regions=2)."
+        )
     if regions < 1:
         raise InputError(f"simulate(function, regions={regions}): the number of regions must be at least 1.")
     return run_in_lockstep(regions, what, link)

@@ -1,4 +1,4 @@
-"""From a recipe to a trained model: what `accelerate launch -m hf_cocodc.train RECIPE` runs, once in each rank."""
+"""Train one region of a recipe: `accelerate launch -m hf_cocodc.train RECIPE` runs this once in each rank."""
 
 import argparse
 import dataclasses
@@ -15,15 +15,15 @@ from ..run.journal import append_error
 
 
 def output_dir(recipe: Recipe) -> Path:
-    """Folder of the whole run; each region writes to `region-{r}` in it."""
+    """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
     return Path(recipe.training.get("output_dir") or f"runs/{recipe.outer.method}")
 
 
 def check(recipe: Recipe) -> None:
-    """Everything about a recipe that can be known without loading a model or data.
+    """Check a recipe as far as possible without loading a model or data.
 
     Raises:
-        InputError: what cannot work, and the way out.
+        InputError: the recipe cannot work.
     """
     from transformers import TrainingArguments
 
@@ -33,7 +33,7 @@ def check(recipe: Recipe) -> None:
     _known_fields("training", recipe.training, TrainingArguments)
     if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
         raise InputError(
-            "data.streaming=true: a stream has no length, so training.max_steps has to say where to end."
+            "data.streaming=true: a stream has no length. Set training.max_steps to the number of inner steps."
         )
     if recipe.peft is not None:
         from peft import LoraConfig
@@ -42,11 +42,11 @@ def check(recipe: Recipe) -> None:
 
 
 def run(recipe: Recipe, link: Any = None) -> Any:
-    """Train one region of the recipe; returns its Trainer, whose model holds the global weights.
+    """Train one region of the recipe; return its Trainer, whose model holds the global weights.
 
     Args:
         recipe: the run.
-        link: reaches the other regions; by default one is made from `recipe.regions` and the environment.
+        link: reaches the other regions; default: a link made from `recipe.regions` and the environment.
 
     Raises:
         CocodcError: see errors.py.
@@ -105,9 +105,7 @@ def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
     for key, value in given.items():
         if key not in known:
             close = nearest(key, known).split(" Known:")[0]
-            raise InputError(
-                f"recipe: unknown key {section}.{key}.{close} It takes the fields of {kind.__name__}."
-            )
+            raise InputError(f"recipe: unknown key {section}.{key}.{close} Use a field of {kind.__name__}.")
         wanted = {int: "a whole number", float: "a number"}.get(hints[key])
         if wanted and (isinstance(value, bool) or not isinstance(value, hints[key] | int)):
             raise InputError(f"{section}.{key}={value!r} must be {wanted}, not {type(value).__name__}.")
@@ -147,7 +145,7 @@ def _model(recipe: Recipe, vocab_size: int) -> Any:
     if rows < vocab_size:
         raise InputError(
             f"the model's vocabulary has {rows} entries but the tokenizer has {vocab_size}. Raise "
-            "model.config.vocab_size, or use the tokenizer that belongs to the model."
+            "model.config.vocab_size, or use the model's own tokenizer."
         )
     if recipe.peft is not None:
         from peft import LoraConfig, get_peft_model
@@ -174,10 +172,17 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train one region; an error of ours is one paragraph and an exit code, never a traceback."""
+    """Train one region. An error of this package becomes one paragraph and an exit code, never a traceback."""
     parser = argparse.ArgumentParser(prog="hf_cocodc.train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("recipe", help="recipe YAML")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    parser.add_argument("recipe", help="recipe file (YAML)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change a value of the recipe; may be given more than once",
+    )
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
@@ -200,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def end(code: int) -> None:
-    """End the process. After an error at once: a broken gloo group would hold the exit until its operations time out."""
+    """End the process; after an error, at once: a broken gloo group would delay the exit until its operations time out."""
     if code:
         sys.stdout.flush()
         sys.stderr.flush()

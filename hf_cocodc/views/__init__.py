@@ -1,4 +1,4 @@
-"""What a run came to, for people: figures and pictures, made from journals alone.
+"""The result of a run for people: figures and pictures, made from the journals alone.
 
 May import: errors, run.
 """

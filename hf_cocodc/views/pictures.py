@@ -1,4 +1,4 @@
-"""Pictures of a run, from its journals. matplotlib is imported only here, and only when a picture is drawn."""
+"""Pictures of a run, from its journals. Only this module imports matplotlib, and only to draw a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
     """Draw one picture: loss of each region, held-out loss of the global model, sends and landings of each fragment.
 
     Args:
-        journals: one a region, region 0's first.
-        path: file to write, PNG or SVG by its ending.
+        journals: one per region, region 0's first.
+        path: file to write; its ending decides between PNG and SVG.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -22,7 +22,7 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError("pictures need matplotlib: pip install 'hf-cocodc[plots]'.") from error
+        raise InputError("pictures need matplotlib. Run `pip install 'hf-cocodc[plots]'`.") from error
     runs = [read(journal) for journal in journals]
     num_fragments = runs[0][0]["num_fragments"]
     figure = Figure(figsize=(9, 5.2 + 0.25 * num_fragments), layout="constrained")
@@ -46,7 +46,7 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
 
 
 def _draw_traffic(axis: Any, landings: Sequence[dict[str, Any]], num_fragments: int) -> None:
-    """One row a fragment: a triangle where it is sent, a bar while it travels, a dot where it lands."""
+    """One row per fragment: a triangle at the send, a bar during the transfer, a dot at the landing."""
     rows = [landing["fragment"] for landing in landings]
     sent = [landing["sent_at"] for landing in landings]
     landed = [landing["step"] for landing in landings]

@@ -1,4 +1,4 @@
-"""What a run came to, read from its journals."""
+"""The summary of a run, read from its journals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ..run.journal import read
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a finished run; bytes and seconds are those of the region that has the most of them."""
+    """Figures of a finished run; bytes and seconds are the largest of all regions."""
 
     num_regions: int
     inner_steps: int
@@ -25,7 +25,7 @@ class Summary:
     method: str
 
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
-        """The summary as a person reads it."""
+        """The summary as lines of text."""
         rows = []
         if self.perplexity_after is not None:
             before = "" if self.perplexity_before is None else f"{self.perplexity_before:.2f} before, "
@@ -50,7 +50,7 @@ class Summary:
 
 
 def summarise(journals: Sequence[Path]) -> Summary:
-    """Read the journals of all regions that are at hand, region 0's first."""
+    """Read the journals of all available regions, region 0's first."""
     runs = [read(journal) for journal in journals]
     start = runs[0][0]
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
@@ -76,12 +76,12 @@ def summarise(journals: Sequence[Path]) -> Summary:
 
 
 def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
-    """Bytes a region would have sent with an fp32 gradient all-reduce over all regions at every step."""
+    """Bytes that a region would have sent with an fp32 gradient all-reduce over all regions at every step."""
     return 2 * (num_regions - 1) * 4 * num_params * steps // num_regions
 
 
 def describe(outer: dict[str, Any]) -> str:
-    """A method and its settings in one line."""
+    """A method and its settings, in one line."""
     return f"{outer['method']}: " + ", ".join(
         f"{name}={value}" for name, value in outer.items() if name not in ("method", "digest_interval")
     )

@@ -1,7 +1,7 @@
-"""Everybody who trains over the link: one function a contestant, around the same model and inner optimizer.
+"""The contestants: one function each, around the same model and inner optimizer.
 
-Each is given its place, the model's shape, how many inner steps lie between two syncs, and its own settings; it connects
-the regions and returns what the common loop calls. Rows that compare the same algorithm have the same settings.
+A function gets its place, the model's shape, the number of inner steps between two syncs, and its own settings. It connects
+the regions and returns the `Part` that the common loop calls. Rows of the same algorithm have the same settings.
 """
 
 import os
@@ -20,24 +20,24 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What the loop needs of a contestant."""
+    """The parts of a contestant that the loop needs."""
 
     model: nn.Module
     optimizer: Any
     waits_in: tuple[str, ...]
-    """Phases of an inner step that communication keeps waiting: forward, backward, optimizer, sync."""
+    """Phases of an inner step that wait for communication: forward, backward, optimizer, sync."""
     backward: Callable[[Tensor], Any] = lambda loss: loss.backward()
     sync: Callable[[], Any] = lambda: None
     weights: Callable[[], list[Tensor]]
-    """Copies of what this contestant would save now as the model."""
+    """Copies of the weights that this contestant would save now as the model."""
     chunk: int
-    """Inner steps between two looks at the clock."""
+    """Inner steps between two checks of the clock."""
     alive: Any = None
-    """What has to live as long as the part."""
+    """Objects that must live as long as the part."""
 
 
 def nothing(place: Region, shape: dict[str, int], interval: int) -> Part:
-    """No link: every region trains alone, side by side with the others."""
+    """No link: the regions train side by side, each alone."""
     model = model_of(shape)
     return Part(
         model=model,
@@ -49,7 +49,7 @@ def nothing(place: Region, shape: dict[str, int], interval: int) -> Part:
 
 
 def ddp(place: Region, shape: dict[str, int], interval: int) -> Part:
-    """Accelerate's DDP with its defaults, over gloo: every step crosses the link."""
+    """Accelerate's DDP with its defaults, over gloo; it communicates at every step."""
     accelerator, model, optimizer = _accelerated(place, shape)
     return Part(
         model=model,
@@ -62,7 +62,7 @@ def ddp(place: Region, shape: dict[str, int], interval: int) -> Part:
 
 
 def local_sgd(place: Region, shape: dict[str, int], interval: int) -> Part:
-    """Accelerate's LocalSGD: the mean of the parameters, one reduce each."""
+    """Accelerate's LocalSGD: the mean of the parameters, with one reduce per tensor."""
     from accelerate.local_sgd import LocalSGD
 
     accelerator, model, optimizer = _accelerated(place, shape)
@@ -88,7 +88,7 @@ def torchft(
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
 ) -> Part:
-    """torchft's DiLoCo; with several fragments its Streaming DiLoCo. `buckets` joins tensors into one all-reduce."""
+    """torchft's DiLoCo, or its Streaming DiLoCo with several fragments. `buckets` joins tensors into one all-reduce."""
     os.environ["OTEL_SDK_DISABLED"] = "true"
     import torch.distributed as dist
     from torchft import Manager, ProcessGroupGloo
@@ -189,7 +189,7 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
 
 
 def _accelerated(place: Region, shape: dict[str, int]) -> tuple[Any, nn.Module, Any]:
-    """One world of all regions, as `accelerate launch` with one process a machine makes it."""
+    """One world of all regions, as from `accelerate launch` with one process per machine."""
     os.environ.update(
         RANK=str(place.region),
         WORLD_SIZE=str(place.count),
@@ -208,7 +208,10 @@ def _accelerated(place: Region, shape: dict[str, int]) -> tuple[Any, nn.Module, 
 
 
 def _blocks(model: Any, count: int) -> list[nn.Module]:
-    """Every count-th block of a Llama, as our `strided` deals them out; the ends join the first and the last part."""
+    """`count` parts of a Llama, each with every count-th block, as in our `strided` pattern.
+
+    The embeddings belong to the first part, the last norm and the head to the last part.
+    """
     parts = [nn.ModuleList(list(model.model.layers[start::count])) for start in range(count)]
     parts[0].append(model.model.embed_tokens)
     parts[-1].extend([model.model.norm, model.lm_head])
@@ -221,7 +224,7 @@ def _copies(tensors: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row: who, with what settings."""
+    """A row of the table: a library, a method and its settings."""
 
     by: str
     method: str

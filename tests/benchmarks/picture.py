@@ -11,7 +11,7 @@ BAR = 0.38
 
 
 def draw(reports: list[dict[str, Any]], path: Path) -> None:
-    """A panel a report: tokens/s of every contestant, as a share of what regions without a link reach."""
+    """One panel per report: tokens/s of every contestant, as a share of the tokens/s of regions without a link."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,7 +60,7 @@ def _panel(panel: Any, report: dict[str, Any], links: list[str]) -> None:
 
 
 def _contestants(report: dict[str, Any]) -> list[str]:
-    """Everybody but the ceiling itself."""
+    """The names of all contestants except the ceiling."""
     return list(dict.fromkeys(row["contestant"] for row in report["rows"] if row["contestant"] != "no link"))
 
 

@@ -1,6 +1,7 @@
-"""The same training over the same emulated link by everybody: `python -m tests.benchmarks.side_by_side`.
+"""The same training over the same emulated link with every library: `python -m tests.benchmarks.side_by_side`.
 
-Needs Linux and root (network namespaces), and for the peers' rows `pip install torchft==0.2.0`. Nothing leaves this machine.
+It needs Linux network namespaces: root, or a kernel that allows user namespaces. The rows of torchft need
+`pip install torchft==0.2.0`. Nothing leaves this machine.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from statistics import median
 from typing import Any
 
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.emulation.wan import Wan, obstacle
+from hf_cocodc.emulation.privileges import obstacle
+from hf_cocodc.emulation.wan import Wan
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant
@@ -31,10 +33,10 @@ PORTS = 20_000
 TRIES, TOLERANCE = 3, 1.08
 NO_LINK = CONTESTANTS[0].name
 IDLE_S = 2.0
-"""Between two syncs, as while training; TCP forgets meanwhile how much the link takes."""
+"""Pause between two syncs, as in training. During it, TCP forgets how much the link carries."""
 SYNCS = {"first s": [0.0], "after idle s": [IDLE_S] * 3, "back to back s": [0.0] * 3}
 SLOW = {"first s": [0.0], "after idle s": [IDLE_S]}
-"""For those who take half a minute and longer."""
+"""For contestants that take half a minute or longer."""
 ONE_SYNC = {
     "LocalSGD (accelerate)": SLOW,
     "DiLoCo (torchft)": SLOW,
@@ -68,11 +70,11 @@ PROFILES = {
     )
 }
 NEAR = Profile("near", 0.0, None, 0.0)
-"""Where the loss at equal tokens comes from of those who do not get that far over a link."""
+"""A contestant that is too slow on a link trains here to get its loss at equal tokens."""
 
 
 class Field:
-    """The regions of one profile, with a worker in each."""
+    """The regions of one profile, each with its process."""
 
     def __init__(self, profile: Profile, regions: int, folder: Path, congestion: str) -> None:
         self._name, self._folder, self._regions = profile.name, folder, regions
@@ -96,7 +98,7 @@ class Field:
         self._wan.close()
 
     def run(self, **row: Any) -> list[dict[str, Any]] | str:
-        """The regions' answers, or what went wrong."""
+        """The answers of all regions, or an error text."""
         self._rows += 1
         name = f"{row['kind']}-{self._name}-{self._rows}"
         line = json.dumps({"row": name, "port": PORTS + self._rows, "patience_s": PATIENCE_S, **row}) + "\n"
@@ -108,7 +110,7 @@ class Field:
         if any(codes):
             region = next(i for i, code in enumerate(codes) if code)
             lines = (self._folder / f"{name}.{region}.log").read_text(errors="replace").strip().splitlines()
-            why = lines[-1][:200] if lines else "it said nothing"
+            why = lines[-1][:200] if lines else "no output"
             return f"region {region} {'took too long' if codes[region] == 124 else f'failed: {why}'}"
         return [json.loads((self._folder / f"{name}.{i}.json").read_text()) for i in range(self._regions)]
 
@@ -135,14 +137,14 @@ class Field:
         ready, _, _ = select.select([stdout], [], [], patience_s)
         line = stdout.readline() if ready else ""
         if not line:
-            raise RuntimeError(f"the worker of region {region} has gone")
+            raise RuntimeError(f"the process of region {region} has ended or does not answer")
         return json.loads(line)
 
 
 def train_row(
     contestant: Contestant, answers: list[dict[str, Any]], profile: Profile, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """What a contestant's run came to; seconds and bytes are those of the region that has the most of them."""
+    """The row of a contestant's run; seconds and bytes are the largest of all regions."""
     first = answers[0]
     tokens = workload.BATCH * workload.BLOCK
     steps, seconds = first["steps"], max(answer["seconds"] for answer in answers)
@@ -172,7 +174,7 @@ def at_step(points: list[list[float]], step: int) -> float | None:
 
 
 def at_time(points: list[list[float]], seconds: float) -> float:
-    """Between the model before that moment and the one after it, in proportion."""
+    """The loss at a moment, interpolated between the models before and after it."""
     for (_, left, before), (_, right, after) in itertools.pairwise(points):
         if left <= seconds < right:
             return round(before + (after - before) * (seconds - left) / (right - left), 3)
@@ -194,7 +196,7 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
         with Field(profile, options.regions, folder, options.congestion) as field:
             for contestant in chosen:
                 if contestant.name == NO_LINK and rows:
-                    continue  # it is the same for every link
+                    continue  # the row is the same for every link
                 answers = quietest(field, contestant, marks)
                 if isinstance(answers, str):
                     rows.append({"contestant": contestant.name, "link": profile.words, "failed": answers})
@@ -221,7 +223,7 @@ def compare(options: argparse.Namespace, chosen: list[Contestant], folder: Path)
 
 
 def add_shares(rows: list[dict[str, Any]]) -> None:
-    """Of the ceiling, which is the same for all links: the fastest of the runs without one."""
+    """Add every row's share of the ceiling. The ceiling is the fastest run without a link, for all links."""
     ceiling = max(
         (row["tokens/s"] for row in rows if row["contestant"] == NO_LINK and "failed" not in row),
         default=None,
@@ -232,7 +234,7 @@ def add_shares(rows: list[dict[str, Any]]) -> None:
 
 
 def quietest(field: Field, contestant: Contestant, row: dict[str, Any]) -> list[dict[str, Any]] | str:
-    """A run in which the machine kept the pace; of three tries without one, the best."""
+    """Run until the machine keeps the pace, at most TRIES times; return the best run."""
     best: list[dict[str, Any]] | None = None
     for _ in range(TRIES):
         answers = field.run(contestant=CONTESTANTS.index(contestant), **row)
@@ -242,7 +244,7 @@ def quietest(field: Field, contestant: Contestant, row: dict[str, Any]) -> list[
             best = answers
         if not row["pace_s"] or slowness(best) < TOLERANCE * row["pace_s"]:
             break
-        say(f"{contestant.name}: other load kept a step at {slowness(answers):.3f} s")
+        say(f"{contestant.name}: other load slowed a step to {slowness(answers):.3f} s")
     assert best is not None
     return best
 
@@ -260,7 +262,7 @@ def progress(row: dict[str, Any]) -> str:
 
 
 def one_sync(options: argparse.Namespace, chosen: list[Contestant], folder: Path) -> list[dict[str, Any]]:
-    """28.6 MB in 291 tensors over the fast link, once a contestant, to the same mean."""
+    """Sync 28.6 MB in 291 tensors over the fast link, with each contestant, to the same mean."""
     rows: list[dict[str, Any]] = []
     profile = PROFILES["fast"]
     with Field(profile, 2, folder, options.congestion) as field:
@@ -348,12 +350,12 @@ def main() -> int:
         "--pace",
         type=float,
         default=0.15,
-        help="seconds that computing a step counts as (default: 0.15); 0 takes what the CPU takes",
+        help="seconds of computing per step (default: 0.15); 0 does not wait for a pace",
     )
     parser.add_argument("--congestion", default="cubic", help="TCP congestion control (default: cubic)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="rows whose names contain one of these")
-    parser.add_argument("--all", action="store_true", help="with the rows left out by default")
-    parser.add_argument("--skip", choices=["training", "one-sync"], help="measure only the other")
+    parser.add_argument("--all", action="store_true", help="include the rows that are left out by default")
+    parser.add_argument("--skip", choices=["training", "one-sync"], help="skip one of the two measurements")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     options = parser.parse_args()
     missing = obstacle()
@@ -367,7 +369,7 @@ def main() -> int:
     if importlib.util.find_spec("torchft") is None:
         out = [each.name for each in chosen if each.by == "torchft"]
         chosen = [each for each in chosen if each.by != "torchft"]
-        notes.append(f"Left out: {', '.join(out)}. For these rows: pip install torchft==0.2.0")
+        notes.append(f"Left out: {', '.join(out)}. These rows need `pip install torchft==0.2.0`.")
         say(notes[-1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()

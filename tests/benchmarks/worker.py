@@ -1,7 +1,7 @@
-"""One region of the comparison: `python -m tests.benchmarks.worker PLACE`, started by the driver inside its namespace.
+"""One region of the comparison: `python -m tests.benchmarks.worker PLACE`. The driver starts it in the region's namespace.
 
-It imports what is slow once and forks a process for every row, so that rows cannot disturb each other. A row is a line of
-JSON on standard input; each is answered with its exit code.
+It imports slow modules once and forks a process for every row, so that rows cannot affect each other. It reads each row as a
+line of JSON from standard input, and answers with the exit code of the row's process.
 """
 
 import json
@@ -27,7 +27,7 @@ NOTHING = dict.fromkeys(PHASES, 0.0)
 
 
 class Gate:
-    """Regions meet, and agree on when to end, through files, so that nothing of it crosses the link."""
+    """Regions meet and agree on the end through files, so that this causes no traffic on the link."""
 
     def __init__(self, place: Region, row: str) -> None:
         self._place = place
@@ -40,7 +40,7 @@ class Gate:
             _await(self._folder / f"{name}.{region}")
 
     def say(self, chunk: int, last: bool) -> None:
-        """Region 0's word whether `chunk` is the last one."""
+        """In region 0: tell the other regions whether `chunk` is the last one."""
         path = self._folder / f"chunk-{chunk}"
         path.with_suffix(".new").write_text(str(int(last)))
         path.with_suffix(".new").rename(path)
@@ -55,15 +55,15 @@ def _await(path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path.name} did not come")
+            raise TimeoutError(f"{path.name} did not appear within {PATIENCE_S} s")
         time.sleep(0.002)
 
 
 class Loop:
-    """Inner steps at a steady pace, and where their time goes.
+    """Inner steps at a constant pace, and the time of each phase.
 
-    Computing a step counts as `pace_s` seconds, as if an accelerator of constant speed did it: what the CPU takes less is
-    slept, so that other load on the machine decides nothing. Waiting for the link comes on top of that.
+    Each step computes for `pace_s` seconds, as on an accelerator of constant speed: if the CPU takes less, the loop sleeps for
+    the rest, so that other load on the machine has no effect. Waiting for the link adds to this time.
     """
 
     def __init__(self, part: Part, text: Text, pace_s: float, cpu_s: dict[str, float]) -> None:
@@ -98,20 +98,22 @@ class Loop:
             self.seconds[phase].append(took)
 
     def _expected(self, times: dict[str, float]) -> float:
-        """Seconds of computing in a step: as measured, but for phases that wait for the link; the last step's before."""
+        """Computing seconds of a step. Phases that wait for the link count with their CPU time; a phase that is not yet
+        measured counts with the last step's time.
+        """
         last = {phase: self.seconds[phase][-1] for phase in COMPUTING if self.seconds[phase]}
         waiting = {phase: self._cpu_s[phase] for phase in self._part.waits_in}
         known = {**last, **times, **waiting}
         return sum(known.get(phase, 0.0) for phase in COMPUTING)
 
     def blocked_s(self) -> float:
-        """Seconds in the phases that wait for the link, less what they take alone."""
+        """Seconds in the phases that wait for the link, minus their CPU time."""
         waits = self._part.waits_in
         return max(sum(sum(self.seconds[phase]) - self.steps * self._cpu_s[phase] for phase in waits), 0.0)
 
 
 def alone(place: Region, text: Text, gate: Gate) -> dict[str, float]:
-    """Seconds that the CPU takes for a step's phases without a link, beside the other regions doing the same."""
+    """CPU seconds of a step's phases without a link, while the other regions do the same."""
     loop = Loop(nothing(place, workload.TRAINED, workload.H), text, 0.0, NOTHING)
     gate.meet("alone")
     for _ in range(ALONE_STEPS):
@@ -120,7 +122,7 @@ def alone(place: Region, text: Text, gate: Gate) -> dict[str, float]:
 
 
 def train(place: Region, row: dict[str, Any]) -> dict[str, Any]:
-    """Train for `wall_s` seconds and `steps` steps, but not for longer than `most_s`, and tell what came of it."""
+    """Train for at least `wall_s` seconds and `steps` steps, but at most `most_s` seconds; return the figures."""
     contestant = CONTESTANTS[row["contestant"]]
     text, gate = Text(place), Gate(place, row["row"])
     cpu_s = alone(place, text, gate)
@@ -160,7 +162,7 @@ def train(place: Region, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def curve(text: Text, kept: list[Any], row: dict[str, Any]) -> list[tuple[int, float, float]]:
-    """Held-out loss of what there was: at the marks in steps and in seconds, and a few points between."""
+    """Held-out loss of the kept weights: at the marks in steps and in seconds, and at a few points between."""
     model = workload.model_of(workload.TRAINED)
     marks = {0, len(kept) - 1, *range(0, len(kept), max(len(kept) // 4, 1))}
     marks |= {index for index, (step, _, _) in enumerate(kept) if step == row["steps"]}
@@ -177,7 +179,7 @@ def curve(text: Text, kept: list[Any], row: dict[str, Any]) -> list[tuple[int, f
 
 
 def one_sync(place: Region, row: dict[str, Any]) -> dict[str, Any]:
-    """Sync 28.6 MB in 291 tensors a few times, and compare with the mean in float64."""
+    """Sync 28.6 MB in 291 tensors several times, and compare with the mean in float64."""
     contestant = CONTESTANTS[row["contestant"]]
     gate = Gate(place, row["row"])
     part = contestant.make(place, workload.LARGE, 1, **contestant.settings)
@@ -213,14 +215,14 @@ def one_sync(place: Region, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sent_bytes() -> int:
-    """What this namespace has sent, on any interface but loopback, headers and retransmits included."""
+    """Bytes sent from this namespace, on all interfaces except loopback, including headers and retransmits."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     counters = {name.strip(): fields.split() for name, fields in (line.split(":") for line in lines)}
     return sum(int(fields[8]) for name, fields in counters.items() if name != "lo")
 
 
 def run(place: Region, row: dict[str, Any]) -> int:
-    """One row in a process of its own; its answer is a file."""
+    """Run one row in this forked process; write the figures to a file."""
     log = os.open(place.folder / f"{row['row']}.{place.region}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -254,7 +256,7 @@ def main() -> None:
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
-                os._exit(code)  # whatever threads and connections a contestant has left
+                os._exit(code)  # even if the contestant has left threads or connections
         answer(_reap(child, row["patience_s"]))
 
 

@@ -1,4 +1,4 @@
-"""What every contestant trains: the same model from the same weights, on the same batches, with the same inner optimizer."""
+"""The training of every contestant: the same model, weights, batches and inner optimizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,25 +10,25 @@ H = 20
 """Inner steps between two synchronisations of a parameter."""
 FRAGMENTS = 4
 OVERLAP = 4
-"""Inner steps a fragment of Streaming DiLoCo travels; torchft allows less than H / FRAGMENTS."""
+"""Inner steps of a transfer in Streaming DiLoCo; torchft allows fewer than H / FRAGMENTS."""
 BATCH, BLOCK = 2, 64
 HELD_OUT = 96
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 TRAINED = {"num_hidden_layers": 6, "intermediate_size": 344}
 LARGE = {"num_hidden_layers": 32, "intermediate_size": 401}
-"""Of a Llama's 291 tensors, 28.6 MB in all; no training, only syncs."""
+"""A Llama of 291 tensors, 28.6 MB in all. Only for syncs, not for training."""
 SEED = 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """Where a process of a run stands."""
+    """The place of a process in a run."""
 
     region: int
     count: int
     folder: Path
     store: str
-    """Address of region 0 on the link."""
+    """The address of region 0 on the link."""
     address: str
     port: int
 
@@ -60,7 +60,7 @@ def set_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def write_text(folder: Path) -> None:
-    """The source of Python's standard library as bytes: a file of training text, a file of held-out text."""
+    """Write the source of Python's standard library to two files: training text and held-out text."""
     from hf_cocodc.training.data import python_stdlib
 
     for split in ("train", "test"):
@@ -69,7 +69,7 @@ def write_text(folder: Path) -> None:
 
 
 class Text:
-    """Blocks of bytes; a region draws its batches from its own part of the training text."""
+    """Blocks of bytes. A region draws its batches from its own part of the training text."""
 
     def __init__(self, place: Region) -> None:
         self._train = _bytes(place.folder / "train.bin")
@@ -85,7 +85,7 @@ class Text:
 
     @torch.no_grad()
     def held_out_loss(self, model: nn.Module) -> float:
-        """Mean over the same blocks for everybody, in nats a byte."""
+        """The mean loss over the same blocks for all contestants, in nats per byte."""
         starts = torch.linspace(0, len(self._held_out) - BLOCK, HELD_OUT).long().tolist()
         blocks = torch.stack([self._held_out[start : start + BLOCK] for start in starts]).long()
         losses = [model(input_ids=part, labels=part).loss.item() for part in blocks.split(24)]

@@ -6,6 +6,7 @@ that cannot read it raises `state.FORMAT`, keeps a way to read format 1, and bri
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.resume import Saved
 from hf_cocodc.training.simulation import simulate
 from tests.toys import Blocks
 
@@ -39,7 +39,7 @@ def region_of(name: str, link: Link, checkpoint: Path | None) -> tuple[Blocks, O
     if checkpoint is not None:
         model.load_state_dict(load_file(checkpoint / "model.safetensors"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    saved = None if checkpoint is None else Saved(*state.read(checkpoint))
+    saved = None if checkpoint is None else state.read(checkpoint)
     config = OuterConfig(method=name, sync_interval=H, **SETTINGS[name])
     more = {"link": link, "saved": saved, "max_steps": STEPS}
     outer = OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, **more)
@@ -73,6 +73,13 @@ def plain(value: Any) -> Any:
     return value
 
 
+def facts_of(saved: state.Saved) -> dict[str, Any]:
+    """The facts under their names in format 1; a checkpoint that was taken over is marked there, others are not."""
+    named = dataclasses.asdict(saved.facts)
+    assert not named.pop("taken_over")
+    return {"format": 1, **named}
+
+
 def write(name: str, folder: Path) -> None:
     """Save every region mid-round with a transfer in flight, and what comes of training on."""
 
@@ -85,8 +92,8 @@ def write(name: str, folder: Path) -> None:
             {key: each.clone() for key, each in model.state_dict().items()}, checkpoint / "model.safetensors"
         )
         outer.seal(checkpoint)
-        saved, facts = state.read(checkpoint)
-        return {"facts": facts, "state": plain(saved), "after": train_on(model, outer)}
+        saved = state.read(checkpoint)
+        return {"facts": facts_of(saved), "state": plain(saved.state), "after": train_on(model, outer)}
 
     (folder / "numbers.json").write_text(json.dumps(simulate(body, regions=2)) + "\n", encoding="utf-8")
 
@@ -108,12 +115,12 @@ def test_a_checkpoint_of_format_1(name: str, request: pytest.FixtureRequest) -> 
 
     def body(region: int, link: Link) -> list[list[float]]:
         checkpoint = folder / f"region-{region}" / f"checkpoint-{SAVED_AT}"
-        saved, facts = state.read(checkpoint)
+        saved = state.read(checkpoint)
         assert json.loads((checkpoint / state.COMPLETE).read_text(encoding="utf-8"))["format"] == 1
-        found = {"facts": facts, "state": plain(saved)}
+        found = {"facts": facts_of(saved), "state": plain(saved.state)}
         for part, values in found.items():  # as text, for a loss that is not known is NaN
             assert json.dumps(values, sort_keys=True) == json.dumps(numbers[region][part], sort_keys=True)
-        assert sum(len(fragment["in_flight"]) for fragment in saved["fragments"]) == 1
+        assert sum(len(fragment["in_flight"]) for fragment in saved.state["fragments"]) == 1
         return train_on(*region_of(name, link, checkpoint))
 
     after = simulate(body, regions=2)

@@ -16,10 +16,10 @@ from hf_cocodc.links.base import Arrival
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.parts import codecs
-from hf_cocodc.parts.codecs.base import Codec, Coder, Plain, State, weighted_mean
+from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Plain, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, compression, effective_rank, lowrank
+from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, effective_rank, lowrank, share_of_rank
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from tests.oracles.codecs import e3m0_roundtrip, int4_roundtrip, int8_roundtrip
@@ -83,7 +83,7 @@ FRAGMENT = fragment_of((12, 20), (7,), (16, 3, 3, 3), (), (20, 30))
 def transfer(
     codec: Codec,
     outer_grads: Sequence[Tensor],
-    states: Sequence[State],
+    states: Sequence[CodecState],
     fragment: Fragment = FRAGMENT,
     weights: Sequence[float] | None = None,
 ) -> list[Arrival]:
@@ -560,7 +560,7 @@ def test_warm_starts_are_equal_everywhere_and_leave_the_random_state_alone() -> 
     assert first[:20].ne(first[20:40]).any(), "columns differ"
 
 
-def settle(codec: LowRank, rank: int, steps: int, num_regions: int = 2) -> list[list[State]]:
+def settle(codec: LowRank, rank: int, steps: int, num_regions: int = 2) -> list[list[CodecState]]:
     """The states of all regions after each of `steps` transfers of matrices of a common rank."""
     fragment = fragment_of((40, 60), (9,))
     states, history = [codec.init(fragment) for _ in range(num_regions)], []
@@ -585,7 +585,7 @@ def test_the_rank_follows_the_spectrum(num_regions: int) -> None:
     codec = lowrank(12, FP32, rank_min=1, energy=0.9999, window=2)
     history = settle(codec, 3, 6, num_regions)
     assert [states[0]["rank"] for states in history] == [12, 3, 3, 3, 3, 3]
-    assert [compression(states[0]) for states in history[:2]] == [1, 0.25]
+    assert [share_of_rank(states[0]) for states in history[:2]] == [1, 0.25]
     for states in history:
         for state in states:
             assert state["rank"] == states[0]["rank"] and torch.equal(state["q"], states[0]["q"])
@@ -654,13 +654,13 @@ def test_effective_rank_is_the_smallest_that_holds_the_energy() -> None:
     assert effective_rank([turned], 0.9) == 2
 
 
-def test_compression_looks_through_feedback() -> None:
+def test_the_share_of_rank_looks_through_feedback() -> None:
     """The share of the first rank in force, wherever in the state it is; 1 for codecs without a rank."""
     codec = codecs.feedback(lowrank(8, rank_min=1))
     state = codec.init(FRAGMENT)
-    assert compression(state) == 1
-    assert compression({**state, "codec": {**state["codec"], "rank": 2}}) == 0.25
-    assert compression({}) == compression(codecs.feedback(codecs.int8()).init(FRAGMENT)) == 1
+    assert share_of_rank(state) == 1
+    assert share_of_rank({**state, "codec": {**state["codec"], "rank": 2}}) == 0.25
+    assert share_of_rank({}) == share_of_rank(codecs.feedback(codecs.int8()).init(FRAGMENT)) == 1
 
 
 def test_exports_are_sorted_and_there() -> None:

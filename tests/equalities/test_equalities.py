@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_cocodc.methods import Method
-from hf_cocodc.parts import codecs, fragments, merges, outer, schedules
+from hf_cocodc.parts import closings, codecs, fragments, merges, outer, schedules
 from hf_cocodc.settings import OuterConfig
 from tests.toys import Region, batch, global_of, llama, llama_adamw, params_of, run, train_llama
 
@@ -40,6 +40,7 @@ def method(**slots: object) -> Method:
         "codec": codecs.fp32(),
         "outer": nesterov(),
         "merge": merges.replace(),
+        "closing": closings.one_more_round,
     }
     return Method(**{**diloco, **slots})  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import codecs, merges, schedules
 from hf_cocodc.parts.codecs.base import Plain
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.info import Piece, SyncInfo
+from hf_cocodc.parts.info import MergeInfo, Piece
 from hf_cocodc.parts.merges import Merge
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.resolve import from_config
@@ -97,8 +97,8 @@ def test_adaptive_compensation_has_the_strength_it_says() -> None:
     new_global = snapshot + 1e-3 * torch.randn(100, generator=generator)
 
     sizes = (40, 60)
-    info = SyncInfo(
-        **dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)),  # type: ignore[arg-type]
+    info = MergeInfo(
+        **dict.fromkeys(field.name for field in dataclasses.fields(MergeInfo)),  # type: ignore[arg-type]
     )
     info = dataclasses.replace(info, sent_at=3, landed_at=8)
 
@@ -273,7 +273,7 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
     config = OuterConfig(method="streaming", **given_)
     assert settings_of(config)["mixing_alpha"] == alpha
     piece = Piece(torch.ones(1), torch.zeros(1), torch.zeros(1), torch.empty(1), (1,))
-    info = SyncInfo(**dict.fromkeys(field.name for field in dataclasses.fields(SyncInfo)))  # type: ignore[arg-type]
+    info = MergeInfo(**dict.fromkeys(field.name for field in dataclasses.fields(MergeInfo)))  # type: ignore[arg-type]
     assert from_config(config).merge.apply(piece, info) == pytest.approx(alpha)
 
 
@@ -281,8 +281,8 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
     ("given_", "message"),
     [
         ({"method": "diloco", "overlap_steps": 2}, "would throw away the steps"),
-        ({"method": "diloco", "overlap_steps": "auto", "merge": "additive"}, "as method=cocodc alone does"),
-        ({"method": "streaming", "overlap_steps": "auto"}, "as method=cocodc alone does"),
+        ({"method": "diloco", "overlap_steps": "auto", "merge": "additive"}, "only method=cocodc uses them"),
+        ({"method": "streaming", "overlap_steps": "auto"}, "only method=cocodc uses them"),
         ({"method": "co2", "staleness_penalty": 0.5}, "must be gap, none, or a number"),
         ({"method": "streaming", "codec": "topk"}, "Set error_feedback=true"),
         ({"method": "diloco", "error_feedback": True}, "no error to feed back"),
@@ -294,7 +294,7 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
         ({"method": "cocodc", "mixing_alpha": 0.4}, "only with outer.merge=mix"),
         (
             {"method": "cocodc", "utilization": 0.4, "sends_per_interval": 8},
-            "only with outer.sends_per_interval=None, here it is 8. Remove one of them",
+            "only with outer.sends_per_interval=None, but outer.sends_per_interval is 8. Remove one of them",
         ),
     ],
 )

@@ -140,6 +140,7 @@ class KnownTimes:
     """A schedule that is told the same measured times at every step, from the start."""
 
     back_to_back = False
+    overlaps = True
 
     def __init__(self, schedule: Schedule, step_time_s: float, sync_time_s: float) -> None:
         self.schedule, self.times = schedule, {"step_time_s": step_time_s, "sync_time_s": sync_time_s}

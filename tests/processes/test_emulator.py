@@ -1,4 +1,4 @@
-"""The emulated WAN itself: distance, rate, losses, and that nothing of it is left behind."""
+"""The emulated WAN: round trip, rate, losses, use without root, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.emulation.wan import Wan, obstacle
+from hf_cocodc.emulation.privileges import obstacle
+from hf_cocodc.emulation.wan import Wan
+from tests.processes.launching import ROOT
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
@@ -59,17 +61,35 @@ print(json.dumps({"rtt_s": min(times), "control": control, "start": start}))
 """
 OWNER = """
 import subprocess, time
-from hf_cocodc.bench.emulator import Wan
+from hf_cocodc.emulation.wan import Wan
 with Wan(2) as wan:
     process = wan.popen(0, ["sh", "-c", "echo inside; sleep 600 & sleep 600"], stdout=subprocess.PIPE)
     process.stdout.readline()
     print(process.pid, flush=True)
     time.sleep(600)
 """
+PLAIN = """
+import json, os, subprocess, sys
+from hf_cocodc.emulation.privileges import may_administer, obstacle
+from hf_cocodc.emulation.wan import Wan
+from tests.processes.test_emulator import talk
+assert not may_administer()
+missing = obstacle()
+if missing:
+    print(json.dumps({"missing": missing}))
+    sys.exit()
+with Wan(2, rtt_s=0.05, congestion=sys.argv[1]) as wan:
+    with wan.popen(0, ["readlink", "/proc/self/ns/user"], stdout=subprocess.PIPE, text=True) as inside:
+        namespaces = [os.readlink("/proc/self/ns/user"), inside.communicate()[0].strip()]
+    found = talk(wan, 1_000_000)
+    counters = wan.counters()[1, 0]
+print(json.dumps({"namespaces": namespaces, "bytes": counters.bytes, **found}))
+"""
+"""A WAN made by a process without capabilities."""
 
 
 def talk(wan: Wan, num_bytes: int) -> dict[str, Any]:
-    """Ping region 0 and send bytes to it, from region 1: what that found. The bytes have to arrive unharmed."""
+    """Ping region 0 and send bytes to it, from region 1; return the figures. The bytes must arrive unchanged."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     with wan.popen(0, [sys.executable, "-c", SERVER, wan.address(0)], **options) as server:
         assert server.stdout is not None
@@ -90,13 +110,13 @@ def inhabitants(namespace: str) -> list[str]:
         try:
             if os.readlink(entry / "ns/net") == namespace:
                 found.append(entry.name)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return found
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within TIMEOUT_S."""
+    """Whether the condition holds within TIMEOUT_S."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -104,7 +124,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 
 def test_a_link_has_its_round_trip_and_its_rate() -> None:
-    """TCP sees the round trip; it gets no more through than the rate, and, slow start included, most of that."""
+    """TCP sees the round trip. Its throughput is below the rate, but, with slow start, above 40 % of it."""
     with Wan(2, rtt_s=0.08, rate=40e6, congestion="cubic") as wan:
         found = talk(wan, 6_000_000)
         counters = wan.counters()[1, 0]
@@ -115,7 +135,7 @@ def test_a_link_has_its_round_trip_and_its_rate() -> None:
 
 
 def test_losses_are_made_good_by_tcp() -> None:
-    """Segments are lost out of large bundles too, and what is sent still arrives as it was."""
+    """Large bundles lose segments too, and the bytes still arrive unchanged."""
     with Wan(2, rtt_s=0.005, loss=0.01) as wan:
         talk(wan, 10_000_000)
         counters = wan.counters()[1, 0]
@@ -124,7 +144,7 @@ def test_losses_are_made_good_by_tcp() -> None:
 
 
 def test_nothing_is_left_of_a_wan() -> None:
-    """What still runs inside ends with the block, background processes too, and so does the namespace."""
+    """All processes inside, also in the background, end with the block; so does the namespace."""
     command = ["sh", "-c", "echo inside; sleep 600 & sleep 600"]
     with contextlib.suppress(ZeroDivisionError), Wan(2) as wan:
         process = wan.popen(1, command, stdout=subprocess.PIPE)
@@ -141,7 +161,7 @@ def test_nothing_is_left_of_a_wan() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_where_the_owner_is_killed(how: signal.Signals) -> None:
-    """The hub hears that its parent has gone, kills what runs inside, and goes too."""
+    """The hub notices that its parent has gone, kills the processes inside, and exits."""
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         inside = owner.stdout.readline().strip()
@@ -150,3 +170,21 @@ def test_nothing_is_left_where_the_owner_is_killed(how: signal.Signals) -> None:
         owner.send_signal(how)
         owner.wait(TIMEOUT_S)
     assert eventually(lambda: inhabitants(namespace) == [])
+
+
+def test_a_wan_needs_no_root() -> None:
+    """A process without capabilities gets the same WAN in a user namespace of its own, with any congestion control."""
+    # Root keeps CAP_SETFCAP: without it the kernel does not map root into a new user namespace.
+    dropped = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    command = [*dropped, sys.executable, "-c", PLAIN, "cubic"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    outside, inside = found["namespaces"]
+    assert outside != inside
+    assert outside == os.readlink("/proc/self/ns/user")
+    assert found["rtt_s"] == pytest.approx(0.05, rel=0.2)
+    assert found["control"] == "cubic"
+    assert found["bytes"] > 1_000_000

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.meeting.store import serve_store
-from hf_cocodc.run.connect import join
+from hf_cocodc.run.connect import connect
 from tests.processes.forks import fork, rank_env
 from tests.toys import llama
 
@@ -27,7 +27,9 @@ def end_with_a_collective(kept: list[object]) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(llama())
     kept.append(model)  # as a script's own variables, which outlive all that runs at exit
-    join(accelerator, accelerator.unwrap_model(model), OuterConfig(), RegionConfig(region=0, count=1), None)
+    connect(
+        accelerator, accelerator.unwrap_model(model), OuterConfig(), RegionConfig(region=0, count=1), None
+    )
     dist.barrier()
     sys.setswitchinterval(60)
     dist.all_reduce(torch.zeros(1), async_op=True)

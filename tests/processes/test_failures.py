@@ -84,7 +84,7 @@ def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     """A region that is stopped, not dead, costs timeout_s; the message says how long and for what."""
-    impatient = "from hf_cocodc import launch; launch.GRACE_S = 3"
+    impatient = "from hf_cocodc.training import launch; launch.GRACE_S = 3"
     run = start(tmp_path, "--set", "regions.timeout_s=4", first=impatient)
     wait_for_step(run, tmp_path)
     frozen = training_processes(run.pid)[1]
@@ -153,7 +153,7 @@ def test_a_region_that_never_comes(tmp_path: Path) -> None:
         store.send_signal(signal.SIGINT)
         store.communicate(timeout=30)
     assert run.returncode == 1
-    assert "region 1 did not come within 3 s" in errors
+    assert "region 1 did not arrive within 3 s" in errors
     assert store.returncode == 0
 
 

@@ -299,4 +299,4 @@ def test_a_region_that_lives_but_is_stuck_is_given_up(monkeypatch: pytest.Monkey
             given_up.set()
         return "met"
 
-    assert "it lives, but is stuck at step 0" in run_over_gloo(2, body, timeout_s=1.0)[0]
+    assert "it is alive, but has been stuck at step 0" in run_over_gloo(2, body, timeout_s=1.0)[0]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import InputError
 from hf_cocodc.links.base import Link
-from hf_cocodc.run.connect import join
+from hf_cocodc.run.connect import connect
 from tests.processes import pipeline_worker
 from tests.processes.launching import ROOT, run_recipe, run_regions
 from tests.processes.pipeline_worker import DILOCO, EAGER, MAX_NORM, MICROBATCHES, STEPS, rows_of
@@ -176,7 +176,7 @@ def test_tensor_parallel_ranks_are_not_taken_for_replicas() -> None:
             distributed_type=DistributedType.MULTI_CPU,
         )
         with pytest.raises(InputError, match="weight is sharded"):
-            join(two_ranks, model, OuterConfig(**DILOCO), RegionConfig(region=0, count=1), STEPS)
+            connect(two_ranks, model, OuterConfig(**DILOCO), RegionConfig(region=0, count=1), STEPS)
     finally:
         dist.destroy_process_group()
 

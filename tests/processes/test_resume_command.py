@@ -152,6 +152,6 @@ def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], s
     model = folder / "region-0" / "model.safetensors"
     before = model.read_bytes()
     printed = train("diloco", folder)
-    assert "the run had finished: nothing was left to train" in printed
+    assert "the run had already finished: there was nothing left to train" in printed
     assert f"inner steps           {STEPS}" in printed
     assert model.read_bytes() == before

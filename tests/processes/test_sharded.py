@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.connect import join
+from hf_cocodc.run.connect import connect
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
@@ -104,8 +104,8 @@ def test_shards_that_several_ranks_hold_are_refused(shape: tuple[int, int], refu
             with pytest.raises(
                 InputError, match=r"weight is sharded .* \(dp_replicate_size=1\), or make each replica"
             ):
-                join(accelerator, model, OuterConfig(), regions, None)
+                connect(accelerator, model, OuterConfig(), regions, None)
         else:
-            assert join(accelerator, model, OuterConfig(), regions, None).num_lanes == 4
+            assert connect(accelerator, model, OuterConfig(), regions, None).num_lanes == 4
     finally:
         dist.destroy_process_group()

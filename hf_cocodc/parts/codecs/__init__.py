@@ -1,21 +1,22 @@
-"""What crosses the link, and how the mean is found: see `base` for the parts a codec has."""
+"""Codecs: the bytes that cross the link, and how regions find the mean. `base` describes the parts of a codec."""
 
 from .block import fp4, int4, int8
-from .cast import bf16, fp16, fp32
-from .feedback import feedback, forget
-from .lowrank import compression, lowrank
+from .cast import bf16, fp16, fp32, unrounded
+from .feedback import feedback, without_residuals
+from .lowrank import lowrank, share_of_rank
 from .topk import topk
 
 __all__ = [
     "bf16",
-    "compression",
     "feedback",
-    "forget",
     "fp16",
     "fp32",
     "fp4",
     "int4",
     "int8",
     "lowrank",
+    "share_of_rank",
     "topk",
+    "unrounded",
+    "without_residuals",
 ]

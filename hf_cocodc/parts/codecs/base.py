@@ -1,9 +1,9 @@
-"""What crosses the link: values become bytes and come back as the regions' mean.
+"""From outer gradients to bytes, and back to their mean over the regions.
 
-A `Codec` describes one transfer as a conversation: a generator that hands the link a `Message` (values and the coder
-that turns them into bytes), gets back the mean of that message over the regions, and may go on with another message
-that depends on it. Most codecs say one message. Links drive the conversation in the background; wrappers such as error
-feedback pass it through with `yield from`.
+A `Codec` describes one transfer as a conversation. The conversation is a generator: it yields a `Message` (values, and the
+coder that turns them into bytes) and receives the mean of this message over the regions. It may then yield a second message
+that depends on the first mean. Most codecs need one message. Links drive the conversation in the background. Wrappers such
+as error feedback pass it through with `yield from`.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -17,110 +17,116 @@ from torch import Tensor
 from ...tensors.pieces import UNSHARED
 from ..fragments import Fragment
 
-State = dict[str, Any]
-"""A codec's state for one fragment (a residual, a warm start): named tensors, saved in checkpoints."""
+CodecState = dict[str, Any]
+"""CodecState of a codec for one fragment (a residual, a warm start): named tensors and numbers, saved in checkpoints."""
 
 
 class Coder(Protocol):
-    """Turns fp32 values into bytes and back, exactly alike on every machine.
+    """Turns fp32 values into bytes and back, with the same result on every machine.
 
-    The payload of a part of a message stands for that part alone, so both directions can work on one part after
-    another, into parts of one buffer (`out`).
+    The payload of a part depends only on that part. Encoding and decoding can therefore work part by part, into parts of
+    one buffer (`out`).
 
     Attributes:
-        block: number of neighbouring values encoded together; a message is only ever cut at multiples of it.
-        gather: optional; True where the mean of decoded values does not fit the coder again: see `swaps_whole`.
+        block: number of neighbouring values that are encoded together. A message is cut only at multiples of `block`.
+        gather: optional; True if the mean of decoded values loses too much in a second encoding, see `swaps_whole`.
     """
 
     block: int
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
-        """Bytes (1-D uint8) for the 1-D fp32 `values`.
+        """Bytes (1-D uint8) of the 1-D fp32 `values`.
 
-        Written to `out` (1-D uint8 of `num_bytes(values.numel())`) where given; else they may be a view of `values`.
+        Written to `out` (1-D uint8 of length `num_bytes(values.numel())`) if given. Else the result may be a view of
+        `values`.
         """
         ...
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """The `numel` fp32 values that `payload` stands for.
+        """The `numel` fp32 values that `payload` encodes.
 
-        Written to `out` (1-D fp32 of `numel`) where given; else they may be a view of `payload`.
+        Written to `out` (1-D fp32 of length `numel`) if given. Else the result may be a view of `payload`.
         """
         ...
 
     def num_bytes(self, numel: int) -> int:
-        """Exact length of the bytes for `numel` values."""
+        """Exact number of bytes for `numel` values."""
         ...
 
 
 class Message(NamedTuple):
-    """Values (1-D fp32) whose mean over the regions is asked for, and how they become bytes."""
+    """A request for the mean of `values` (1-D fp32) over the regions; `coder` turns them into bytes."""
 
     values: Tensor
     coder: Coder
 
 
 class Reply(NamedTuple):
-    """Answer to a `Message`: the mean that all regions hold alike, and what this region's own bytes decode to."""
+    """Answer to a `Message`: the mean, equal in all regions, and a function that decodes this region's own bytes."""
 
     mean: Tensor
     own: Callable[[], Tensor]
 
 
 class Result(NamedTuple):
-    """End of a conversation: mean outer gradient, this region's own decoded part of it, the codec's next state."""
+    """Result of a conversation: mean outer gradient, a function for this region's decoded share, next codec state."""
 
     mean: Tensor
     own: Callable[[], Tensor]
-    state: State
+    state: CodecState
 
 
 Conversation = Generator[Message, Reply, Result]
 
 
 class Codec(Protocol):
-    """How the mean of an outer gradient over the regions is found."""
+    """Finds the mean of an outer gradient over the regions."""
 
-    def init(self, fragment: Fragment) -> State:
-        """State before the fragment's first transfer."""
+    def init(self, fragment: Fragment) -> CodecState:
+        """CodecState before the first transfer of `fragment`."""
         ...
 
-    def converse(self, outer_grad: Tensor, fragment: Fragment, state: State) -> Conversation:
-        """The conversation of one transfer of the flat fp32 `outer_grad`, which it must not write to."""
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
+        """The conversation for one transfer of the flat fp32 `outer_grad`. Must not write to `outer_grad`."""
         ...
 
     def wire_bytes(self, fragment: Fragment, region: int, num_regions: int) -> int:
-        """Payload bytes that `region` sends for one transfer of `fragment`, exactly."""
+        """Exact number of payload bytes that `region` sends in one transfer of `fragment`."""
         ...
 
 
 def unshared(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """1-D tensors of one length in parts so small that torch works on them in this thread, however many it has.
+    """Split 1-D tensors of equal length into parts so small that torch does not use its other threads for them.
 
-    The others are training: waiting for them after every step takes many times longer than doing their share.
+    The other threads are busy with training. To wait for them after each operation takes many times longer than to do
+    their share in this thread.
     """
     size = max(len(tensors[0]), 1) if torch.get_num_threads() == 1 else UNSHARED
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def shards(numel: int, block: int, num_regions: int) -> list[slice]:
-    """Cut `numel` values at multiples of `block` into one shard a region, as even as blocks allow."""
+    """Split `numel` values into one shard per region, at multiples of `block`, as evenly as possible.
+
+    >>> shards(10, block=4, num_regions=2)
+    [slice(0, 4, None), slice(4, 10, None)]
+    """
     blocks = -(-numel // block)
     cuts = [min(numel, blocks * region // num_regions * block) for region in range(num_regions + 1)]
     return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
 def swaps_whole(coder: Coder, num_regions: int) -> bool:
-    """Whether every region sends its whole payload to every other, instead of having shards averaged by their owners.
+    """Whether every region sends its whole payload to every other region. Otherwise each region averages one shard for all.
 
-    So it is between two regions. Between more, only a coder with `gather = True` asks for it: one whose payload is so
-    small that M - 1 of them are cheap, and whose mean would lose too much in a second encoding.
+    Two regions always swap whole payloads. With more regions, only a coder with `gather = True` does: its payload is so
+    small that M - 1 copies are cheap, and its mean would lose too much in a second encoding.
     """
     return num_regions <= 2 or getattr(coder, "gather", False)
 
 
 def message_bytes(coder: Coder, numel: int, region: int, num_regions: int) -> int:
-    """Bytes that `region` sends for one message: see `mean_of` for who sends what to whom."""
+    """Number of bytes that `region` sends for one message in the exchange that `mean_of` describes."""
     if swaps_whole(coder, num_regions):
         return (num_regions - 1) * coder.num_bytes(numel)
     lengths = [part.stop - part.start for part in shards(numel, coder.block, num_regions)]
@@ -135,9 +141,9 @@ def weighted_mean(
     numel: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Mean of decoded payloads, summed in fp32 in the order of the regions, so that it is the same bits everywhere.
+    """Mean of decoded payloads, summed in fp32 in the order of the regions, and thus with equal bits everywhere.
 
-    A region of weight 0 sits out: its payload is not looked at. With no region left the mean is zero.
+    A region with weight 0 sits out; its payload is not read. If all regions sit out, the mean is zero.
     """
     total = torch.empty(numel, dtype=torch.float32) if out is None else out
     present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
@@ -156,12 +162,12 @@ def weighted_mean(
 
 
 def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply]:
-    """The replies to one message of each region: the arithmetic that every link has to carry out.
+    """Replies to one message from each region. Every link must do exactly this arithmetic.
 
-    Two regions swap what they have, and so do more of them where the coder asks for it (`swaps_whole`); their mean is
-    rounded only once. Otherwise more than two scatter: region j gets everybody's shard j, averages it in fp32,
-    encodes the mean once more and sends it to all; everybody, the owner too, decodes those bytes. So a region then
-    never sends more than 2 (M-1)/M of a payload.
+    Two regions swap whole payloads, and so do more regions if the coder requires it (`swaps_whole`). Values are then
+    rounded only once. Otherwise the regions scatter: region j receives shard j of all regions, averages it in fp32, encodes
+    the mean again and sends it to all. All regions decode these bytes, region j included. A region then sends at most
+    2 (M-1)/M of a payload.
     """
     coder, numel, num_regions = messages[0].coder, messages[0].values.numel(), len(messages)
     if swaps_whole(coder, num_regions):
@@ -179,20 +185,20 @@ def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply
 
 
 def decode_shards(payloads: Sequence[Tensor], coder: Coder, cut: Sequence[slice]) -> Tensor:
-    """The whole message from its shards' payloads."""
+    """Decode a whole message from the payloads of its shards."""
     return torch.cat([coder.decode(p, part.stop - part.start) for p, part in zip(payloads, cut, strict=True)])
 
 
 class Plain:
-    """The codec that sends the whole outer gradient in one message through a coder."""
+    """A codec that sends the whole outer gradient in one message through a coder."""
 
     def __init__(self, coder: Coder) -> None:
         self.coder = coder
 
-    def init(self, fragment: Fragment) -> State:
+    def init(self, fragment: Fragment) -> CodecState:
         return {}
 
-    def converse(self, outer_grad: Tensor, fragment: Fragment, state: State) -> Conversation:
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
         reply = yield Message(outer_grad, self.coder)
         return Result(reply.mean, reply.own, state)
 

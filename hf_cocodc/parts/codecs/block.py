@@ -1,8 +1,8 @@
-"""Few bits a value, and one fp32 scale for each block of neighbouring values.
+"""Block formats: a few bits per value, and one fp32 scale per block of neighbouring values.
 
-Encoding and decoding are element-wise but for the largest magnitude of a block, which is exact in any order of
-evaluation: every machine finds the same bytes, and the same values in them. A block in which a value is not finite
-decodes to NaN as a whole, so that it cannot pass for large numbers; every other block stays finite.
+Encoding and decoding are element-wise, except for the largest magnitude of a block, which is exact in any order of
+evaluation. Every machine therefore gets the same bytes, and decodes the same values from them. If a value in a block is not
+finite, the whole block decodes to NaN, and cannot be mistaken for large numbers. All other blocks stay finite.
 """
 
 from abc import ABC, abstractmethod
@@ -16,26 +16,26 @@ from ...tensors.pieces import UNSHARED
 from .base import Codec, Plain
 
 _GROUP = 1 << 18
-"""Values worked on at once, at most: they and what lies between them and their bytes stay in the cache."""
+"""Maximum number of values in one step, so that values, intermediate results and bytes stay in the cache."""
 
 _FLOAT = torch.finfo(torch.float32)
 
 _SIGN_AND_EXPONENT = 0x83800000 - (1 << 32)
-"""Of an fp32 number's bits as an int32: the sign and the lowest three of the exponent."""
+"""Mask on the bits of an fp32 number (as int32): the sign and the lowest three exponent bits."""
 _BYTES = {n: torch.tensor(n, dtype=torch.uint8) for n in (1, 4, 8, 15, 240)}
 _INTS = {n: torch.tensor(n, dtype=torch.int32) for n in (5, 22, 28, 0x3FFFFF, _SIGN_AND_EXPONENT)}
-"""Numbers as torch wants them: it would make a tensor of each at every step, for as long as the step takes."""
+"""Constants as tensors. From a Python number torch makes a new tensor in every call, which takes as long as the operation."""
 
 
 class Blocks(ABC):
-    """A payload of one fp32 scale a block, then the blocks' codes; the coders below say what a code is.
+    """Base of the block coders. The payload is first one fp32 scale per block, then the codes; subclasses define a code.
 
-    A last block that is short is filled up with zeros; codes that would stand only for filling are not sent.
+    Zeros fill up a short last block. Bytes that encode only filling are not sent.
 
     Args:
-        block: values that share a scale.
-        per_byte: codes in a byte, 1 or 2. Byte i of a block holds value i in its low half and value i + block / 2 in
-            its high half: both are then read and written as runs of neighbours, never value by value.
+        block: number of values that share a scale.
+        per_byte: codes per byte, 1 or 2. With 2, byte i of a block holds value i in its low half and value i + block / 2
+            in its high half. Each half is then read and written as a run of neighbours, not value by value.
     """
 
     def __init__(self, block: int, per_byte: int) -> None:
@@ -78,24 +78,24 @@ class Blocks(ABC):
         return 4 * (full + (rest > 0)) + full * width + min(rest, width)
 
     def _steps(self) -> tuple[int, int]:
-        """Blocks whose scales are found at once, and blocks for each step of the rest.
+        """Number of blocks whose scales are computed at once, and number of blocks for each other operation.
 
-        A step on many costs little more than one on few. But it has to stay in this thread, however many torch has: the
-        others are training, and waiting for them at every step takes many times longer than doing their share.
+        An operation on many blocks costs little more than one on few blocks. But it must stay in this thread: torch's other
+        threads are busy with training. To wait for them after each operation takes many times longer than to do their share.
         """
         unshared = max(1, UNSHARED // self.block)
         group = unshared * max(1, _GROUP // (unshared * self.block))
         return group, group if torch.get_num_threads() == 1 else unshared
 
     def _parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Bytes of all scales (blocks, 4), of whole blocks' codes (blocks, block / per_byte), and of a short block's."""
+        """Split a payload: scales (blocks, 4), codes of whole blocks (blocks, block / per_byte), codes of a short block."""
         width = self.block // self.per_byte
         head, full = 4 * -(-numel // self.block), numel // self.block * width
         heads, codes, short = payload.split([head, full, len(payload) - head - full])
         return heads.view(-1, 4), codes.view(-1, width), short
 
     def _encode_blocks(self, rows: Tensor, heads: Tensor, codes: Tensor) -> None:
-        """Write the scales' bytes (blocks, 4) and the codes (blocks, block / per_byte) of values (blocks, block)."""
+        """Write the scales (blocks, 4) and the codes (blocks, block / per_byte) of the values in `rows` (blocks, block)."""
         many, few = self._steps()
         scratch = _Scratch(min(few, len(rows)), self.block)
         for group, head, code in _cut(many, rows, heads, codes):
@@ -109,38 +109,38 @@ class Blocks(ABC):
                 self._encode(piece, unit, scratch.of(piece), out)
 
     def _decode_blocks(self, heads: Tensor, codes: Tensor, rows: Tensor) -> None:
-        """The way back: write the values."""
+        """The inverse of `_encode_blocks`: write the values to `rows`."""
         many, few = self._steps()
         scratch = _Scratch(min(few, len(rows)), self.block)
         for head, code, group in _cut(many, heads, codes, rows):
-            # a part of a buffer may begin where no fp32 number can be read: hence the clone
+            # a clone, because a part of a buffer may be unaligned for fp32
             scale = head.clone().view(torch.float32)
             for piece, unit, out in _cut(few, code, scale, group):
                 self._decode(piece, unit, scratch.of(out), out)
 
     @abstractmethod
     def _scale_(self, absmax: Tensor) -> Tensor:
-        """Turn the blocks' largest magnitudes (blocks, 1) into what their codes are in units of, in place."""
+        """Turn the largest magnitude of each block (blocks, 1) into the block's scale, in place."""
         ...
 
     @abstractmethod
     def _encode(self, rows: Tensor, scale: Tensor, scratch: "_Scratch", out: Tensor) -> None:
-        """Write bytes (blocks, block / per_byte) for values (blocks, block)."""
+        """Write the codes of `rows` (blocks, block) to `out` (blocks, block / per_byte)."""
         ...
 
     @abstractmethod
     def _decode(self, codes: Tensor, scale: Tensor, scratch: "_Scratch", out: Tensor) -> None:
-        """Write values (blocks, block) for bytes (blocks, block / per_byte)."""
+        """Write the values of `codes` (blocks, block / per_byte) to `out` (blocks, block)."""
         ...
 
 
 class _Scratch:
-    """Memory for what lies between values and bytes, used piece after piece: new memory costs more than work in it.
+    """Memory for intermediate results, reused for each piece: allocating memory costs more than the work done in it.
 
     Attributes:
         floats, ints: the same memory as fp32 and as int32 (blocks, block).
-        codes: a byte a value (blocks, block).
-        spare: another.
+        codes: one byte per value (blocks, block).
+        spare: like `codes`.
     """
 
     def __init__(self, num_blocks: int, block: int) -> None:
@@ -150,15 +150,15 @@ class _Scratch:
         self._low, self._high = self.codes[:, : block // 2], self.codes[:, block // 2 :]
 
     def of(self, rows: Tensor) -> "_Scratch":
-        """Scratch for as many blocks as `rows` are: this one, but where a piece is the last."""
+        """Scratch with the shape of `rows`: this one, or a new one for a shorter last piece."""
         return self if len(rows) == len(self.codes) else _Scratch(*rows.shape)
 
     def pack(self, out: Tensor) -> None:
-        """Write the codes, two in a byte."""
+        """Write `codes` to `out`, two codes per byte."""
         torch.add(self._low, self._high, alpha=16, out=out)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The codes again."""
+        """The inverse of `pack`; returns `codes`."""
         torch.bitwise_and(packed, _BYTES[15], out=self._low)
         torch.bitwise_right_shift(packed, _BYTES[4], out=self._high)
         return self.codes
@@ -171,7 +171,7 @@ class Integers(Blocks):
 
         scale = absmax / top ;  q = round_half_even(x / scale) in -top..top ;  x ~ q scale      top = 2^(bits-1) - 1
 
-    Error: at most scale / 2, where the scale is at least 2^-126 (a smaller one would lose bits, or all of them).
+    Error: at most scale / 2. The scale is at least 2^-126; a smaller scale would lose some or all of its bits.
     """
 
     def __init__(self, bits: int, block: int) -> None:
@@ -180,14 +180,14 @@ class Integers(Blocks):
         super().__init__(block, 8 // bits)
         self.top = 2 ** (bits - 1) - 1
         self._limit = _below(_FLOAT.max / self.top)
-        zero = 8 if bits == 4 else 0  # the code of 0: four bits hold 1..15
-        # From 2^23 on fp32 holds nothing but integers: adding this number rounds half to even, and leaves the code in
-        # the lowest byte. (torch's `round` is shared out to other threads however small the piece is.)
+        zero = 8 if bits == 4 else 0  # the code of q = 0; 4-bit codes are 1..15
+        # From 2^23 on, fp32 numbers are integers. The addition of this number rounds half to even, and leaves the code in
+        # the lowest byte. (torch's `round` uses other threads even for a small piece.)
         self._rounder = torch.tensor(1.5 * 2.0**23 + zero, dtype=torch.float32)
         self._zero = torch.tensor(zero, dtype=torch.float32)
 
     def _scale_(self, absmax: Tensor) -> Tensor:
-        # absmax / top may be rounded up, and top times it may then overflow: hence the upper limit
+        # The upper limit: absmax / top may be rounded up, and top times this scale could overflow.
         return absmax.div_(self.top).clamp_(_FLOAT.tiny, self._limit)
 
     def _encode(self, rows: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
@@ -210,10 +210,10 @@ class Float4(Blocks):
 
     ::
 
-        x ~ sign(x) absmax v,  v in {0, 2^-6, 2^-5, .., 2^0} nearest to |x| / absmax, a tie to the smaller
+        x ~ sign(x) absmax v,  v in {0, 2^-6, 2^-5, .., 2^0} nearest to |x| / absmax, the smaller of two nearest
 
-    Error: at most a third of |x| (half-way between two powers of two), below absmax 2^-6 at most absmax 2^-7; absmax
-    counts as 2^-126 where it is smaller.
+    Error: at most |x| / 3 (half-way between two powers of two); for |x| below absmax 2^-6 at most absmax 2^-7. An absmax
+    below 2^-126 counts as 2^-126.
     """
 
     def __init__(self, block: int) -> None:
@@ -225,12 +225,12 @@ class Float4(Blocks):
     def _encode(self, rows: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
         floats, ints, codes, spare = scratch.floats, scratch.ints, scratch.codes, scratch.spare
         torch.div(rows, scale, out=floats)
-        # In the bits of a float, adding just under half of the mantissa's range carries into the exponent exactly where
-        # the mantissa is above 1.5: that rounds to the nearest power of two, in value. What is kept is a byte of the
-        # exponent and the mantissa's first bit: 240 for 2^-7, 254 for 1.
+        # Round to the nearest power of two: adding just under half of the mantissa's range to the bits of a float carries
+        # into the exponent exactly if the mantissa is above 1.5. The byte kept here is the low exponent bits and the first
+        # mantissa bit: 240 for 2^-7, 254 for 1.
         codes.copy_(ints.add_(_INTS[0x3FFFFF]).bitwise_right_shift_(_INTS[22]))
         torch.maximum(codes, _BYTES[240], out=codes).sub_(_BYTES[240])
-        # The lowest step, 0 to 2^-6, is of another width: its border is 2^-7, not 1.5 times 2^-7.
+        # The lowest step, from 0 to 2^-6, has another width: its border is 2^-7, not 1.5 * 2^-7.
         torch.minimum(codes, _BYTES[1], out=spare)
         torch.maximum(codes.bitwise_right_shift_(_BYTES[1]), spare, out=codes)
         spare.copy_(torch.bitwise_right_shift(rows.view(torch.int32), _INTS[28], out=ints))
@@ -238,9 +238,9 @@ class Float4(Blocks):
         scratch.pack(out)
 
     def _decode(self, codes: Tensor, scale: Tensor, scratch: _Scratch, out: Tensor) -> None:
-        # As the exponent of a float, code c > 0 reads 2^(c - 127) and code 0 reads 0: as E3M0 does, but for 2^120.
+        # As the exponent of a float, a code c > 0 means 2^(c - 127), and code 0 means 0. E3M0 is this times 2^120.
         bits = out.view(torch.int32).copy_(scratch.unpack(codes))
-        # the second shift fills up with the sign, which the mask then leaves only where it belongs
+        # The right shift copies the sign into the free bits; the mask keeps only the sign bit itself.
         bits.bitwise_left_shift_(_INTS[28]).bitwise_right_shift_(_INTS[5]).bitwise_and_(
             _INTS[_SIGN_AND_EXPONENT]
         )
@@ -248,46 +248,61 @@ class Float4(Blocks):
 
 
 def _cut(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of equal length, `size` rows of each at a time."""
+    """Split tensors of equal length into groups of `size` rows."""
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def _below(number: float) -> float:
-    """The largest fp32 number that is not above `number`."""
+    """The largest fp32 number that is at most `number`."""
     rounded = torch.tensor(number, dtype=torch.float32)
     return (rounded if rounded.item() <= number else torch.nextafter(rounded, -rounded)).item()
 
 
 def int8(block: int = 256) -> Codec:
-    """A byte a value and an fp32 scale a block: 1.016 bytes a value at 256.
+    """One byte per value and one fp32 scale per block: 1.016 bytes per value with blocks of 256.
 
-    Error: at most absmax / 254 of the block; 0.007 of the standard deviation of normal values.
+    Error: at most absmax / 254, with the absmax of the block. For normal values: 0.007 of their standard deviation.
 
     Args:
-        block: values that share a scale.
+        block: number of values that share a scale.
+
+    >>> coder = int8(block=4).coder
+    >>> coder.decode(coder.encode(torch.tensor([127.0, -1.4, 63.6, 0.0])), 4)
+    tensor([127.,  -1.,  64.,   0.])
     """
     return Plain(Integers(8, block))
 
 
 def int4(block: int = 256) -> Codec:
-    """Half a byte a value and an fp32 scale a block: 0.516 bytes a value at 256 (DiLoCoX, 2506.21263).
+    """Half a byte per value and one fp32 scale per block: 0.516 bytes per value with blocks of 256 (DiLoCoX, 2506.21263).
 
-    Error: at most absmax / 14 of the block; 0.126 of the standard deviation of normal values.
-    Differs from the paper: it does not say what shares a scale.
+    Error: at most absmax / 14, with the absmax of the block. For normal values: 0.126 of their standard deviation.
+    Differs from the paper: the paper does not say which values share a scale.
 
     Args:
-        block: values that share a scale; even.
+        block: number of values that share a scale; even.
+
+    >>> coder = int4(block=4).coder
+    >>> coder.decode(coder.encode(torch.tensor([7.0, -1.4, 3.6, 0.0])), 4)
+    tensor([ 7., -1.,  4.,  0.])
     """
     return Plain(Integers(4, block))
 
 
 def fp4(block: int = 64) -> Codec:
-    """E3M0, half a byte a value and an fp32 scale a block: 0.5625 bytes a value at 64 (Streaming DiLoCo, 2501.18512).
+    """E3M0, half a byte per value and one fp32 scale per block: 0.5625 bytes per value with blocks of 64 (2501.18512).
 
-    Keeps the order of magnitude of small values, where `int4` keeps large ones better: 0.19 of the standard deviation
-    of normal values. Differs from the paper: it does not say what shares a scale, nor which code is zero.
+    Small values keep their order of magnitude; `int4` keeps large values more exactly. Error for normal values: 0.19 of
+    their standard deviation.
+
+    Source: Streaming DiLoCo, 2501.18512. Differs from the paper: the paper does not say which values share a scale, nor
+    which code is zero.
 
     Args:
-        block: values that share a scale; even.
+        block: number of values that share a scale; even.
+
+    >>> coder = fp4(block=4).coder
+    >>> coder.decode(coder.encode(torch.tensor([8.0, -1.4, 3.6, 0.01])), 4)
+    tensor([ 8., -1.,  4.,  0.])
     """
     return Plain(Float4(block))

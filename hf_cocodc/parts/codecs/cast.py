@@ -1,13 +1,13 @@
-"""Floating-point formats as they are: fp32 loses nothing, bf16 and fp16 round to nearest."""
+"""Floating-point formats: fp32 loses nothing, bf16 and fp16 round to nearest."""
 
 import torch
 from torch import Tensor
 
-from .base import Codec, Plain, unshared
+from .base import Codec, Conversation, Message, Plain, Result, unshared
 
 
 class Cast:
-    """Values in another floating-point type, one by one."""
+    """Casts each value to another floating-point type."""
 
     block = 1
 
@@ -35,15 +35,21 @@ class Cast:
 
 
 def fp32() -> Codec:
-    """Four bytes a value, nothing lost."""
+    """Four bytes per value, nothing lost."""
     return Plain(Cast(torch.float32))
 
 
 def bf16() -> Codec:
-    """Two bytes a value, the range of fp32, 8 bits of precision."""
+    """Two bytes per value, range of fp32, 8 bits of precision."""
     return Plain(Cast(torch.bfloat16))
 
 
 def fp16() -> Codec:
-    """Two bytes a value, 11 bits of precision, values beyond 65504 become infinite."""
+    """Two bytes per value, 11 bits of precision; values beyond 65504 become infinite."""
     return Plain(Cast(torch.float16))
+
+
+def unrounded(values: Tensor) -> Conversation:
+    """The conversation for the mean of flat fp32 values as they are."""
+    reply = yield Message(values, Cast(torch.float32))
+    return Result(reply.mean, reply.own, {})

@@ -1,28 +1,28 @@
-"""Error feedback: what a codec could not send this time is sent the next time."""
+"""Error feedback: the next transfer also carries the values that the codec lost in this one."""
 
 import torch
 from torch import Tensor
 
 from ...tensors.flat import flat_zeros
 from ..fragments import Fragment
-from .base import Codec, Conversation, Result, State
+from .base import Codec, CodecState, Conversation, Result
 
 
 class Feedback:
-    """A codec around another; see `feedback`."""
+    """A codec that wraps another codec; see `feedback`."""
 
     def __init__(self, codec: Codec, decay: float) -> None:
         self.codec = codec
         self.decay = decay
 
-    def init(self, fragment: Fragment) -> State:
+    def init(self, fragment: Fragment) -> CodecState:
         return {"residual": flat_zeros(fragment.numel), "codec": self.codec.init(fragment)}
 
-    def converse(self, outer_grad: Tensor, fragment: Fragment, state: State) -> Conversation:
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
         meant = torch.add(outer_grad, state["residual"], alpha=self.decay)
         result = yield from self.codec.converse(meant, fragment, state["codec"])
         residual = meant - result.own()  # not in place: fp32 payloads are views of `meant`
-        # A value that is not finite (a format overflowed) must not come back with every later transfer.
+        # A non-finite value (the format overflowed) must not return with every later transfer.
         residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return Result(result.mean, result.own, {"residual": residual, "codec": result.state})
 
@@ -30,12 +30,16 @@ class Feedback:
         return self.codec.wire_bytes(fragment, region, num_regions)
 
 
-def forget(state: State) -> State:
-    """A codec's state without this region's residuals: a region that joins has nothing to make up for."""
+def without_residuals(state: CodecState) -> CodecState:
+    """A codec's state with zero residuals, for a region that joins: it has lost nothing in earlier transfers.
+
+    >>> without_residuals({"residual": torch.ones(2), "codec": {}})
+    {'residual': tensor([0., 0.]), 'codec': {}}
+    """
     return {
         key: torch.zeros_like(value)
         if key == "residual"
-        else forget(value)
+        else without_residuals(value)
         if isinstance(value, dict)
         else value
         for key, value in state.items()
@@ -43,19 +47,38 @@ def forget(state: State) -> State:
 
 
 def feedback(codec: Codec, decay: float = 1.0) -> Codec:
-    """Add to each outer gradient what the transfers before it left out.
+    """Add to each outer gradient the residual e: the values that earlier transfers lost.
 
     ::
 
         meant = Delta + decay e ;  sent = decode(encode(meant)) ;  e = meant - sent
 
-    `sent` is what this region's own bytes stand for. Between more than two regions the mean is rounded once more by
-    whoever averages it; that part is in nobody's residual. Nor is what a region meant while it sat a transfer out.
+    `sent` is the value of this region's own bytes. With more than two regions, the region that averages a shard rounds the
+    mean once more; no residual contains this error. No residual keeps the outer gradient of a region that sits a transfer
+    out, either.
+
+    Args:
+        codec: the codec that loses values.
+        decay: share of the residual that is sent again, 0 (no feedback) to 1 (all).
 
     Source: DiLoCoX, 2506.21263 (decay 1); SparseLoCo, 2508.15706 (decay 0.95).
 
-    Args:
-        codec: what sends.
-        decay: share of the residual that comes back, 0 (no feedback) to 1 (all of it).
+    One region sends [3, 2] three times, but only the larger value fits:
+
+    >>> from hf_cocodc.parts.codecs import topk
+    >>> from hf_cocodc.parts.codecs.base import mean_of
+    >>> codec, fragment = feedback(topk(k=1, chunk=2, bits=32)), Fragment(0, ("weight",), ((2,),), numel=2)
+    >>> state = codec.init(fragment)
+    >>> for _ in range(3):
+    ...     conversation = codec.converse(torch.tensor([3.0, 2.0]), fragment, state)
+    ...     [reply] = mean_of([next(conversation)], weights=[1.0])
+    ...     try:
+    ...         conversation.send(reply)
+    ...     except StopIteration as end:
+    ...         mean, _, state = end.value
+    ...     print(mean.tolist(), state["residual"].tolist())
+    [3.0, 0.0] [0.0, 2.0]
+    [0.0, 4.0] [3.0, 0.0]
+    [6.0, 0.0] [0.0, 2.0]
     """
     return Feedback(codec, decay)

@@ -1,4 +1,4 @@
-"""Matrices as the product of two thin factors, found together by all regions (PowerSGD), the factors quantised."""
+"""Low rank: all regions together approximate each matrix by the product of two thin, quantised factors (PowerSGD)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,17 +9,17 @@ from torch import Tensor
 from ...errors import InputError
 from ...tensors.flat import split_views
 from ..fragments import Fragment
-from .base import Coder, Conversation, Message, Result, State, message_bytes
+from .base import CodecState, Coder, Conversation, Message, Result, message_bytes
 from .block import Integers
 
 Sides = Mapping[int, tuple[int, int]]
-"""Rows and columns of each parameter that is sent at low rank, by its position in the fragment."""
+"""(rows, columns) of each parameter that is sent at low rank, keyed by its position in the fragment."""
 
 
 class LowRank:
-    """See `lowrank`; factors are kept and sent transposed, (rank, side), so that a block holds values of one direction.
+    """See `lowrank`. Factors are kept and sent transposed, (rank, side), so that a block holds values of one direction.
 
-    The norms of the directions differ by orders of magnitude: side by side in a block the weak ones would round to 0.
+    The norms of the directions differ by orders of magnitude. In a block with strong directions, weak ones would round to 0.
     """
 
     def __init__(self, rank: int, coder: Coder, rank_min: int, energy: float, window: int) -> None:
@@ -31,9 +31,9 @@ class LowRank:
         self.energy = energy
         self.window = window
 
-    def init(self, fragment: Fragment) -> State:
-        # Uniform numbers are whole numbers scaled by a power of two, hence the same on every machine; normal ones pass
-        # through a logarithm and a cosine, which may be rounded differently.
+    def init(self, fragment: Fragment) -> CodecState:
+        # Uniform random numbers are integers times a power of two, and thus equal on every machine. Normal random numbers
+        # use a logarithm and a cosine, and machines may round these differently.
         first = [
             torch.rand(
                 self.rank * cols,
@@ -45,7 +45,7 @@ class LowRank:
         q = torch.cat([torch.zeros(0, dtype=torch.float32), *first]).mul_(2).sub_(1)
         return {"rank": self.rank, "rank_1": self.rank, "effective_ranks": [], "q": q}
 
-    def converse(self, outer_grad: Tensor, fragment: Fragment, state: State) -> Conversation:
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
         rank, sides = state["rank"], self._sides(fragment)
         views = fragment.views(outer_grad)
         matrices = [views[i].reshape(shape) for i, shape in sides.items()]
@@ -71,7 +71,7 @@ class LowRank:
         return Result(mean, own, self._next(state, warm, q))
 
     def wire_bytes(self, fragment: Fragment, region: int, num_regions: int, rank: int | None = None) -> int:
-        """Payload bytes of one transfer at `rank` (a state's "rank"); by default at the first rank: never more."""
+        """Payload bytes of one transfer at `rank` (the "rank" of a state). Default: the first rank, which is the maximum."""
         rank = self.rank if rank is None else rank
         sides = self._sides(fragment)
         rest = fragment.numel - sum(map(math.prod, sides.values()))
@@ -80,15 +80,16 @@ class LowRank:
         return sum(message_bytes(self.coder, numel, region, num_regions) for numel in (first, second))
 
     def _sides(self, fragment: Fragment) -> dict[int, tuple[int, int]]:
-        """Parameters whose factors at the first rank are smaller than they are; the same ones at every rank."""
+        """The parameters that are larger than their factors at the first rank. The choice is the same at every rank."""
         shapes = {i: (s[0], math.prod(s[1:])) for i, s in enumerate(fragment.shapes) if len(s) > 1}
         return {i: (a, b) for i, (a, b) in shapes.items() if self.rank * (a + b) < a * b}
 
-    def _next(self, state: State, warm: Sequence[Tensor], q: Sequence[Tensor]) -> State:
-        """The state after a transfer whose common mean factors are `q`.
+    def _next(self, state: CodecState, warm: Sequence[Tensor], q: Sequence[Tensor]) -> CodecState:
+        """The state after a transfer with the mean factors `q`.
 
-        All of it comes from means that regions hold alike: regions that disagreed on the rank would wait for ever, and
-        projections on different Q have no meaningful mean. So Q is only changed element by element.
+        The state depends only on means, which are equal in all regions. With different ranks, regions would wait forever
+        for each other. With different Q, the mean of their projections would have no meaning. For this reason Q changes
+        only by element-wise operations.
         """
         pairs = zip(q, warm, strict=True)
         kept = [torch.cat([_unit(new, old[: len(new)]), old[len(new) :]]) for new, old in pairs]
@@ -110,45 +111,51 @@ def lowrank(
     energy: float = 0.95,
     window: int = 5,
 ) -> LowRank:
-    """Adaptive gradient compression: one step of a power iteration a transfer (DiLoCoX, 2506.21263; PowerSGD, 1905.13727).
+    """Adaptive gradient compression: one power iteration step per transfer (DiLoCoX, 2506.21263; PowerSGD, 1905.13727).
 
-    For each matrix Delta_m (a, b) of region m, from the Q (b, r) that the last transfer left::
+    For each matrix Delta_m (a, b) of region m, starting from the Q (b, r) of the last transfer::
 
         P = orthonormalise(mean_m Delta_m Q) ;  Q_m = Delta_m^T P ;  Q = mean_m Q_m
         mean = P Q^T ;  own part = P Q_m^T
 
-    Both means travel through `coder`, in two messages; what is no matrix, or not larger than its factors at the first
-    rank, r_1 (a + b) >= a b, rides on the first one and is only quantised. Convolutions are (out, everything else).
+    Both means travel through `coder`, in two messages. A parameter with fewer than two dimensions, or not larger than its
+    factors at the first rank (r_1 (a + b) >= a b), travels in the first message and is only quantised. A convolution counts
+    as the matrix (out, all other dimensions).
 
-    The rank follows the spectrum: the effective rank of a transfer is the smallest r whose directions hold `energy` of
-    the squared singular values of Q, all matrices of the fragment together; the next rank is the mean of the last
-    `window` ones, rounded up, in rank_min .. r_1. It stays r_1 until there are so many. Q keeps r_1 columns: a falling
-    rank leaves the later ones out, which is what a lower rank from the start would have given. An effective rank is never
-    above the rank in force, so a rank that has fallen rises only while the window still holds higher ones.
+    The rank follows the spectrum. The effective rank of a transfer is the smallest r whose directions hold the share
+    `energy` of the squared singular values of Q, over all matrices of the fragment together. The next rank is the mean of
+    the last `window` effective ranks, rounded up, within rank_min .. r_1. Until `window` of them are known, it is r_1.
+    An effective rank never exceeds the current rank. A rank that has fallen therefore rises again only while the window
+    contains higher effective ranks. Q always keeps r_1 columns. A lower rank omits the last columns, with the same result
+    as if the rank had been lower from the start.
 
-    Q's columns are kept scaled to a largest magnitude of 1, so that those of weak directions do not round to zero; a
-    column that came out zero stays as it was.
+    The columns of Q are scaled to a largest magnitude of 1, so that weak directions do not round to zero. A column that
+    becomes zero keeps its old values.
 
-    Loses most of a full-rank outer gradient: meant to be used inside `feedback(lowrank())`.
+    Most of a full-rank outer gradient is lost: use this codec inside `feedback(lowrank())`.
 
-    Differs from the paper: it does not say how the effective rank is measured, nor the first Q (here uniform numbers
-    from a seed that is the fragment's and the matrix's position). P is orthonormalised in double precision, and where the
-    mean has fewer directions than columns the others are zero: a QR would fill them with noise of each processor's own.
+    Differs from the paper: the paper says neither how the effective rank is measured nor how Q starts. Here Q starts with
+    uniform random numbers; their seed comes from the positions of the fragment and of the matrix. P is orthonormalised in
+    double precision. If the mean has fewer directions than columns, the other columns of P are zero: a QR would fill them
+    with rounding noise, which differs between processors.
 
     Args:
-        rank: r_1.
-        coder: of both factors; None: 4-bit integers in blocks of 256.
-        rank_min: lowest rank; None: the rank is fixed.
+        rank: r_1, the first and highest rank.
+        coder: coder of both factors; None means 4-bit integers in blocks of 256.
+        rank_min: lowest rank; None means a fixed rank.
         energy: share of the squared singular values, 0 to 1.
-        window: transfers (outer steps) that a rank is the mean of.
+        window: number of transfers (outer steps) over which the effective rank is averaged.
     """
     return LowRank(rank, coder or Integers(4, 256), rank if rank_min is None else rank_min, energy, window)
 
 
-def compression(state: State) -> float:
-    """Rank in force over first rank, in (0, 1], of a codec state that `feedback` may have wrapped; 1 without low rank.
+def share_of_rank(state: CodecState) -> float:
+    """Current rank / first rank of a codec state, with or without `feedback`, in (0, 1]; 1 for a codec without a rank.
 
-    A schedule shortens its interval by it: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
+    A schedule shortens its interval by this factor: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
+
+    >>> share_of_rank({"residual": torch.zeros(2), "codec": {"rank": 16, "rank_1": 64}})
+    0.25
     """
     while "codec" in state:
         state = state["codec"]
@@ -156,18 +163,25 @@ def compression(state: State) -> float:
 
 
 def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
-    """The smallest r whose directions hold `energy` of all squared singular values; 0 where the factors say nothing.
+    """The smallest r whose directions hold the share `energy` of all squared singular values.
 
     Args:
-        factors: (rank, side) each, of one rank. All zero, or not finite, they say nothing.
+        factors: tensors of shape (rank, side), all with the same rank.
         energy: share, 0 to 1.
+
+    Returns:
+        The effective rank; 0 if all factors are zero or a value is not finite.
+
+    >>> factors = [torch.diag(torch.tensor([3.0, 1.0]))]  # the shares are 0.9 and 0.1
+    >>> effective_rank(factors, 0.8), effective_rank(factors, 0.95)
+    (1, 2)
     """
     squares = torch.zeros(len(factors[0]), dtype=torch.float64)
     for factor in factors:
         exact = factor.double()
         if not bool(exact.isfinite().all()):
             return 0
-        # In double precision the rounding of one processor or another (1e-16) does not decide on an integer.
+        # Double precision: rounding (1e-16), which differs between processors, does not change the integer result.
         squares += torch.linalg.eigvalsh(exact @ exact.T).flip(0).clamp_(min=0)
     total = squares.sum()
     if total == 0:
@@ -176,10 +190,10 @@ def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows with the span of the rows of `factor`: the Q of a QR whose R has no negative diagonal entry.
+    """Orthonormal rows that span the rows of `factor`: the Q of a QR in which R has no negative diagonal entry.
 
-    A row that lies in the span of those before it (4-bit factors often give two of one direction) becomes zero: what a
-    QR would put there is rounding noise, which is another on another processor.
+    If a row is in the span of the rows before it, it becomes zero (4-bit factors often have two rows of one direction).
+    A QR would put rounding noise there, which differs between processors.
     """
     q, r = torch.linalg.qr(factor.T.double())
     diagonal = r.diagonal()
@@ -189,7 +203,7 @@ def _orthonormal(factor: Tensor) -> Tensor:
 
 
 def _unit(new: Tensor, old: Tensor) -> Tensor:
-    """Rows of `new` with 1 as their largest magnitude, which leaves P as it is; rows that have none stay `old`."""
+    """Rows of `new`, scaled to a largest magnitude of 1, which does not change P. Zero or non-finite rows stay `old`."""
     top = new.abs().amax(dim=1, keepdim=True)
     return torch.where((top > 0) & top.isfinite(), new / top, old)
 
@@ -197,7 +211,7 @@ def _unit(new: Tensor, old: Tensor) -> Tensor:
 def _assemble(
     fragment: Fragment, sides: Sides, p: Sequence[Tensor], q: Sequence[Tensor], rest: Tensor
 ) -> Tensor:
-    """The flat fragment from factors and what was sent as it is."""
+    """The flat fragment from the factors, and from the values that travelled without them (`rest`)."""
     flat = torch.empty(fragment.numel, dtype=torch.float32)
     views = dict(enumerate(fragment.views(flat)))
     for (i, shape), p_i, q_i in zip(sides.items(), p, q, strict=True):

@@ -1,4 +1,4 @@
-"""The largest values of each chunk, with their positions; everything else counts as zero."""
+"""Top-k: the largest values of each chunk with their positions. All other values count as zero."""
 
 import torch
 from torch import Tensor
@@ -9,28 +9,27 @@ from .block import Integers
 from .cast import Cast
 
 _PIECE = 1 << 18
-"""Values worked on at once, so that the keys they are sorted by stay small beside the message."""
+"""Number of values in one step, so that the sort keys need little memory compared to the message."""
 
 _POSITIONS = 1 << 12
-"""Positions are 12-bit numbers."""
+"""Number of positions in a chunk: a position has 12 bits."""
 
 
 class TopK:
-    """The `k` largest magnitudes of every `chunk` values, the lower position first where magnitudes are equal.
+    """Keeps the `k` largest magnitudes of every `chunk` values. Of equal magnitudes, the lower position wins.
 
-    The payload is the kept values, chunk after chunk, through a coder whose scale is the chunk's own, then their
-    positions in 12 bits each, two in three bytes. A last chunk that is short is filled up with zeros, which are sent
-    like values where it has fewer than `k` of its own.
+    The payload has two parts: first the kept values of all chunks, through a coder with one scale per chunk; then their
+    positions, 12 bits each, two positions in three bytes. Zeros fill up a short last chunk. If the short chunk has fewer
+    than `k` values, some of these zeros are sent.
 
-    Between more than two regions the owner of a shard could keep only k of the up to k M entries of its mean, and what
-    it drops would be in nobody's residual; keeping k M of them costs as many bytes as sending everybody's payload to
-    everybody, and rounds twice. So that is what happens (`gather`): each region sends M - 1 payloads, in one exchange
-    instead of two. So does the paper.
+    `gather` is True: with more than two regions, each region sends its payload to the M - 1 others, as in the paper. With
+    scattered shards, the mean of a shard has up to k M entries. To keep only k of them would lose values that no residual
+    contains. To keep all k M costs as many bytes as `gather`, but needs two exchanges instead of one and rounds twice.
 
     Args:
-        k: values kept in a chunk.
-        chunk: values in a chunk, at most 4096.
-        values: what kept values travel as.
+        k: number of values kept per chunk.
+        chunk: number of values per chunk, at most 4096.
+        values: coder of the kept values.
     """
 
     gather = True
@@ -38,8 +37,8 @@ class TopK:
     def __init__(self, k: int, chunk: int, values: Coder) -> None:
         if not 1 <= k <= chunk <= _POSITIONS:
             raise InputError(
-                f"k={k} and chunk={chunk}: 1 <= k <= chunk <= {_POSITIONS} must hold, for k positions inside a chunk "
-                "are sent with 12 bits each."
+                f"k={k} and chunk={chunk}: 1 <= k <= chunk <= {_POSITIONS} must hold, because each position "
+                "inside a chunk is sent in 12 bits."
             )
         self.block = chunk
         self.k = k
@@ -62,7 +61,7 @@ class TopK:
         head = self.values.num_bytes(num_kept)
         rows = torch.zeros(num_chunks, self.block, dtype=torch.float32)
         positions = _unpack(payload[head:], num_kept).view(num_chunks, self.k)
-        kept = payload[:head].clone()  # the payload may begin where no fp32 number can be read
+        kept = payload[:head].clone()  # a copy, because the payload may be unaligned for fp32
         rows.scatter_(1, positions, self.values.decode(kept, num_kept).view(num_chunks, self.k))
         values = rows.view(-1)[:numel]
         return values if out is None else out.copy_(values)
@@ -73,8 +72,8 @@ class TopK:
 
     def _largest(self, rows: Tensor) -> Tensor:
         """Positions (chunks, k) of the largest magnitudes, largest first."""
-        # Magnitudes compare as the integers in their bits do. With the position as further bits below, no two keys are
-        # equal, so that the choice is everywhere the same; a value that is not finite is above all others.
+        # The bits of magnitudes, read as integers, have the order of the magnitudes; non-finite values are the largest.
+        # The position fills the low bits of the key. No two keys are equal, and every machine chooses the same values.
         magnitude = rows.view(torch.int32).bitwise_and(0x7FFFFFFF).to(torch.int64)
         from_end = torch.arange(_POSITIONS - 1, _POSITIONS - 1 - self.block, -1)
         keys = magnitude.mul_(_POSITIONS).add_(from_end).topk(self.k, dim=1).values
@@ -86,7 +85,7 @@ def _packed_bytes(count: int) -> int:
 
 
 def _pack(numbers: Tensor) -> Tensor:
-    """12-bit numbers as bytes: a's low 8 bits; b's low 4 bits and a's high 4; b's high 8 bits."""
+    """Pack pairs (a, b) of 12-bit numbers into 3 bytes: low 8 bits of a; low 4 bits of b, high 4 of a; high 8 bits of b."""
     count = numbers.numel()
     if count % 2:
         numbers = torch.cat([numbers, numbers.new_zeros(1)])
@@ -96,7 +95,7 @@ def _pack(numbers: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:
-    """The `count` 12-bit numbers that `_pack` made bytes of."""
+    """The inverse of `_pack`, for `count` numbers."""
     missing = -packed.numel() % 3
     if missing:
         packed = torch.cat([packed, packed.new_zeros(missing)])
@@ -105,22 +104,26 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def topk(k: int = 64, chunk: int = 4096, bits: int = 8) -> Codec:
-    """Only the k largest of every `chunk` values (SparseLoCo, 2508.15706).
+    """Send only the k largest of every `chunk` values (SparseLoCo, 2508.15706).
 
     ::
 
-        bytes per chunk = 4 + k bits / 8 + 1.5 k       (no 4 with 16 or 32 bits)
+        bytes per chunk = 4 + k bits / 8 + 1.5 k       (without the 4 if bits is 16 or 32)
 
-    At k = 64 of 4096 and 8 bits 0.040 bytes a value, sent once to each other region. It leaves out most of the outer
-    gradient, so it is of use only inside `feedback(topk(), decay=0.95)`, which brings the rest back later.
+    With k = 64 of 4096 values and 8 bits, this is 0.040 bytes per value, sent once to each other region. Most of the outer
+    gradient is lost: use topk only inside `feedback(topk(), decay=0.95)`, which sends the rest later.
 
-    Differs from the paper: chunks are runs of the flat fragment, where the paper cuts matrices into blocks of 64 x 64;
-    values have 8 bits and the largest of the chunk as their scale, where the paper has 2 bits and a codebook.
+    Differs from the paper: a chunk is a run of values of the flat fragment; in the paper it is a 64 x 64 block of a matrix.
+    Values have 8 bits and the largest magnitude of the chunk as scale; in the paper they have 2 bits and a codebook.
 
     Args:
-        k: values kept in a chunk.
-        chunk: values in a chunk, at most 4096.
-        bits: of a kept value: 4 or 8 (integers with the chunk's scale), 16 (bf16) or 32 (fp32).
+        k: number of values kept per chunk.
+        chunk: number of values per chunk, at most 4096.
+        bits: bits of a kept value: 4 or 8 (integers with the chunk's scale), 16 (bf16) or 32 (fp32).
+
+    >>> coder = topk(k=1, chunk=4, bits=32).coder
+    >>> coder.decode(coder.encode(torch.tensor([1.0, -3.0, 2.0, 0.0])), 4)
+    tensor([ 0., -3.,  0.,  0.])
     """
     floats = {16: torch.bfloat16, 32: torch.float32}
     values = Cast(floats[bits]) if bits in floats else Integers(bits, k)

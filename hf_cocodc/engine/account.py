@@ -1,0 +1,82 @@
+"""Counts and records the sends, the landings and the waiting of a run."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..links.base import Arrival
+
+Record = Callable[..., None]
+"""record(kind, **facts): keeps an event of the run."""
+
+
+@dataclass
+class Totals:
+    """Counters of a run on this rank."""
+
+    sends: int = 0
+    landings: int = 0
+    bytes_sent: int = 0
+    blocked_s: float = 0.0
+
+
+class Account:
+    """Counts and records what one region does.
+
+    Args:
+        num_fragments: number of fragments; this many landings are a round.
+        record: keeps events.
+
+    Attributes:
+        totals: counters since the start of the run.
+        report: figures of the last landing, for people and for trackers.
+    """
+
+    def __init__(self, num_fragments: int, record: Record) -> None:
+        self.totals = Totals()
+        self.report: dict[str, float] = {}
+        self._num_fragments, self._record = num_fragments, record
+
+    def sent(self, step: int, fragment: int, numel: int) -> None:
+        """A transfer has left."""
+        self.totals.sends += 1
+        self._record("send", step=step, fragment=fragment, numel=numel)
+
+    def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, blocked_s: float) -> None:
+        """A transfer has landed; training was blocked on it for `blocked_s` seconds."""
+        losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
+        totals = self.totals
+        totals.landings += 1
+        totals.bytes_sent += arrival.bytes_sent
+        self.report = {
+            "rounds": totals.landings / self._num_fragments,
+            "staleness": step - sent_at,
+            "blocked_s": totals.blocked_s,
+            "bytes_sent": totals.bytes_sent,
+        }
+        if losses:
+            self.report["loss"] = sum(losses) / len(losses)
+        self._record(
+            "land",
+            step=step,
+            fragment=fragment,
+            sent_at=sent_at,
+            staleness=step - sent_at,
+            blocked_s=round(blocked_s, 6),
+            transfer_s=round(arrival.seconds, 6),
+            bytes_sent=arrival.bytes_sent,
+            outer_grad_norm=math.sqrt(arrival.square),
+            regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+        )
+
+    def finished(self, step: int, digest: int) -> None:
+        """The run has ended, with weights of this checksum."""
+        totals = self.totals
+        self._record(
+            "finish",
+            step=step,
+            blocked_s=round(totals.blocked_s, 6),
+            bytes_sent=totals.bytes_sent,
+            sends=totals.sends,
+            digest=digest,
+        )

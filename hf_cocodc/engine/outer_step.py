@@ -1,0 +1,142 @@
+"""The outer step of one transfer: from the mean and the old global params to the new ones, piece by piece."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..links.base import Arrival
+from ..parts.info import OuterInfo
+from ..parts.outer import OuterTransform
+from ..tensors.flat import tensors_in
+from ..tensors.pieces import PIECE
+from ..tensors.pools import Pool
+from ..tensors.threads import HostThreads, divide
+
+_CHUNK = 64
+"""Pieces after which the number of threads is chosen again: some 10 ms of work for one thread."""
+
+
+class OuterStep:
+    """Moves global params and outer state: into new memory, or in place.
+
+    In new memory, the old values and the mean stay as they are until the landing: a send, an evaluation or a checkpoint in
+    between sees nothing of the step.
+
+    Args:
+        transform: the outer optimizer.
+        mean: mean outer gradient; overwritten if the state moves in place.
+        state: outer state.
+        info: facts of the transfer; `info.global_params` are the old global params.
+        after: the new global params go here; may be the old ones.
+        pool: memory for the new outer state; None: the state moves in place.
+
+    Attributes:
+        global_params: the new global params, once every piece has moved.
+        state: the new outer state, likewise.
+        mean: as given; overwritten if the state moves in place.
+    """
+
+    def __init__(
+        self,
+        transform: OuterTransform,
+        mean: Tensor,
+        state: dict[str, Any],
+        info: OuterInfo,
+        after: Tensor,
+        pool: Pool | None = None,
+    ) -> None:
+        own = state if pool is None else _alike(state, pool)
+        self.global_params = after
+        self._step, self.state = transform.begin(own, info)
+        self.mean = mean
+        self._mean, self._before, self._after = map(info.cut, (mean, info.global_params, after))
+        pairs = zip(tensors_in(state), tensors_in(own), strict=True)
+        self._copied = [(info.cut(old), info.cut(new)) for old, new in pairs if old is not new]
+        self._keeps_mean = pool is not None
+
+    def move(self, index: int, room: Tensor | None = None) -> Tensor:
+        """Move one piece; returns the new global params of it. `room`: scratch memory where the mean is to be kept."""
+        grad = self._mean[index]
+        if room is not None:
+            grad = room[: grad.numel()].copy_(grad)
+        for old, new in self._copied:
+            new[index].copy_(old[index])
+        return torch.sub(self._before[index], self._step(grad, index), out=self._after[index])
+
+    def run(self, threads: Callable[[], int]) -> None:
+        """Move every piece. `threads` returns the number of threads to use, and is asked every `_CHUNK` pieces."""
+
+        def work(part: range) -> None:
+            room = (
+                torch.empty(PIECE, dtype=torch.float32, device=self.mean.device) if self._keeps_mean else None
+            )
+            for index in part:
+                self.move(start + index, room)
+
+        count = len(self._mean)
+        for start in range(0, count, _CHUNK):
+            divide(work, min(_CHUNK, count - start), threads())
+
+
+@dataclass
+class Outcome:
+    """The result of a transfer's outer step.
+
+    Attributes:
+        step: the step; None until it was taken, ahead of the landing or at it.
+        seconds: time that a step ahead took.
+        awaited: whether the training thread waits for the transfer, so that its threads are free.
+    """
+
+    step: OuterStep | None = None
+    seconds: float = 0.0
+    awaited: bool = False
+
+
+class Ahead:
+    """Takes the outer step of a transfer as soon as its mean is here, in the link's thread, while training goes on.
+
+    Args:
+        prepare: makes the step: (arrival, global params, outer state) -> step.
+        base: global params and outer state before the step; or the outcome of the fragment's transfer before this one. If
+            that has no step yet, this step is left to the landing.
+        outcome: receives the step.
+        threads: of the host.
+        clock: the link's.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Arrival, Tensor, dict[str, Any]], OuterStep],
+        base: tuple[Tensor, dict[str, Any]] | Outcome,
+        outcome: Outcome,
+        threads: HostThreads,
+        clock: Callable[[], float],
+    ) -> None:
+        self._prepare, self._base, self._outcome = prepare, base, outcome
+        self._threads, self._clock = threads, clock
+
+    def __call__(self, arrival: Arrival) -> None:
+        base, outcome = self._base, self._outcome
+        if isinstance(base, Outcome):
+            if base.step is None:
+                return
+            base = (base.step.global_params, base.step.state)
+        began = self._clock()
+        step = self._prepare(arrival, *base)
+        step.run(lambda: self._threads.in_background(outcome.awaited))
+        outcome.step, outcome.seconds = step, self._clock() - began
+
+
+def _alike(state: dict[str, Any], pool: Pool) -> dict[str, Any]:
+    """A state with new tensors in it, their values undefined."""
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            made[name] = pool.take(value.numel(), value.dtype)
+        else:
+            made[name] = _alike(value, pool) if isinstance(value, dict) else value
+    return made

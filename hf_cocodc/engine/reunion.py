@@ -1,0 +1,60 @@
+"""Makes global params that have drifted apart equal again in all regions."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..links.base import Link
+from ..tensors.flat import tensors_in
+from .fragment import FragmentState
+
+logger = logging.getLogger(__name__)
+
+
+def reunite(link: Link, fragment: FragmentState) -> None:
+    """Take region 0's global params and outer state of a fragment: processors that round differently drift apart by bits.
+
+    A collective call of all regions.
+    """
+    what = f"region 0's global params of fragment {fragment.fragment.index}"
+    logger.warning(
+        "the global params of fragment %d differ between regions: all regions take region 0's.",
+        fragment.fragment.index,
+    )
+    at_sends = [transfer.global_params for transfer in fragment.in_flight]
+    flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *at_sends)}
+    for flat in flats.values():
+        on_host = flat.cpu()
+        link.broadcast(on_host, what)
+        flat.copy_(on_host)
+    numbers = torch.tensor(list(_numbers_in(fragment.outer)), dtype=torch.float64)
+    if numbers.numel():
+        link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves
+        fragment.outer = _with_numbers(fragment.outer, iter(numbers.tolist()))
+    # The broadcasts came after all earlier work of the link's thread: the thread no longer uses these tensors. But the outer
+    # steps that it took ahead started from the old values: these steps are taken again, at their landings.
+    for transfer in fragment.in_flight:
+        transfer.outcome.step = None
+
+
+def _numbers_in(state: dict[str, Any]) -> Iterator[float]:
+    """Every number of a nested state, in the order of its keys."""
+    for value in state.values():
+        if isinstance(value, dict):
+            yield from _numbers_in(value)
+        elif not isinstance(value, Tensor):
+            yield float(value)
+
+
+def _with_numbers(state: dict[str, Any], numbers: Iterator[float]) -> dict[str, Any]:
+    """The state with other numbers, each of the type that it had."""
+    changed: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            changed[name] = _with_numbers(value, numbers)
+        else:
+            changed[name] = value if isinstance(value, Tensor) else type(value)(next(numbers))
+    return changed

@@ -1,0 +1,94 @@
+"""Saves and loads the state of a fragment and of its transfers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..links.base import Arrival, Here
+from ..links.records import from_numbers
+from ..links.trailer import Ending, Trailer
+from ..parts.codecs import without_residuals
+from ..parts.codecs.base import Result
+from .compatibility import same_structure
+from .fragment import FragmentState
+from .transfer import Transfer
+
+_OF_A_FRAGMENT = ("global_params", "outer", "codec", "num_sends", "settled_at", "sent_at", "lr_sum")
+_OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
+
+
+def saved(fragment: FragmentState) -> dict[str, Any]:
+    """The whole state of a fragment, except the local params, which belong to the model.
+
+    Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
+    """
+    kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
+    return kept | {"in_flight": [_saved(fragment, transfer) for transfer in fragment.in_flight]}
+
+
+def load(fragment: FragmentState, state: dict[str, Any]) -> None:
+    """Continue from what `saved` returned. Transfers in flight belong to steps that are undone; they are dropped.
+
+    Raises:
+        CheckpointError: the state belongs to another outer optimizer or codec.
+    """
+    index = fragment.fragment.index
+    for part in ("outer", "codec", "global_params"):
+        same_structure(state[part], getattr(fragment, part), f"the {part} state of fragment {index}")
+    moved: dict[int, Tensor] = {}  # tensors that were shared stay shared
+
+    def here(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: here(each) for key, each in value.items()}
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in moved:
+            moved[id(value)] = value.to(fragment.pool.device)
+        return moved[id(value)]
+
+    while fragment.in_flight:
+        transfer = fragment.in_flight.pop()
+        transfer.handle.wait()
+        fragment.drop(transfer)
+    for name in _OF_A_FRAGMENT:
+        setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
+    for each in state["in_flight"]:
+        flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
+        fragment.in_flight.append(_loaded({**each, **flats}))
+
+
+def make_own(fragment: FragmentState) -> None:
+    """Adapt a fragment from another region's state to this region, which has no part in the transfers in flight."""
+    fragment.local.show(fragment.global_params)
+    fragment.codec = without_residuals(fragment.codec)
+    for transfer in fragment.in_flight:
+        local = fragment.gather()
+        transfer.snapshot, transfer.outer_grad = local, torch.zeros_like(local)
+
+
+def _saved(fragment: FragmentState, transfer: Transfer) -> dict[str, Any]:
+    """A transfer and its result."""
+    arrival = transfer.handle.wait()
+    return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
+        "outer_grad": fragment.outer_grad_of(transfer),
+        "mean": arrival.result.mean,
+        "codec": arrival.result.state,
+        "trailers": [trailer._asdict() for trailer in arrival.trailers],
+        "bytes_sent": arrival.bytes_sent,
+        "seconds": arrival.seconds,
+        "square": arrival.square,
+    }
+
+
+def _loaded(state: dict[str, Any]) -> Transfer:
+    """A transfer whose result is here and waits for its landing."""
+    mean = state["mean"]
+    # the region that announced its end here, and stopped the run, has come back
+    trailers = tuple(
+        from_numbers(Trailer, trailer)._replace(ending=Ending.NO) for trailer in state["trailers"]
+    )
+    result = Result(mean, lambda: mean, state["codec"])
+    arrival = Arrival(result, trailers, *(state[name] for name in ("bytes_sent", "seconds", "square")))
+    kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
+    return Transfer(**kept, handle=Here(arrival))

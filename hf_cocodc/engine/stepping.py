@@ -1,0 +1,84 @@
+"""When outer steps are taken: ahead of the landing, in the link's thread, or at the landing, in the training thread."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..links.base import Arrival, Link
+from ..methods import Method
+from ..parts.info import OuterInfo
+from ..tensors.pools import HOST
+from .fragment import FragmentState
+from .outer_step import Ahead, Outcome, OuterStep
+from .transfer import Transfer
+
+
+class Stepping:
+    """Makes the outer steps of one region.
+
+    Args:
+        method: its outer optimizer is used, and its schedule tells whether there is time before the landing.
+        link: reaches the other regions.
+        device: device of the outer state.
+        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now.
+
+    Attributes:
+        is_ahead: whether steps are taken ahead. This has four conditions: transfers land later than they are sent; the outer
+            state is on the host (a GPU takes a step in no time); the step reads no local params; and it asks nothing of
+            other lanes, because only the training thread may do that.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        link: Link,
+        device: torch.device,
+        fresh_outer_grad: Callable[[FragmentState], Tensor],
+    ) -> None:
+        self._transform, self._link, self._fresh = method.outer, link, fresh_outer_grad
+        needs_nobody = method.outer.regions_agree and (link.num_lanes == 1 or not method.outer.asks_region)
+        self.is_ahead = method.schedule.overlaps and device == HOST and needs_nobody
+
+    def ahead(self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome) -> Ahead:
+        """Takes the outer step of a transfer that is sent now, as soon as it arrives; reuses the outer gradient's memory."""
+        at_send = fragment.global_params
+        base: Outcome | tuple[Tensor, dict[str, Any]] = (at_send, fragment.outer)
+        if fragment.in_flight:
+            base = fragment.in_flight[-1].outcome
+
+        def prepare(arrival: Arrival, global_params: Tensor, state: dict[str, Any]) -> OuterStep:
+            info = self._info(fragment, arrival, at_send, global_params, None)
+            return fragment.step_ahead(self._transform, arrival.result.mean, state, info, outer_grad)
+
+        return Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
+
+    def at_landing(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterStep:
+        """The outer step of a transfer that lands now: already taken, or to be taken piece by piece."""
+        if transfer.outcome.step is not None:
+            return transfer.outcome.step
+        at_send, now = transfer.global_params, fragment.global_params
+        info = self._info(fragment, arrival, at_send, now, transfer.outer_grad)
+        return fragment.step_now(self._transform, arrival.result.mean, info)
+
+    def _info(
+        self,
+        fragment: FragmentState,
+        arrival: Arrival,
+        global_at_send: Tensor,
+        global_params: Tensor,
+        own_outer_grad: Tensor | None,
+    ) -> OuterInfo:
+        return OuterInfo(
+            fragment=fragment.fragment.index,
+            cut=fragment.cut,
+            num_regions=self._link.num_regions,
+            round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
+            global_at_send=global_at_send,
+            global_params=global_params,
+            own_outer_grad=own_outer_grad,
+            fresh_outer_grad=partial(self._fresh, fragment),
+            total=self._link.total,
+        )

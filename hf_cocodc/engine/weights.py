@@ -1,0 +1,80 @@
+"""The global weights in the model: for evaluation, for export and at the end of a run."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..links.base import Link
+from ..links.trailer import Trailer
+from ..parts.codecs import unrounded
+from ..tensors.flat import digest, is_finite
+from ..tensors.sharding import reshard
+from .account import Totals
+from .agreement import check_in_step
+from .fragment import FragmentState
+
+
+@torch.no_grad()
+def show_global(
+    fragments: Sequence[FragmentState], link: Link, step: int, totals: Totals, mean: bool
+) -> None:
+    """Copy the global params into the local params.
+
+    Args:
+        fragments: all fragments of the model.
+        link: reaches the other regions.
+        step: inner step; equal in all regions.
+        totals: counts the bytes that are sent.
+        mean: whether to show the mean over the regions, which is a collective call, or this region's own.
+    """
+    for fragment in fragments:
+        if mean:
+            _show_mean(fragment, link, step, totals)
+        else:
+            fragment.local.show(fragment.global_params)
+
+
+def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -> None:
+    index = fragment.fragment.index
+    conversation, departure = fragment.converse(unrounded, fragment.global_params)
+    trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
+    what = f"the mean of the global params of fragment {index}"
+    arrival = link.mean(conversation, fragment.fragment.numel, lambda: trailer, what).wait()
+    check_in_step(link.region, arrival.trailers, index, step)
+    totals.bytes_sent += arrival.bytes_sent
+    fragment.local.show(arrival.result.mean)
+    link.give(arrival.result.mean)
+    departure.end()
+
+
+@contextmanager
+def local_kept(model: nn.Module, fragments: Sequence[FragmentState]) -> Iterator[None]:
+    """Restore the local params after the block, bit for bit.
+
+    The copies are on the device of the outer state: if that is the host, a GPU needs no memory for them.
+    """
+    with torch.no_grad():
+        reshard(model)
+        device = fragments[0].pool.device
+        kept = [[param.to(device, copy=True) for param in each.local.params] for each in fragments]
+    try:
+        yield
+    finally:
+        reshard(model)
+        with torch.no_grad():
+            for fragment, params in zip(fragments, kept, strict=True):
+                for param, local in zip(fragment.local.params, params, strict=True):
+                    param.copy_(local)
+
+
+@torch.no_grad()
+def local_digest(fragments: Sequence[FragmentState]) -> int:
+    """A checksum of the weights in the model."""
+    found = 0
+    for fragment in fragments:
+        local = fragment.gather()
+        found = digest(local, start=found)
+        fragment.pool.give(local)
+    return found

@@ -1,0 +1,98 @@
+"""Params of a device in flat tensors of the host, and back: in pieces, so that the device needs little memory for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_cocodc.engine import local_params
+from hf_cocodc.engine.local_params import LocalParams, staged_bytes
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors.pools import HOST
+from tests.far import FAR
+from tests.toys import Blocks
+
+SHAPES = ((37, 5), (3,), (0,), (129, 3), (1,), (64, 2))
+NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def far_params(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    values = torch.arange(NUMEL, dtype=torch.float32).split([torch.Size(shape).numel() for shape in SHAPES])
+    return [part.view(shape).to(dtype).to(FAR) for part, shape in zip(values, SHAPES, strict=True)]
+
+
+def fragment() -> Fragment:
+    return Fragment(0, tuple(f"p{index}" for index in range(len(SHAPES))), SHAPES, NUMEL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("staged", [1, 7, 100, 1 << 24])
+def test_params_move_in_pieces(staged: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their length, the values arrive, and never more of them than that are on their way."""
+    monkeypatch.setattr(local_params, "STAGED", staged)
+    lengths: list[int] = []
+    copy_all_ = local_params.copy_all_
+
+    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        lengths.append(sum(target.numel() for target in targets))
+        copy_all_(targets, sources)
+
+    monkeypatch.setattr(local_params, "copy_all_", counted)
+    params = LocalParams(fragment(), far_params(dtype), [])
+    flat = params.gather(torch.empty(NUMEL))
+    assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32).to(dtype).float())
+    params.show(flat + 1)
+    assert torch.equal(params.gather(torch.empty(NUMEL)), (flat + 1).to(dtype).float())
+    assert sum(lengths) == 3 * NUMEL
+    assert max(lengths) == min(staged, NUMEL)
+    assert staged_bytes(params, HOST) == 4 * min(staged, NUMEL)
+    assert staged_bytes(params, FAR) == 0
+
+
+def test_params_that_cannot_be_cut_move_whole() -> None:
+    """Strided ones have no stretches; the numbers are the same."""
+    strided = [torch.stack([param, param], dim=-1)[..., 0] for param in far_params()]
+    assert not all(param.is_contiguous() for param in strided)
+    params = LocalParams(fragment(), strided, [])
+    flat = params.gather(torch.empty(NUMEL))
+    assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32))
+    params.show(flat * 2)
+    assert torch.equal(params.gather(torch.empty(NUMEL)), flat * 2)
+
+
+def test_memory_on_the_device_is_told() -> None:
+    """With the outer state on the host a device holds what is copied, and nothing of transfers."""
+    model = Blocks([torch.randn(50, 4) for _ in range(3)]).to(FAR)
+    synchronizer = Synchronizer(
+        model, from_config(OuterConfig(method="streaming", num_fragments=3)), loopback()
+    )
+    told = synchronizer.memory()
+    assert told[FAR] == (0, 0, 4 * 200)
+    assert told[HOST].kept == 3 * 2 * 4 * 200 and told[HOST].staged == 0
+
+
+def test_evaluation_keeps_local_params_with_the_outer_state() -> None:
+    """The copies that `global_weights` needs are on the host if the outer state is there: a device may have no room."""
+    model = Blocks([torch.randn(50, 4)]).to(FAR)
+    synchronizer = Synchronizer(model, from_config(OuterConfig()), loopback())
+    before = [param.detach().cpu().clone() for param in model.parameters()]
+    copied: list[torch.device] = []
+    original = Tensor.to
+
+    def noted(self: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if kwargs.get("copy"):
+            copied.append(torch.device(args[0]))  # type: ignore[call-overload]
+        return original(self, *args, **kwargs)  # type: ignore[call-overload]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", noted)
+        with synchronizer.global_weights():
+            for param in model.parameters():
+                param.detach().mul_(0)
+    assert copied == [HOST]
+    assert all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, model.parameters(), strict=True))
