@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine import fragment, landing, outer_step
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Arrival, Handle, Here, Then
+from hf_cocodc.links.base import Arrival, Handle, Here, Parcel
 from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
-from hf_cocodc.parts.codecs.base import Conversation, Result
+from hf_cocodc.parts.codecs.base import Result
 from hf_cocodc.parts.schedules import AgreedStats, Land, Schedule
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
@@ -273,17 +273,10 @@ class Answered(LockstepLink):
         super().__init__(LockstepHub(1), region=0, num_regions=1)
         self.kept = torch.zeros(numel)
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
-        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (trailer(),), 0, 0.0, 0.0)
-        if then is not None:
-            then(arrival)
+    def mean(self, parcel: Parcel) -> Handle:
+        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0)
+        if parcel.then is not None:
+            parcel.then(arrival)
         return Here(arrival)
 
 
@@ -294,20 +287,13 @@ class Busy(LockstepLink):
         super().__init__(LockstepHub(1), region=0, num_regions=1)
         self.came_to: list[Trailer] = []
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
+    def mean(self, parcel: Parcel) -> Handle:
         def come() -> Arrival:
-            self.came_to.append(trailer())
-            mean = torch.ones(numel)
+            self.came_to.append(parcel.trailer())
+            mean = torch.ones(parcel.numel)
             arrival = Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0)
-            if then is not None:
-                then(arrival)
+            if parcel.then is not None:
+                parcel.then(arrival)
             return arrival
 
         return Late(come)

@@ -16,10 +16,8 @@ from torch.nn import functional
 
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Handle, Link, Then
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.links.base import Handle, Link, Parcel
 from hf_cocodc.meeting.handshake import compare, hello
-from hf_cocodc.parts.codecs.base import Conversation
 from hf_cocodc.resolve import from_config
 from tests.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 from tests.toys import llama
@@ -137,16 +135,9 @@ class Tap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
-        self.means.append(numel)
-        return self._link.mean(conversation, numel, trailer, what, then)
+    def mean(self, parcel: Parcel) -> Handle:
+        self.means.append(parcel.numel)
+        return self._link.mean(parcel)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self.broadcasts.append(flat.numel())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HandshakeError, InputError, LinkError, nearest
+from ..links.base import Parcel
 from ..links.gloo import GlooLink
 from ..links.trailer import Trailer
 from ..meeting.addresses import own_address
@@ -180,7 +181,7 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
         link.gather(Trailer(), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
         conversation = codec.converse(outer_grad, fragment, state)
-        arrival = link.mean(conversation, fragment.numel, Trailer, what).wait()
+        arrival = link.mean(Parcel(conversation, fragment.numel, Trailer, what)).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
         told = link.gather(Trailer(sync_time_s=took, digest=digest(arrival.result.mean)), what)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.synchronizer import Synchronizer
-from ..links.base import Arrival, Handle, Then
+from ..links.base import Arrival, Handle, Parcel
 from ..links.lockstep import LockstepHub, LockstepLink
-from ..links.trailer import Trailer
-from ..parts.codecs.base import Conversation, Result
+from ..parts.codecs.base import Result
 from ..parts.schedules import every
 from ..resolve import from_config
 from ..settings import OuterConfig
@@ -159,15 +158,9 @@ class _Answered(LockstepLink):
         self.seconds = 0.0
         """Time that the thread worked for the last transfer."""
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
-        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (trailer(),), 0, 0.0, 0.0)
+    def mean(self, parcel: Parcel) -> Handle:
+        then = parcel.then
+        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (parcel.trailer(),), 0, 0.0, 0.0)
 
         def work() -> None:
             self.seconds = 0.0 if then is None else _seconds(lambda: then(arrival))

@@ -277,7 +277,7 @@ def adopt(
         piece = PIECE if device == HOST else max(fragment.numel, 1)
         pieces = cuts([param.numel() for param in params], piece)
         local = LocalParams(fragment, params, pieces)
-        flat = local.gather(flat_zeros(fragment.numel))
+        flat = local.gather(torch.zeros(fragment.numel, dtype=torch.float32, pin_memory=host.pinned))
         if start:
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
             local.show(flat)

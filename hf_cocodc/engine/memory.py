@@ -1,6 +1,6 @@
 """An estimate of the memory that outer state and transfers take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,15 @@ def memory(
     if staged:
         found[params.device] = _add(found.get(params.device, Memory(0)), staged=staged)
     return found
+
+
+def in_words(memory: Mapping[torch.device, Memory]) -> list[str]:
+    """One sentence per device."""
+    return [
+        f"outer state: {each.kept / 1e6:.4g} MB on {'the host' if device == HOST else device}, at most "
+        f"{each.per_transfer / 1e6:.4g} MB more for each transfer in flight, {each.staged / 1e6:.4g} MB while params are copied."
+        for device, each in memory.items()
+    ]
 
 
 def _flats(fragment: FragmentState, method: Method, steps_ahead: bool) -> int:

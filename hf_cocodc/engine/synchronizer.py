@@ -6,7 +6,7 @@ in place, only through `FragmentState`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..links.base import Arrival, Link
+from ..links.base import Arrival, Link, Parcel
 from ..links.trailer import NOTHING_TO_SAY, Ending, Trailer, Word, Words
 from ..methods import Method
 from ..parts.codecs import share_of_rank
@@ -269,19 +269,16 @@ class Synchronizer:
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
                 **word._asdict(),
             )
-            state = fragment.codec
-            conversation, departure = fragment.converse(
-                lambda flat: self.method.codec.converse(flat, fragment.fragment, state), outer_grad
-            )
+            converse = partial(self.method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
+            conversation, departure = fragment.converse(converse, outer_grad)
             outcome = Outcome()
             then = self._stepping.ahead(fragment, outer_grad, outcome) if ahead else None
-            handle = self.link.mean(
-                conversation,
-                fragment.fragment.numel,
-                partial(_with_digest, trailer, checksum),
-                f"fragment {index} sent at step {step}",
-                then,
-            )
+            what = f"fragment {index} sent at step {step}"
+
+            def told() -> Trailer:
+                return trailer if checksum is None else trailer._replace(digest=checksum())
+
+            handle = self.link.mean(Parcel(conversation, fragment.fragment.numel, told, what, then))
             kept = None if ahead else outer_grad
             transfer = Transfer(
                 step, snapshot, fragment.global_params, measured.lr_sum, handle, kept, departure, outcome
@@ -296,7 +293,10 @@ class Synchronizer:
         with torch.profiler.record_function("hf_cocodc::land"):
             transfer = fragment.transfer_of(sent_at)
             arrival, blocked_s = self._wait(transfer)
-            self._hear(fragment, transfer, arrival)
+            index = fragment.fragment.index
+            check_in_step(self.link.region, arrival.trailers, index, sent_at)
+            if arrival.trailers:
+                self.measured.hear(index, arrival, transfer.outcome.seconds)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
             fragment.codec = arrival.result.state
             mean = arrival.result.mean
@@ -310,7 +310,7 @@ class Synchronizer:
             fragment.settled_at = max(fragment.settled_at, settled)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
                 reunite(self.link, fragment)
-            self.account.landed(self.inner_step, fragment.fragment.index, sent_at, arrival, blocked_s)
+            self.account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
             return tuple(trailer.word for trailer in arrival.trailers) or None
 
     def _wait(self, transfer: Transfer) -> tuple[Arrival, float]:
@@ -330,13 +330,6 @@ class Synchronizer:
         """Whether something holds in every lane of this region."""
         return not self.link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
 
-    def _hear(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
-        """Take in the numbers that travelled with a transfer; they are equal in all regions."""
-        index = fragment.fragment.index
-        check_in_step(self.link.region, arrival.trailers, index, transfer.sent_at)
-        if arrival.trailers:
-            self.measured.hear(index, arrival, transfer.outcome.seconds)
-
     def _merge_info(self, transfer: Transfer) -> MergeInfo:
         staleness = self.inner_step - transfer.sent_at
         flight_lr = self.measured.mean_lr(transfer.lr_sum, staleness) if staleness else self.measured.lr
@@ -355,7 +348,3 @@ class Synchronizer:
         local, outer_grad, finite = fragment.prepare()
         fragment.pool.give(local)
         return outer_grad if self._everywhere(finite) else outer_grad.zero_()
-
-
-def _with_digest(trailer: Trailer, checksum: Callable[[], int] | None) -> Trailer:
-    return trailer if checksum is None else trailer._replace(digest=checksum())

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..links.base import Link
+from ..links.base import Link, Parcel
 from ..links.trailer import Trailer
 from ..parts.codecs import unrounded
 from ..tensors.flat import digest, is_finite
@@ -41,7 +41,7 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     conversation, departure = fragment.converse(unrounded, fragment.global_params)
     trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
     what = f"the mean of the global params of fragment {index}"
-    arrival = link.mean(conversation, fragment.fragment.numel, lambda: trailer, what).wait()
+    arrival = link.mean(Parcel(conversation, fragment.fragment.numel, lambda: trailer, what)).wait()
     check_in_step(link.region, arrival.trailers, index, step)
     totals.bytes_sent += arrival.bytes_sent
     fragment.local.show(arrival.result.mean)

@@ -10,15 +10,13 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 
 from ..run.checkpoint import EXPORT, PREFIX, remove, rotate
+from ..run.outer_optimizer import OuterOptimizer
 from . import card
-
-if TYPE_CHECKING:
-    from .trainer import CoCoDCCallback
 
 WRAPPED = {
     "train": ("resume_from_checkpoint",),
@@ -41,6 +39,35 @@ CALLED = {
 """Private methods of Trainer that are called, with the parameters that are given."""
 
 
+class Runner(Protocol):
+    """The callback, as far as the wrappers need it.
+
+    Attributes:
+        outer: the outer optimizer; None before training.
+        evaluate_on: "global" or "local".
+        started: when training started, by `time.perf_counter`.
+        blocked_before: seconds that training was blocked before it was resumed.
+    """
+
+    outer: OuterOptimizer | None
+    evaluate_on: str
+    started: float
+    blocked_before: float
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the model holds local weights now."""
+        ...
+
+    def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
+        """Trains across regions, with Trainer's own method `train`."""
+        ...
+
+    def hold(self, control: TrainerControl) -> None:
+        """Turns a request to stop this region into one to stop all."""
+        ...
+
+
 class Patches:
     """Wrappers for the methods of one Trainer; each gets the original method as its first argument.
 
@@ -49,7 +76,7 @@ class Patches:
         callback: trains the Trainer's model across regions.
     """
 
-    def __init__(self, trainer: Trainer, callback: "CoCoDCCallback") -> None:
+    def __init__(self, trainer: Trainer, callback: Runner) -> None:
         self._trainer, self._callback = trainer, callback
         for name in WRAPPED:
             original = getattr(trainer, name)

@@ -25,7 +25,7 @@ from ..resolve import from_config
 from ..run.checkpoint import PREFIX, Saved, begin_run, continue_run, read
 from ..run.connect import connect, refuse_unsupported
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.resume import agree, give_up_later, of_region
+from ..run.resume import checkpoint_to_resume, give_up_later
 from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
 from ..settings import OuterConfig, RegionConfig
 from .attaching import find_trainer, has_finished, interval, refuse
@@ -269,12 +269,17 @@ class CoCoDCCallback(TrainerCallback):
             torch.manual_seed(self._seed)
         self._link = self._meet(trainer, bool(resume_from_checkpoint))
         try:
-            checkpoint = self._checkpoint_to_resume(trainer, resume_from_checkpoint)
-            saved = self._saved
-            if checkpoint and saved and has_finished(saved.facts, trainer.args, Path(checkpoint)):
-                return self._leave_as_it_is(trainer, checkpoint)
+            folder = Path(trainer.args.output_dir or ".")
+            path = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
+            if path is not None:
+                # read before Trainer reads its part: damage must be found before any training
+                self._saved = read(path, self._link.lane)
+                if resume_from_checkpoint is not True and trainer.args.should_save:
+                    continue_run(path, folder)
+                if has_finished(self._saved.facts, trainer.args, path):
+                    return self._leave_as_it_is(trainer, str(path))
             with first_signal(self._note_signal):
-                result = train(checkpoint)
+                result = train(None if path is None else str(path))
             if not self._running.should_stop:
                 self._running.finish()
         except BaseException as error:
@@ -298,27 +303,6 @@ class CoCoDCCallback(TrainerCallback):
         bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
         return connect(trainer.accelerator, bare, self.config, self.regions, given, resumes)
-
-    def _checkpoint_to_resume(self, trainer: Trainer, wanted: Any) -> str | None:
-        """The checkpoint for Trainer. Our part of it is read now: damage must be found before any training."""
-        if not wanted:
-            return None
-        folder = Path(trainer.args.output_dir or ".")
-        assert self._link is not None
-        agreed = wanted is True
-        path = (
-            agree(self._link, trainer.accelerator, folder) if agreed else of_region(Path(wanted), self.region)
-        )
-        if path is None:
-            logger.warning(
-                "no region has a complete checkpoint (%s in this one): starting from step 0.", folder
-            )
-            return None
-        logger.info("region %d resumes from %s", self.region, path)
-        self._saved = read(path, self._link.lane)
-        if not agreed and trainer.args.should_save:
-            continue_run(path, folder)
-        return str(path)
 
     def _leave_as_it_is(self, trainer: Trainer, checkpoint: str) -> TrainOutput:
         """A run that had finished needs only its weights."""

@@ -1,6 +1,7 @@
 """The interface of a link. Regions exchange data only through links while they train."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -41,8 +42,23 @@ class Handle(Protocol):
         ...
 
 
-Then = Callable[[Arrival], None]
-"""Work on an arrival that does not need the training thread."""
+@dataclass(frozen=True)
+class Parcel:
+    """What a region brings to a mean over the regions.
+
+    Attributes:
+        conversation: of a codec, made from this region's outer gradient; held while training goes on.
+        numel: length of the outer gradient.
+        trailer: returns this region's numbers; called while training goes on.
+        what: names the transfer in messages ("fragment 0 sent at step 100").
+        then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
+    """
+
+    conversation: Conversation
+    numel: int
+    trailer: Callable[[], Trailer]
+    what: str
+    then: Callable[[Arrival], None] | None = None
 
 
 class Link(Protocol):
@@ -54,23 +70,8 @@ class Link(Protocol):
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
-        """Start the mean over the regions that `conversation` asks for; returns at once.
-
-        Args:
-            conversation: a codec's conversation about this region's outer gradient.
-            numel: length of the outer gradient.
-            trailer: returns this region's numbers; called, like the conversation, while training goes on.
-            what: names the transfer in messages ("fragment 0 sent at step 100").
-            then: called once with the arrival before `wait` returns it, by the link's thread if the link has one.
-        """
+    def mean(self, parcel: Parcel) -> Handle:
+        """Start the mean over the regions that a parcel asks for; returns at once."""
         ...
 
     def bring_to(self, home: Pool) -> None:

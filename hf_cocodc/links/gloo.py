@@ -14,11 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LinkError, RegionLostError
 from ..meeting.heartbeat import Heartbeat
-from ..parts.codecs.base import Conversation, Message, Reply, Result
+from ..parts.codecs.base import Message, Reply, Result
 from ..tensors.departures import bring
 from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Then, drive
+from .base import Arrival, Handle, Parcel, drive
 from .exchange import Exchange
 from .records import Record, from_row, to_row
 from .trailer import Trailer
@@ -84,45 +84,38 @@ class GlooLink:
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
+    def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
-            row = to_row(trailer())
+            row = to_row(parcel.trailer())
             began = time.perf_counter()
             bytes_sent, came = 0, 0.0
             trailers: tuple[Trailer, ...] = ()
             reply = None
-            swap = self.wire.begin_swap(row, what)
+            swap = self.wire.begin_swap(row, parcel.what)
 
             def exchange(message: Message) -> Reply:
                 nonlocal bytes_sent, came, trailers, reply
-                said = Exchange(self.wire, message, self._buffers, what)
+                said = Exchange(self.wire, message, self._buffers, parcel.what)
                 said.begin()
                 if not came:
-                    self.wire.wait(swap.pending, what, self._heartbeat)
+                    self.wire.wait(swap.pending, parcel.what, self._heartbeat)
                     came = time.perf_counter()
                     trailers = _records(Trailer, swap.values)
                 reply = said.end([trailer.weight for trailer in trailers])
                 bytes_sent += said.bytes_sent
                 return reply
 
-            result = drive(conversation, exchange)
-            # the time before the last region came to the transfer is not the link's
+            result = drive(parcel.conversation, exchange)
+            # the time until the last region comes to the transfer does not count for the link
             seconds = time.perf_counter() - max(began, came - self.wire.rtt_s)
             found = square(result.mean)
             result = self._bring_home(result, lent=reply is not None and reply.mean is result.mean)
             arrival = Arrival(result, trailers, bytes_sent, seconds, found)
-            if then is not None:
-                then(arrival)
+            if parcel.then is not None:
+                parcel.then(arrival)
             return arrival
 
-        return self._submit(transfer, what)
+        return self._submit(transfer, parcel.what)
 
     def bring_to(self, home: Pool) -> None:
         self._home = self._buffers if home.device == HOST else home

@@ -16,7 +16,7 @@ from ..errors import InputError, LinkError
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..tensors.norms import square
 from ..tensors.pools import Pool
-from .base import Arrival, Handle, Then
+from .base import Arrival, Handle, Parcel
 from .records import Record
 from .trailer import Trailer
 
@@ -161,7 +161,7 @@ class LockstepHub:
         return arrival, arrival - start
 
     def _pass_the_turn(self, region: int) -> None:
-        """Let the next region run that is able to. If none is, all regions wait for each other, which is an error."""
+        """Let the next region run that can continue. If there is none, all regions wait for each other: an error."""
         order = sorted(self._waits, key=lambda other: (other - region - 1) % len(self.links))
         able = [other for other in order if self._errors or self._waits[other]()]
         if able:
@@ -178,7 +178,7 @@ class LockstepHub:
 
 
 class _Call:
-    """A call that all regions make: the item that each region brings, and, when enough have called, the answer to each."""
+    """A call that all regions make: the item that each region brings, and later the answer that each region gets."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -187,7 +187,7 @@ class _Call:
 
 
 Resolve = Callable[[dict[int, Any], int], Sequence[Any] | None]
-"""(items by region, number of regions) -> the answers, in the order of the regions; None until enough have called."""
+"""(items by region, number of regions) -> the answers, in the order of the regions; None until enough regions have called."""
 
 
 def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
@@ -216,16 +216,10 @@ class LockstepLink:
         self.now = 0.0
         """Simulated seconds; stays 0 if time is not simulated."""
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
+    def mean(self, parcel: Parcel) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        return _Handle(self, self._bring(what, (conversation, trailer(), self.now), resolve), then)
+        item = (parcel.conversation, parcel.trailer(), self.now)
+        return _Handle(self, self._bring(parcel.what, item, resolve), parcel.then)
 
     def bring_to(self, home: Pool) -> None:
         """Means stay on the host."""
@@ -269,7 +263,7 @@ class LockstepLink:
 
 
 class _Handle:
-    def __init__(self, link: LockstepLink, call: _Call, then: Then | None) -> None:
+    def __init__(self, link: LockstepLink, call: _Call, then: Callable[[Arrival], None] | None) -> None:
         self._link, self._call, self._then = link, call, then
 
     def wait(self) -> Arrival:
@@ -286,7 +280,7 @@ def _mean_all(
     brought: Sequence[tuple[Conversation, Trailer, float]],
     arrival_s: Callable[[float, int], tuple[float, float]],
 ) -> list[tuple[Arrival, float]]:
-    """Run the conversations of all regions together, message by message: the arrival in each region, and its time."""
+    """Run the conversations of all regions together, message by message; return each region's arrival and its time."""
     conversations = [conversation for conversation, _, _ in brought]
     trailers = tuple(trailer for _, trailer, _ in brought)
     shares = [trailer.weight for trailer in trailers]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parts.codecs.base import Conversation, Result
+from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Link, Then
+from .base import Arrival, Handle, Link, Parcel
 from .records import ROW, Record, from_numbers, from_row, to_row
 from .trailer import Trailer
 
@@ -31,17 +31,10 @@ class SharedLink:
         self._link = leader_link
         self._device, self._home = device, HOST
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
+    def mean(self, parcel: Parcel) -> Handle:
         if self._link is None:
-            return _SharedHandle(self, None, numel, then)
-        return _SharedHandle(self, self._link.mean(conversation, numel, trailer, what, then), numel, None)
+            return _SharedHandle(self, None, parcel.numel, parcel.then)
+        return _SharedHandle(self, self._link.mean(parcel), parcel.numel, None)
 
     def bring_to(self, home: Pool) -> None:
         self._home = home.device
@@ -107,7 +100,9 @@ class SharedLink:
 
 
 class _SharedHandle:
-    def __init__(self, shared: SharedLink, handle: Handle | None, numel: int, then: Then | None) -> None:
+    def __init__(
+        self, shared: SharedLink, handle: Handle | None, numel: int, then: Callable[[Arrival], None] | None
+    ) -> None:
         self._shared, self._handle, self._numel, self._then = shared, handle, numel, then
         self._arrival: Arrival | None = None
 
@@ -151,15 +146,8 @@ class LaneLink:
         self._link = link
         self._device = device
 
-    def mean(
-        self,
-        conversation: Conversation,
-        numel: int,
-        trailer: Callable[[], Trailer],
-        what: str,
-        then: Then | None = None,
-    ) -> Handle:
-        return _LaneHandle(self, self._link.mean(conversation, numel, trailer, what, then))
+    def mean(self, parcel: Parcel) -> Handle:
+        return _LaneHandle(self, self._link.mean(parcel))
 
     def bring_to(self, home: Pool) -> None:
         self._link.bring_to(home)

@@ -97,7 +97,7 @@ class Wire:
             self._bulk = list(pool.map(lambda name: self._group(name, own_store and own_store()), names))
 
     def tag(self) -> int:
-        """A tag for the operations of one call. All regions make the same calls in the same order: their tags are equal."""
+        """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
         self._tag = (self._tag + 1) % (1 << 24)
         return self._tag
 
@@ -238,7 +238,7 @@ class Swap(NamedTuple):
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
     """Number of connections that keep a link busy.
 
-    The link holds rtt_s x rate bytes in flight; one connection has at most a window of bytes in flight.
+    The link holds rtt_s x rate bytes in flight. One connection may have a share `_USABLE` of its window in flight.
 
     Args:
         rtt_s: seconds of a round trip.

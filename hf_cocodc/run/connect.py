@@ -132,7 +132,7 @@ def connect(
             "timeout_s": regions.timeout_s,
             "when_one_ends": regions.when_one_ends,
             "resume": resumes,
-            # devices of different kinds round differently; read from Accelerate, as the model may not be there yet
+            # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
             "device": (device if config.device == "model" else HOST).type,
         }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)

@@ -37,3 +37,9 @@ def reasons(endings: Sequence[Ending], note_of: Callable[[int], str | None]) -> 
             note = note_of(region)
             said.append(f"region {region} {_WORDS[ending]}" + (f" ({note})" if note else ""))
     return "; ".join(said)
+
+
+def announcement(verdict: str, why: str, step: int, policy: str) -> str:
+    """The sentence that tells of a verdict."""
+    do = "finish" if verdict == "finish" else "stop, to be resumed from a checkpoint,"
+    return f"{why}: all regions {do} here, at step {step} (regions.when_one_ends={policy})."

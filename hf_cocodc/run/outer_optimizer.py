@@ -10,17 +10,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending, Word, Words
 from ..resolve import from_config, settings
 from ..settings import OuterConfig, RegionConfig
-from ..tensors.pools import HOST
 from . import checkpoint as disk
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
-from .endings import reasons, verdict
+from .endings import announcement, reasons, verdict
 from .journal import Journal
 from .resume import check
 from .saving import hook_into_saving
@@ -146,7 +146,8 @@ class OuterOptimizer:
             max_steps=max_steps,
             outer=self.settings,
         )
-        self._say_memory()
+        for sentence in in_words(self.synchronizer.memory()):
+            logger.info(sentence)
         hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *hook_into_saving(accelerator, self)]
 
@@ -259,19 +260,13 @@ class OuterOptimizer:
         if self.inner_step == self._max_steps:
             self.verdict = "finish"  # nothing is left to stop
         self.why = reasons(endings, self.link.note_of)
-        logger.warning(
-            "%s: all regions %s here, at step %d (regions.when_one_ends=%s).",
-            self.why,
-            "finish" if self.verdict == "finish" else "stop, to be resumed from a checkpoint,",
-            *(self.inner_step, self._policy),
-        )
+        logger.warning(announcement(self.verdict, self.why, self.inner_step, self._policy))
         if self.verdict == "finish":
             self._finish()
 
     def _note_saved_everywhere(self, words: Words | None) -> None:
-        saved_at = {word.saved_at for word in words or ()}
-        if len(saved_at) == 1:
-            self.saved_everywhere = max(saved_at)
+        if words and len({word.saved_at for word in words}) == 1:
+            self.saved_everywhere = words[0].saved_at
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""
@@ -330,14 +325,6 @@ class OuterOptimizer:
         """The checkpoint that was just loaded is complete in every region; none of them is about to end."""
         step = self.saved_everywhere = self.inner_step
         self._word = self._word._replace(ending=Ending.NO, saved_at=step)
-
-    def _say_memory(self) -> None:
-        for device, memory in self.synchronizer.memory().items():
-            logger.info(
-                "outer state: %.4g MB on %s, at most %.4g MB more for each transfer in flight, %.4g MB while params are copied.",
-                *(memory.kept / 1e6, "the host" if device == HOST else device),
-                *(memory.per_transfer / 1e6, memory.staged / 1e6),
-            )
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""

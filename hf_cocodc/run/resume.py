@@ -101,6 +101,28 @@ def newest_common(link: Link, own: Sequence[int], run: int, num_writers: int) ->
     return Choice(max(steps), [region for region, step in enumerate(steps) if step], chosen)
 
 
+def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> Path | None:
+    """The checkpoint that this region resumes from; None to start from step 0.
+
+    Args:
+        link: reaches the other regions.
+        accelerator: of this region.
+        folder: of this region's checkpoints.
+        wanted: False or None; True for the newest checkpoint that all regions have, a collective call; or a path.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    if not wanted:
+        return None
+    path = agree(link, accelerator, folder) if wanted is True else of_region(Path(wanted), link.region)
+    if path is None:
+        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+    else:
+        logger.info("region %d resumes from %s", link.region, path)
+    return path
+
+
 def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
     """The checkpoint under `folder` that this region resumes from; None if no region has any. A collective call.
 

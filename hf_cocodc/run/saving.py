@@ -2,18 +2,28 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 
+from ..links.base import Link
 from . import checkpoint as disk
 from .checkpoint import Saved
 
-if TYPE_CHECKING:
-    from .outer_optimizer import OuterOptimizer
+
+class Savable(Protocol):
+    """An outer optimizer, as far as it is saved and loaded."""
+
+    link: Link
+
+    def save(self, checkpoint: str | Path) -> None: ...
+
+    def seal(self, checkpoint: str | Path) -> None: ...
+
+    def load(self, saved: Saved) -> None: ...
 
 
-def hook_into_saving(accelerator: Accelerator, outer: "OuterOptimizer") -> list[Callable[[], Any]]:
+def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[[], Any]]:
     """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this.
 
     Accelerate calls hooks before it writes or reads its own files, and the hooks receive the folder. Our last part must come

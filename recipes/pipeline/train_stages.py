@@ -1,24 +1,26 @@
-"""Train a Llama over regions that are pipelines: one stage a rank, each with an inner and an outer optimizer of its own.
+"""Train a Llama across regions that are pipelines: each rank is a stage, with its own inner and its own outer optimizer.
 
-DiLoCoX's dual optimizer (2506.21263): activations travel between the stages of a region, as in every pipeline; an outer
-gradient travels from a stage to the same stage of the other regions, and nowhere else. With one process a region the same
-code trains the unpipelined model.
+This is DiLoCoX's dual optimizer (2506.21263). Activations travel between the stages of a region, as in every pipeline. An outer
+gradient travels only from a stage to the same stage of the other regions. With one process per region the same code trains the
+unpipelined model.
 
-Two regions of two stages on the CPUs of this machine, each line in a terminal of its own:
+To train two regions of two stages on the CPUs of this machine, run each line in its own terminal:
 
     hf-cocodc store --port 29650
     HF_COCODC_REGION=0 accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 recipes/pipeline/train_stages.py
     HF_COCODC_REGION=1 accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 recipes/pipeline/train_stages.py
 
-the last two after
+In the last two terminals, run this first:
 
     export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_STORE=127.0.0.1:29650
 
-On GPUs leave out the first two variables; unpipelined is `--num_processes 1` instead of `--multi_gpu --num_processes 2`, on
-CPUs `--cpu --num_processes 1`. Flags are the fields of Options, OuterConfig and RegionConfig, for example `--method dilocox
---sync_interval 20 --rank 16 --outer_lr 0.3 --outer_momentum 0`. The global model is left in `runs/pipeline/region-{r}`.
+On GPUs, omit the first two variables. To train without a pipeline, replace `--multi_gpu --num_processes 2` by
+`--num_processes 1`, or on CPUs by `--cpu --num_processes 1`. The fields of Options, OuterConfig and RegionConfig are flags, for
+example `--method dilocox --sync_interval 20 --rank 16 --outer_lr 0.3 --outer_momentum 0`. The global model ends up in
+`runs/pipeline/region-{r}`.
 
-Not here: tied embeddings, whose ends would lie in two stages, and ending before `max_steps` (`OuterOptimizer`, `stage`).
+Not supported: tied embeddings, because their two ends would lie in two stages, and an end before `max_steps` (see `stage` of
+`OuterOptimizer`).
 """
 
 import json
@@ -42,7 +44,7 @@ from hf_cocodc.training.data import byte_tokenizer, load_text, pack
 
 @dataclass
 class Options:
-    """What the outer optimizer does not care about."""
+    """Options that the outer optimizer does not use."""
 
     max_steps: int = 400
     batch_size: int = 8
@@ -56,17 +58,17 @@ class Options:
 
 
 class Absent(nn.Module):
-    """Stands where another stage has a part of the model: what comes in goes out."""
+    """Takes the place of a module that another stage holds; returns its input."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
 class Stage(LlamaForCausalLM):
-    """One stage: the Llama without what other stages hold. Its parameters have the names they have in the whole model.
+    """One stage: a Llama without the modules of other stages. Its parameters have the same names as in the whole model.
 
-    The first stage takes token ids, every other one hidden states; the last gives logits. Masks and rotary embeddings are
-    the model's own, in every stage.
+    The first stage takes token ids, every other stage takes hidden states. The last stage returns logits. Every stage makes
+    the masks and rotary embeddings as the whole model does.
     """
 
     def __init__(self, config: LlamaConfig, index: int, num_stages: int) -> None:
@@ -84,8 +86,8 @@ class Stage(LlamaForCausalLM):
 
 
 def pipeline(accelerator: Accelerator, stage: Stage, num_microbatches: int) -> Schedule1F1B:
-    """The region's pipeline, of which this rank runs `stage`; the loss is the mean over micro-batches."""
-    if not dist.is_initialized():  # Accelerate makes no group of one process
+    """The region's pipeline; this rank runs `stage`. The loss is the mean over micro-batches."""
+    if not dist.is_initialized():  # Accelerate makes no group for a single process
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     runtime = PipelineStage(stage, dist.get_rank(), dist.get_world_size(), accelerator.device)
     return Schedule1F1B(runtime, num_microbatches, loss_fn=next_token_loss)
@@ -96,9 +98,9 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def gradients(schedule: Schedule1F1B, stage: Stage, rows: Tensor, max_norm: float = 1.0) -> float | None:
-    """Forward and backward of token ids (batch, length), the same in all ranks of a region; the last stage has the loss.
+    """Forward and backward pass for token ids (batch, length), equal in all ranks of a region; the last stage returns the loss.
 
-    Gradients are clipped by their norm over all stages, as those of the whole model would be.
+    Clips gradients by their norm over all stages, as for the whole model.
     """
     losses: list[Tensor] = []
     is_first, is_last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
@@ -112,9 +114,9 @@ def gradients(schedule: Schedule1F1B, stage: Stage, rows: Tensor, max_norm: floa
 
 
 def add_to_checkpoints(accelerator: Accelerator, stage: Stage, optimizer: torch.optim.Optimizer) -> None:
-    """Let `accelerator.save_state` and `load_state`, which know only what they have prepared, do this stage's part too.
+    """Let `accelerator.save_state` and `load_state` include this stage, which Accelerate has not prepared.
 
-    To be called once the OuterOptimizer is there: a checkpoint then counts as complete only with every stage in it.
+    Call it after the OuterOptimizer is made: a checkpoint then counts as complete only if it holds every stage.
     """
     name = f"stage-{accelerator.process_index}.pt"
 
@@ -131,9 +133,9 @@ def add_to_checkpoints(accelerator: Accelerator, stage: Stage, optimizer: torch.
 
 
 def save_model(accelerator: Accelerator, stage: Stage, folder: Path) -> None:
-    """Save the whole model for `from_pretrained`: every stage its file, the first one the index of all of them.
+    """Save the whole model for `from_pretrained`: every stage writes its file, and the first stage writes the index.
 
-    No rank ever holds the whole model. All ranks of a region must reach `folder`.
+    No rank ever holds the whole model. All ranks of a region must be able to write to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = f"model-{accelerator.process_index + 1:05}-of-{accelerator.num_processes:05}.safetensors"

@@ -1,17 +1,17 @@
-"""Teach a small Llama to add, with TRL's SFTTrainer, over regions (`pip install 'hf-cocodc[trl]'`).
+"""Teach a small Llama to add, with TRL's SFTTrainer across regions (`pip install 'hf-cocodc[trl]'`).
 
-Two regions on the CPUs of this machine, each line in a terminal of its own:
+To train two regions on the CPUs of this machine, run each line in its own terminal:
 
     hf-cocodc store --port 29650
     HF_COCODC_REGION=0 accelerate launch --cpu --num_processes 1 recipes/trl/sft.py
     HF_COCODC_REGION=1 accelerate launch --cpu --num_processes 1 recipes/trl/sft.py
 
-the last two after
+In the last two terminals, run this first:
 
     export OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_STORE=127.0.0.1:29650
 
-It takes about a minute. Flags are the fields of SFTConfig and OuterConfig, for example `--packing --method diloco`; on GPUs
-`accelerate launch` takes its usual arguments. The global model is left in `runs/sft/region-{r}`.
+It takes about a minute. The fields of SFTConfig and OuterConfig are flags, for example `--packing --method diloco`. On GPUs, give
+`accelerate launch` its usual arguments. The global model ends up in `runs/sft/region-{r}`.
 """
 
 import random
@@ -42,14 +42,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 def sums() -> Dataset:
-    """Every sum of two numbers below 100, in an order that is the same in all regions."""
+    """Every sum of two numbers below 100, in the same order in all regions."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(0).shuffle(pairs)
     return Dataset.from_list([{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a, b in pairs])
 
 
 def small_llama() -> LlamaForCausalLM:
-    """About 0.8M parameters, for bytes."""
+    """A byte-level Llama of about 0.8M parameters."""
     sizes = {"vocab_size": 257, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     ends = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Arrival
+from hf_cocodc.links.base import Arrival, Parcel
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.parts import codecs
@@ -92,10 +92,12 @@ def transfer(
     return run_in_lockstep(
         len(outer_grads),
         lambda region, link: link.mean(
-            codec.converse(outer_grads[region], fragment, states[region]),
-            fragment.numel,
-            lambda: Trailer(shares[region]),
-            "x",
+            Parcel(
+                codec.converse(outer_grads[region], fragment, states[region]),
+                fragment.numel,
+                lambda: Trailer(shares[region]),
+                "x",
+            )
         ).wait(),
     )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import exchange, wire
-from hf_cocodc.links.base import Arrival, Link
+from hf_cocodc.links.base import Arrival, Link, Parcel
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Trailer
@@ -95,7 +95,7 @@ def test_gloo_is_lockstep(
             )
             trailer = partial(Trailer, weight=float(region != 1 or step == 1), inner_step=step, loss=region)
             conversation = codec.converse(outer_grad, FRAGMENT, state)
-            arrival = link.mean(conversation, FRAGMENT.numel, trailer, f"step {step}").wait()
+            arrival = link.mean(Parcel(conversation, FRAGMENT.numel, trailer, f"step {step}")).wait()
             state = arrival.result.state
             found += [arrival.result.mean, arrival.result.own(), arrival.bytes_sent, arrival.trailers]
         return found
@@ -138,7 +138,7 @@ def meet(link: Link) -> Arrival:
     """One small mean."""
     codec = codecs.fp32()
     conversation = codec.converse(torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
-    return link.mean(conversation, FRAGMENT.numel, Trailer, "step 1").wait()
+    return link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, "step 1")).wait()
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -234,7 +234,7 @@ def test_means_come_home(codec: Codec) -> None:
         for step in range(4):
             seed = torch.Generator().manual_seed(10 * link.region + step)
             conversation = codec.converse(torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
-            result = link.mean(conversation, FRAGMENT.numel, Trailer, f"step {step}").wait().result
+            result = link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             means.append(result.mean.cpu().clone())
             places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
@@ -259,7 +259,7 @@ def test_the_links_memory_does_not_grow() -> None:
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
             conversation = codec.converse(values, FRAGMENT, state)
-            result = link.mean(conversation, FRAGMENT.numel, Trailer, f"step {step}").wait().result
+            result = link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             link.give(result.mean)
         return sum(spare.numel() for spare in link._buffers._spare.get(torch.float32, []))

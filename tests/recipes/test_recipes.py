@@ -82,16 +82,17 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
 
 
 def test_the_readmes_table_is_the_code() -> None:
-    """One row a method and no other; patterns, codecs and the outer chain are those that the code composes."""
+    """One row per method. Patterns, codecs, outer chains, merges and closings are those that the code composes."""
     rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", README, flags=re.MULTILINE)
     assert [name for name, _ in rows] == list(METHODS)
     for name, cells in rows:
-        pattern, _, codec, chain, merge = cells.split(" | ")
-        chosen = settings(OuterConfig(method=name))
+        pattern, _, codec, chain, merge, closing = cells.split(" | ")
+        chosen, composed = settings(OuterConfig(method=name)), from_config(OuterConfig(method=name))
         assert pattern == chosen["fragment_pattern"]
         assert codec == f"{chosen['codec']}{', feedback' if chosen['error_feedback'] else ''}"
-        assert chain == ", ".join(from_config(OuterConfig(method=name)).outer.init(torch.zeros(1)))
+        assert chain == ", ".join(composed.outer.init(torch.zeros(1)))
         assert merge == chosen.get("merge", "replace")
+        assert closing == composed.closing.__name__
 
 
 @pytest.mark.slow
