@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.errors import RunStopped
 from tests.processes.worker import Tokens
-from tests.test_resuming import At
+from tests.run.test_resuming import At
 from tests.toys import llama
 
 

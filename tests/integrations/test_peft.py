@@ -19,7 +19,7 @@ from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Handle, Link, Parcel
 from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.resolve import from_config
-from tests.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
+from tests.integrations.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 from tests.toys import llama
 
 pytestmark = [  # PEFT's: names of transformers 4, and what it saves beside an adapter

@@ -22,7 +22,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.run import shards
 from hf_cocodc.training import data
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

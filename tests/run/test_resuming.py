@@ -37,7 +37,7 @@ from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
-from tests.test_checkpoints import SETTINGS
+from tests.run.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of
 
 H = 4

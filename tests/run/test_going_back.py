@@ -17,7 +17,7 @@ from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunSto
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
 from tests.processes.worker import Tokens
-from tests.test_resuming import (
+from tests.run.test_resuming import (
     STEPS,
     At,
     Dry,

@@ -30,7 +30,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard,
 from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
-from tests.test_resuming import config as config_of
+from tests.run.test_resuming import config as config_of
 from tests.toys import VOCAB, llama
 
 H, STEPS, OVERLAP = 4, 14, 2

@@ -14,7 +14,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.training.simulation import simulate
-from tests.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
+from tests.run.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
 
 
 def shorten(folder: Path, region: int, step: int) -> None:

@@ -138,7 +138,7 @@ def test_an_exception_leaves_the_link(tmp_path: Path) -> None:
 
 def test_the_recipes_callback(tmp_path: Path) -> None:
     """from_recipe takes the outer, regions and evaluation sections."""
-    recipe = Path(__file__).parents[1] / "recipes" / "quickstart" / "diloco.yaml"
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
     callback = CoCoDCCallback.from_recipe(
         recipe, ("regions.count=1", "evaluation.on=local", "outer.sync_interval=7")
     )

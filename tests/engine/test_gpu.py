@@ -10,8 +10,8 @@ from hf_cocodc.methods import METHODS
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.departures import Departure, bring
 from hf_cocodc.tensors.pools import HOST, Pool
+from tests.engine.test_device import trajectory
 from tests.processes.test_gloo import run_over_gloo
-from tests.test_device import trajectory
 from tests.toys import Region, llama, run
 
 pytestmark = [

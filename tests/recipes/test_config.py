@@ -15,7 +15,7 @@ from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "diloco.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from hf_cocodc import CoCoDCCallback, region_shard, simulate
 from hf_cocodc.links.base import Link
 from hf_cocodc.training.data import byte_tokenizer
+from tests.integrations.test_training_variants import CONFIG, STEPS, trained_params
 from tests.processes.launching import ROOT, run_recipe
-from tests.test_training_variants import CONFIG, STEPS, trained_params
 
 pytestmark = [
     pytest.mark.slow,

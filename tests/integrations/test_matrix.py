@@ -20,7 +20,7 @@ from tests.matrix import SETTINGS, STEPS, arguments, config
 from tests.processes.worker import Tokens
 from tests.toys import llama
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VARIANTS = ("fp32", "bf16 autocast", "bf16 parameters", "LoRA")
 
 
