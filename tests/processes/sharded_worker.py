@@ -94,7 +94,7 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
         "numel": sum(state.fragment.numel for state in synchronizer.fragments),
         "num_params": synchronizer.num_params,
         "bytes_sent": synchronizer.totals.bytes_sent,
-        "change": list(synchronizer.stats.change),
+        "change": list(synchronizer.measured.agreed.change),
         "sends": synchronizer.totals.sends,
     }
     torch.save(
