@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,13 @@ class Figures:
     bytes_sent: int
     seconds: list[float]
     round_trip_s: float
+
+
+class Took(NamedTuple):
+    """What one region measured: seconds, and the checksum of the mean that it received, if any."""
+
+    seconds: float
+    digest: int = -1
 
 
 def measure_here(trial: Trial, regions: int) -> Figures:
@@ -171,26 +178,26 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
     round_trips = []
     for _ in range(ROUND_TRIPS):
         start = time.perf_counter()
-        link.gather(Trailer(), "a round trip")
+        link.gather(Took(0.0), "a round trip")
         round_trips.append(time.perf_counter() - start)
-    told = link.gather(Trailer(sync_time_s=statistics.median(round_trips)), "the round trips")
-    round_trip_s = max(each.sync_time_s for each in told)
+    told = link.gather(Took(statistics.median(round_trips)), "the round trips")
+    round_trip_s = max(each.seconds for each in told)
     seconds, bytes_sent = [], 0
     for number in range(1, trial.repeat + 1):
         what = f"transfer {number} of {trial.repeat}"
-        link.gather(Trailer(), what)  # no region starts its clock before all have finished the last transfer
+        link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
         conversation = codec.converse(outer_grad, fragment, state)
         arrival = link.mean(Parcel(conversation, fragment.numel, Trailer, what)).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
-        told = link.gather(Trailer(sync_time_s=took, digest=digest(arrival.result.mean)), what)
+        told = link.gather(Took(took, digest(arrival.result.mean)), what)
         if len({each.digest for each in told}) > 1:
             raise LinkError(
                 f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
                 f"{trial.codec!r} or in the link; please report it."
             )
-        seconds.append(max(each.sync_time_s for each in told))
+        seconds.append(max(each.seconds for each in told))
         link.give(arrival.result.mean)
     return Figures(
         regions=link.num_regions,

@@ -369,8 +369,9 @@ def main() -> int:
     if importlib.util.find_spec("torchft") is None:
         out = [each.name for each in chosen if each.by == "torchft"]
         chosen = [each for each in chosen if each.by != "torchft"]
-        notes.append(f"Left out: {', '.join(out)}. These rows need `pip install torchft==0.2.0`.")
-        say(notes[-1])
+        if out:
+            notes.append(f"Left out: {', '.join(out)}. These rows need `pip install torchft==0.2.0`.")
+            say(notes[-1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
