@@ -39,16 +39,17 @@ def from_config(config: OuterConfig) -> Method:
             )
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
-        if name in given and settings.get(part) != needed:
+        if name in given and part in takes and settings[part] != needed:
             remedy = "one of them" if needed is None else f"outer.{name}, or set outer.{part}={needed}"
             raise InputError(
                 f"outer.{name}={given[name]} has an effect only with outer.{part}={needed}, but outer.{part} is "
-                f"{settings.get(part)}. Remove {remedy}."
+                f"{settings[part]}. Remove {remedy}."
             )
-    if settings["sync_interval"] < settings["num_fragments"]:
+    num_fragments = settings.get("num_fragments", 1)
+    if settings["sync_interval"] < num_fragments:
         raise InputError(
             f"outer.sync_interval={settings['sync_interval']} is smaller than outer.num_fragments="
-            f"{settings['num_fragments']}, but each fragment is sent once every sync_interval inner steps. "
+            f"{num_fragments}, but each fragment is sent once every sync_interval inner steps. "
             "Raise sync_interval or lower num_fragments."
         )
     return method(**given)
@@ -61,6 +62,6 @@ def settings(config: OuterConfig) -> dict[str, object]:
     found: dict[str, Any] = {"method": config.method, **defaults, **config.given()}
     found["digest_interval"] = config.digest_interval
     if "mixing_alpha" in found:
-        found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found["overlap_steps"])
-    idle = {name for name, part, needed in NEEDS if found.get(part) != needed}
+        found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
+    idle = {name for name, part, needed in NEEDS if part in found and found[part] != needed}
     return {name: value for name, value in found.items() if name not in idle}

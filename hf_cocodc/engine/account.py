@@ -37,10 +37,10 @@ class Account:
         self.report: dict[str, float] = {}
         self._num_fragments, self._record = num_fragments, record
 
-    def sent(self, step: int, fragment: int, numel: int) -> None:
+    def sent(self, step: int, fragment: int, numel: int, blocked_s: float) -> None:
         """A transfer has left."""
         self.totals.sends += 1
-        self._record("send", step=step, fragment=fragment, numel=numel)
+        self._record("send", step=step, fragment=fragment, numel=numel, blocked_s=round(blocked_s, 6))
 
     def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, blocked_s: float) -> None:
         """A transfer has landed; training was blocked on it for `blocked_s` seconds."""

@@ -88,8 +88,7 @@ class Synchronizer:
         self.measured = Measurements(lengths, link.clock())
         self.account = Account(len(fragments), record)
         self._schedule_state = method.schedule.init(len(fragments))
-        self._next_event = 0
-        """No inner step before this one has events."""
+        self._next_event = 0  # no inner step before this one has events
         if state is not None:
             self.load_state_dict(state)
 
@@ -118,7 +117,7 @@ class Synchronizer:
         self.inner_step += 1
         if trained:
             self._trained_at = self.inner_step
-        self.link.tick()
+        self.link.tick(self.inner_step)
         self.measured.note_step(inner_lr, self.link.clock())
         if self.inner_step < self._next_event:
             return None
@@ -242,9 +241,11 @@ class Synchronizer:
         with torch.profiler.record_function("hf_cocodc::send"):
             index, step = fragment.fragment.index, self.inner_step
             snapshot, outer_grad, finite = fragment.prepare()
+            blocked_s = 0.0
             # a codec with memory continues from the end of its last transfer
             if fragment.codec_remembers and fragment.in_flight:
-                fragment.codec = self._wait(fragment.in_flight[-1])[0].result.state
+                arrival, blocked_s = self._wait(fragment.in_flight[-1])
+                fragment.codec = arrival.result.state
             finite = self._everywhere(finite)
             if not finite and word.ending is Ending.NO:
                 logger.warning(
@@ -279,14 +280,13 @@ class Synchronizer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
             handle = self.link.mean(Parcel(conversation, fragment.fragment.numel, told, what, then))
-            kept = None if ahead else outer_grad
-            transfer = Transfer(
-                step, snapshot, fragment.global_params, measured.lr_sum, handle, kept, departure, outcome
-            )
+            kept = (snapshot, fragment.global_params, measured.lr_sum)
+            own = None if ahead else outer_grad
+            transfer = Transfer(step, *kept, handle, own, departure, outcome)
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
-            self.account.sent(step, index, fragment.fragment.numel)
+            self.account.sent(step, index, fragment.fragment.numel, blocked_s)
 
     def _land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:
         """Land a transfer; returns the words of all regions that it carried."""

@@ -31,7 +31,7 @@ _EAGER = " With eager updates, every region has its own global weights until the
 def section(outer: OuterOptimizer) -> str:
     """The card's section, in Markdown."""
     settings, synchronizer = outer.settings, outer.synchronizer
-    title, number = PAPERS[str(settings["method"])]
+    paper = PAPERS.get(str(settings["method"]))  # a method of a user's own may have none
     rows = {
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,
@@ -52,7 +52,8 @@ def section(outer: OuterOptimizer) -> str:
     return (
         f"{_HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
         f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
-        f"Other settings: {others}.\n\nPaper: [{title}](https://arxiv.org/abs/{number}).\n"
+        f"Other settings: {others}.\n"
+        + (f"\nPaper: [{paper[0]}](https://arxiv.org/abs/{paper[1]}).\n" if paper else "")
     )
 
 

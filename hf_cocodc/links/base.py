@@ -90,8 +90,8 @@ class Link(Protocol):
         """Seconds, by the clock that times transfers."""
         ...
 
-    def tick(self) -> None:
-        """Called after every inner step, before its transfers. Simulated time advances by an inner step."""
+    def tick(self, inner_step: int) -> None:
+        """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step."""
         ...
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:

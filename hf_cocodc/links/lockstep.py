@@ -233,7 +233,7 @@ class LockstepLink:
     def clock(self) -> float:
         return time.perf_counter() if self._hub.virtual is None else self.now
 
-    def tick(self) -> None:
+    def tick(self, inner_step: int) -> None:
         if self._hub.virtual is not None:
             self.now += self._hub.virtual.step_time_s
 

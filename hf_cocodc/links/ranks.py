@@ -51,9 +51,9 @@ class SharedLink:
     def clock(self) -> float:
         return time.perf_counter()
 
-    def tick(self) -> None:
+    def tick(self, inner_step: int) -> None:
         if self._link is not None:
-            self._link.tick()
+            self._link.tick(inner_step)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         if self._link is not None:
@@ -161,8 +161,8 @@ class LaneLink:
     def clock(self) -> float:
         return self._link.clock()
 
-    def tick(self) -> None:
-        self._link.tick()
+    def tick(self, inner_step: int) -> None:
+        self._link.tick(inner_step)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self._link.broadcast(flat, what, source)

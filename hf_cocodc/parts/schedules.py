@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 logger = logging.getLogger(__name__)
 
 ScheduleState = dict[str, Any]
-"""ScheduleState of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints."""
+"""The state of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints."""
 
 
 class Send(NamedTuple):
@@ -68,7 +68,7 @@ class Schedule(Protocol):
     overlaps: bool
 
     def init(self, num_fragments: int) -> ScheduleState:
-        """ScheduleState before inner step 1."""
+        """The state before inner step 1."""
         ...
 
     def events(

@@ -194,16 +194,28 @@ def test_lanes_share_what_the_network_gives(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_a_rate_limit_is_kept(num_lanes: int) -> None:
     """However fast the link: the payload takes at least as long as a lane's share of the limit says, but for its first
-    piece."""
+    piece. So do the seconds that the transfer says it took, which schedules go by."""
     rate = 400e3
 
-    def body(region: int, link: GlooLink) -> tuple[float, int]:
+    def body(region: int, link: GlooLink) -> tuple[float, float, int]:
         start = time.monotonic()
-        sent = meet(link).bytes_sent
-        return time.monotonic() - start, sent
+        arrival = meet(link)
+        return time.monotonic() - start, arrival.seconds, arrival.bytes_sent
 
-    for seconds, sent in run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes):
-        assert seconds >= (sent - exchange._SMALLEST) / rate > 0
+    for passed, seconds, sent in run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes):
+        assert passed >= seconds >= (sent - exchange._SMALLEST) / rate > 0
+
+
+def test_a_late_region_does_not_count_for_the_link() -> None:
+    """The seconds of a transfer begin when the last region has come to it."""
+
+    def body(region: int, link: GlooLink) -> float:
+        meet(link)
+        time.sleep(1.0 * region)
+        return meet(link).seconds
+
+    for seconds in run_over_gloo(2, body):
+        assert seconds < 0.7
 
 
 def test_memory_that_is_handed_back_is_used_again() -> None:
@@ -271,9 +283,9 @@ def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
     """Three time-outs of lateness cost nothing: the region shows signs of life, and gets on."""
 
     def body(region: int, link: Link) -> str:
-        for _ in range(30 * region):
+        for step in range(30 * region):
             time.sleep(0.1)
-            link.tick()
+            link.tick(step + 1)
         meet(link)
         return "met"
 

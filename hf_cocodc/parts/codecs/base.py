@@ -18,7 +18,7 @@ from ...tensors.pieces import UNSHARED
 from ..fragments import Fragment
 
 CodecState = dict[str, Any]
-"""CodecState of a codec for one fragment (a residual, a warm start): named tensors and numbers, saved in checkpoints."""
+"""The state of a codec for one fragment (a residual, a warm start): named tensors and numbers, saved in checkpoints."""
 
 
 class Coder(Protocol):
@@ -83,7 +83,7 @@ class Codec(Protocol):
     """Finds the mean of an outer gradient over the regions."""
 
     def init(self, fragment: Fragment) -> CodecState:
-        """CodecState before the first transfer of `fragment`."""
+        """The state before the first transfer of `fragment`."""
         ...
 
     def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
