@@ -212,12 +212,17 @@ class FragmentState:
         self._retire(transfer)
 
     def transfer_of(self, sent_at: int) -> Transfer:
-        """The transfer in flight that was sent at this inner step; for step 0, one that was never sent."""
+        """The transfer in flight that was sent at this inner step; for step 0, one that was never sent.
+
+        Transfers of a fragment land in the order of their sends: a step ahead starts from the step of the transfer before.
+        """
         if sent_at == 0:
             return self._nothing_sent()
-        found = [transfer for transfer in self.in_flight if transfer.sent_at == sent_at]
-        assert len(found) == 1, f"{len(found)} transfers of step {sent_at} are in flight, expected one"
-        return found[0]
+        in_flight = [transfer.sent_at for transfer in self.in_flight]
+        assert in_flight[:1] == [sent_at], (
+            f"the transfer of step {sent_at} is to land, in flight are those of {in_flight}"
+        )
+        return self.in_flight[0]
 
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""

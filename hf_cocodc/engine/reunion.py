@@ -10,14 +10,15 @@ from torch import Tensor
 from ..links.base import Link
 from ..tensors.flat import tensors_in
 from .fragment import FragmentState
+from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 
-def reunite(link: Link, fragment: FragmentState) -> None:
+def reunite(link: Link, fragment: FragmentState, landed: Transfer) -> None:
     """Take region 0's global params and outer state of a fragment: processors that round differently drift apart by bits.
 
-    A collective call of all regions.
+    A collective call of all regions, after the landing of a transfer that told of it.
     """
     what = f"region 0's global params of fragment {fragment.fragment.index}"
     logger.warning(
@@ -34,9 +35,9 @@ def reunite(link: Link, fragment: FragmentState) -> None:
     if numbers.numel():
         link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves
         fragment.outer = _with_numbers(fragment.outer, iter(numbers.tolist()))
-    # The broadcasts came after all earlier work of the link's thread: the thread no longer uses these tensors. But the outer
-    # steps that it took ahead started from the old values: these steps are taken again, at their landings.
-    for transfer in fragment.in_flight:
+    # Steps that were taken ahead, or would start from the landed one, have the old values: they are left to their landings.
+    # A link's thread is no longer at these tensors, because the broadcasts came after all its earlier work.
+    for transfer in (landed, *fragment.in_flight):
         transfer.outcome.step = None
 
 

@@ -49,6 +49,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
 
     while fragment.in_flight:
         transfer = fragment.in_flight.pop()
+        transfer.outcome.awaited = True
         transfer.handle.wait()
         fragment.drop(transfer)
     for name in _OF_A_FRAGMENT:
@@ -69,6 +70,7 @@ def make_own(fragment: FragmentState) -> None:
 
 def _saved(fragment: FragmentState, transfer: Transfer) -> dict[str, Any]:
     """A transfer and its result."""
+    transfer.outcome.awaited = True
     arrival = transfer.handle.wait()
     return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
         "outer_grad": fragment.outer_grad_of(transfer),

@@ -55,6 +55,20 @@ class Stepping:
 
         return Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
 
+    def of_loaded(self, fragment: FragmentState) -> None:
+        """Take the steps of loaded transfers now: the steps of later transfers start from theirs."""
+        if not self.is_ahead:
+            return
+        global_params, state = fragment.global_params, fragment.outer
+        for transfer in fragment.in_flight:
+            arrival = transfer.handle.wait()
+            info = self._info(fragment, arrival, transfer.global_params, global_params, None)
+            after = fragment.take()
+            step = OuterStep(self._transform, arrival.result.mean, state, info, after, fragment.pool)
+            step.run(fragment.threads.in_training)
+            transfer.outcome.step = step
+            global_params, state = step.global_params, step.state
+
     def at_landing(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterStep:
         """The outer step of a transfer that lands now: already taken, or to be taken piece by piece."""
         if transfer.outcome.step is not None:

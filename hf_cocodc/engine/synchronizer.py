@@ -155,9 +155,9 @@ class Synchronizer:
         closing = self.method.closing(self.method.merge)
         words: Words | None = None
         for fragment in self.fragments:
-            for transfer in list(fragment.in_flight):
-                if transfer.sent_at > fragment.settled_at:
-                    words = self._land(fragment, transfer.sent_at, closing.early) or words
+            flying = [transfer.sent_at for transfer in fragment.in_flight]
+            for sent_at in flying if flying and flying[-1] > fragment.settled_at else ():
+                words = self._land(fragment, sent_at, closing.early) or words
         sent = [each for each in self.fragments if max(each.settled_at, each.sent_at) < self.inner_step]
         for fragment in sent:
             self._send(fragment, word, ahead=False)
@@ -223,6 +223,7 @@ class Synchronizer:
         same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             saving.load(fragment, saved)
+            self._stepping.of_loaded(fragment)
         self.measured.load_state_dict(state)
         self._schedule_state = state["schedule_state"]
         self._next_event = 0
@@ -281,8 +282,7 @@ class Synchronizer:
 
             handle = self.link.mean(Parcel(conversation, fragment.fragment.numel, told, what, then))
             kept = (snapshot, fragment.global_params, measured.lr_sum)
-            own = None if ahead else outer_grad
-            transfer = Transfer(step, *kept, handle, own, departure, outcome)
+            transfer = Transfer(step, *kept, handle, None if ahead else outer_grad, departure, outcome)
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
@@ -309,7 +309,7 @@ class Synchronizer:
             settled = sent_at if merge.keeps_local_steps else self.inner_step
             fragment.settled_at = max(fragment.settled_at, settled)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
-                reunite(self.link, fragment)
+                reunite(self.link, fragment, transfer)
             self.account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
             return tuple(trailer.word for trailer in arrival.trailers) or None
 

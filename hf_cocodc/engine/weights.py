@@ -26,7 +26,7 @@ def show_global(
         fragments: all fragments of the model.
         link: reaches the other regions.
         step: inner step; equal in all regions.
-        totals: counts the bytes that are sent.
+        totals: counts bytes and seconds.
         mean: whether to show the mean over the regions, which is a collective call, or this region's own.
     """
     for fragment in fragments:
@@ -41,7 +41,10 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     conversation, departure = fragment.converse(unrounded, fragment.global_params)
     trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
     what = f"the mean of the global params of fragment {index}"
-    arrival = link.mean(Parcel(conversation, fragment.fragment.numel, lambda: trailer, what)).wait()
+    handle = link.mean(Parcel(conversation, fragment.fragment.numel, lambda: trailer, what))
+    began = link.clock()
+    arrival = handle.wait()
+    totals.blocked_s += link.clock() - began
     check_in_step(link.region, arrival.trailers, index, step)
     totals.bytes_sent += arrival.bytes_sent
     fragment.local.show(arrival.result.mean)

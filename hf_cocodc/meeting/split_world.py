@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
+from ..tensors.threads import REGIONS_HERE
 from .addresses import free_port
 
 
@@ -57,6 +58,7 @@ def split_world(num_regions: int) -> int:
         if len(devices) >= local_size:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + size])
         env.update(LOCAL_RANK=str(local_rank % size), LOCAL_WORLD_SIZE=str(size))
+        env[REGIONS_HERE] = str(local_size // size)
     env.update(
         RANK=str(rank_in_region),
         WORLD_SIZE=str(size),

@@ -11,6 +11,8 @@ from .pieces import in_this_thread
 
 T = TypeVar("T")
 
+REGIONS_HERE = "HF_COCODC_REGIONS_HERE"
+"""Environment variable: how many regions share this machine, where one command has started them."""
 _MOST = 16
 """More threads than this rarely move more bytes: the memory of one processor is then the limit."""
 _WORTH_A_THREAD = 4
@@ -51,7 +53,8 @@ class HostThreads:
 
     def __init__(self, trains_on_host: bool) -> None:
         self._on_host = trains_on_host
-        share = cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // 2
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * int(os.environ.get(REGIONS_HERE, "1"))
+        share = cores() // ranks // 2
         # asked here, in the training thread: in torch every thread has a number of its own
         self._most = min(torch.get_num_threads() if trains_on_host else max(share, 1), _MOST)
 

@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..recipes.recipe import Recipe
 from ..run.journal import forget_errors, read
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
+from ..tensors.threads import REGIONS_HERE
 from .train import output_dir
 
 GRACE_S = 30.0
@@ -79,7 +80,12 @@ def start(
                 forget_errors(journal)
             else:
                 journal.unlink(missing_ok=True)
-            env = {**os.environ, ENV_REGION: str(region), ENV_REGIONS: str(count)}
+            env = {
+                **os.environ,
+                ENV_REGION: str(region),
+                ENV_REGIONS: str(count),
+                REGIONS_HERE: str(len(regions)),
+            }
             if store is not None:
                 env[ENV_STORE] = store
             arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)

@@ -43,7 +43,7 @@ def test_over_a_link_with_a_thread_of_its_own(method: str) -> None:
 def test_training_goes_on_while_an_outer_gradient_leaves() -> None:
     """It travels on a stream of its own, into pinned memory, and is there before work that the training stream got later."""
     flat = torch.ones(1 << 24, device="cuda")
-    host = Pool(flat.numel(), pinned=True)
+    host = Pool(HOST, [flat.numel()], pinned=True)
     leaving = Departure(flat, host)
     torch.cuda._sleep(4_000_000_000)  # cycles: seconds
     trained = torch.cuda.current_stream().record_event()

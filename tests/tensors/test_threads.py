@@ -44,7 +44,8 @@ def test_training_on_the_host_keeps_its_cores(monkeypatch: pytest.MonkeyPatch) -
     half of the rank's share of the cores."""
     before = torch.get_num_threads()
     monkeypatch.setattr(threads, "cores", lambda: 48)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("HF_COCODC_REGIONS_HERE", "2")
     try:
         torch.set_num_threads(3)
         host, beside_a_gpu = HostThreads(trains_on_host=True), HostThreads(trains_on_host=False)
