@@ -22,8 +22,9 @@ from ..meeting.store import connect_store, serve_store
 from ..parts.codecs.base import Codec
 from ..parts.fragments import Fragment
 from ..tensors.flat import digest
+from ..tensors.threads import cores
 from .codec import KNOWN
-from .report import Report, Row, cores
+from .report import Report, Row
 from .workers import TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
 
 ROUND_TRIPS = 5

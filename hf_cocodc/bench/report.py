@@ -1,7 +1,6 @@
 """The report of a benchmark: a table for people, JSON for programs."""
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,6 +61,8 @@ def machine() -> Row:
     import psutil
     import torch
 
+    from ..tensors.threads import cores
+
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -71,11 +72,6 @@ def machine() -> Row:
         "python": platform.python_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show(value: Any, form: str | None = None) -> str:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..bench import link
-from ..bench.report import Report, cores
+from ..bench.report import Report
 from ..bench.workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
 from ..errors import InputError, nearest
 from ..meeting.store import connect_store
 from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
+from ..tensors.threads import cores
 from .wan import INTERFACE, Wan
 
 MODEL = {

@@ -29,7 +29,7 @@ class Account:
 
     Attributes:
         totals: counters since the start of the run.
-        report: figures of the last landing, for people and for trackers.
+        report: figures at the last landing, most of them since the start of the run, for people and for trackers.
     """
 
     def __init__(self, num_fragments: int, record: Record) -> None:

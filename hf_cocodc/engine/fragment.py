@@ -67,13 +67,16 @@ class FragmentState:
     sent_at: int = 0
     lr_sum: float = 0.0
 
+    def __post_init__(self) -> None:
+        self._lengths = [sum(cut.sizes) for cut in self.cuts]
+
     def take(self) -> Tensor:
         """A buffer of the fragment's length with undefined values."""
         return self.pool.take(self.fragment.numel)
 
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, piece by piece."""
-        return flat.split_with_sizes([sum(cut.sizes) for cut in self.cuts])
+        return flat.split_with_sizes(self._lengths)
 
     def gather(self) -> Tensor:
         """The local params in a flat buffer of their own."""
@@ -125,11 +128,9 @@ class FragmentState:
         if transfer.outer_grad is not None:
             return transfer.outer_grad
         found = torch.empty_like(transfer.snapshot)
-        for index, pieces in enumerate(
-            zip(*map(self.cut, (transfer.snapshot, transfer.global_params, found)), strict=True)
-        ):
-            local, shown, into = pieces
-            self._subtract(local, shown, index, into)
+        locals_, globals_, grads = map(self.cut, (transfer.snapshot, transfer.global_params, found))
+        for index in range(len(self.cuts)):
+            self._subtract(locals_[index], globals_[index], index, grads[index])
         return found
 
     def _subtract(self, local: Tensor, global_params: Tensor, index: int, into: Tensor) -> None:
@@ -140,21 +141,6 @@ class FragmentState:
         if self.local.is_rounded:
             global_params = self.local.rounded(global_params, index, into)
         torch.sub(global_params, local, out=into)
-
-    def step_ahead(
-        self,
-        transform: OuterTransform,
-        mean: Tensor,
-        state: dict[str, Any],
-        info: OuterInfo,
-        outer_grad: Tensor,
-    ) -> OuterStep:
-        """The outer step of a transfer that has ended but not landed, in new memory.
-
-        Starts from `info.global_params` and `state`. The outer gradient has been sent: its memory is reused.
-        """
-        self.pool.give(outer_grad)
-        return OuterStep(transform, mean, state, info, self.take(), self.pool)
 
     def step_now(self, transform: OuterTransform, mean: Tensor, info: OuterInfo) -> OuterStep:
         """The outer step of a transfer that lands now: in place, unless a transfer still references the global params."""
@@ -169,7 +155,7 @@ class FragmentState:
         Args:
             transfer: what lands; no longer in flight.
             mean: the mean outer gradient; overwritten.
-            step: from `step_ahead`, already taken; or from `step_now`, taken here.
+            step: taken already; or from `step_now`, taken here.
             merge: how local params take in global ones.
             info: facts for the merge.
 

@@ -52,9 +52,8 @@ class Measurements:
 
     def note_event(self) -> None:
         """A transfer is about to be sent or landed."""
-        self.step_time_s = median(
-            self._durations
-        )  # not the mean: one evaluation among the steps must not count
+        # not the mean: one evaluation among the steps must not count
+        self.step_time_s = median(self._durations)
         self._durations.clear()
 
     def leave_events(self, now: float) -> None:

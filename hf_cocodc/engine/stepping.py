@@ -50,8 +50,8 @@ class Stepping:
             base = fragment.in_flight[-1].outcome
 
         def prepare(arrival: Arrival, global_params: Tensor, state: dict[str, Any]) -> OuterStep:
-            info = self._info(fragment, arrival, at_send, global_params, None)
-            return fragment.step_ahead(self._transform, arrival.result.mean, state, info, outer_grad)
+            fragment.pool.give(outer_grad)
+            return self._in_new_memory(fragment, arrival, at_send, global_params, state)
 
         return Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
 
@@ -62,9 +62,7 @@ class Stepping:
         global_params, state = fragment.global_params, fragment.outer
         for transfer in fragment.in_flight:
             arrival = transfer.handle.wait()
-            info = self._info(fragment, arrival, transfer.global_params, global_params, None)
-            after = fragment.take()
-            step = OuterStep(self._transform, arrival.result.mean, state, info, after, fragment.pool)
+            step = self._in_new_memory(fragment, arrival, transfer.global_params, global_params, state)
             step.run(fragment.threads.in_training)
             transfer.outcome.step = step
             global_params, state = step.global_params, step.state
@@ -76,6 +74,18 @@ class Stepping:
         at_send, now = transfer.global_params, fragment.global_params
         info = self._info(fragment, arrival, at_send, now, transfer.outer_grad)
         return fragment.step_now(self._transform, arrival.result.mean, info)
+
+    def _in_new_memory(
+        self,
+        fragment: FragmentState,
+        arrival: Arrival,
+        global_at_send: Tensor,
+        global_params: Tensor,
+        state: dict[str, Any],
+    ) -> OuterStep:
+        """The outer step of a transfer that has ended but not landed, from these global params and this outer state."""
+        info = self._info(fragment, arrival, global_at_send, global_params, None)
+        return OuterStep(self._transform, arrival.result.mean, state, info, fragment.take(), fragment.pool)
 
     def _info(
         self,

@@ -102,10 +102,9 @@ class GlooLink:
                     posted = time.perf_counter()
                     self.wire.wait(swap.pending, parcel.what, self._heartbeat)
                     came = time.perf_counter()
+                    # if another region was late, that time does not count for the link
                     if came - posted > self.wire.rtt_s + _AT_ONCE_S:
-                        began = (
-                            came - self.wire.rtt_s
-                        )  # another region was late: that time does not count for the link
+                        began = came - self.wire.rtt_s
                     trailers = _records(Trailer, swap.values)
                 reply = said.end([trailer.weight for trailer in trailers])
                 bytes_sent += said.bytes_sent

@@ -3,7 +3,8 @@
 At the end some inner steps are in no transfer yet: the run's length is no multiple of the interval, or a merge keeps local
 steps. A closing brings them into the global params. The engine does three things, fragment by fragment:
 
-1. It lands each transfer in flight that carries steps which the global params do not have, with the merge `early`.
+1. If the last transfer in flight carries steps that the global params do not have, it lands all transfers in flight, in
+   order, with the merge `early`.
 2. It sends once more, if there are inner steps that no transfer carries.
 3. It lands what `landings` names, with the merge `last`, and drops the other transfers.
 

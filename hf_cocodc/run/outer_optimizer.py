@@ -158,7 +158,7 @@ class OuterOptimizer:
 
     @property
     def report(self) -> dict[str, float]:
-        """Figures of the last landing: rounds, staleness, seconds blocked, bytes sent, mean loss of the regions."""
+        """Figures at the last landing: rounds, staleness, seconds blocked, bytes sent, mean loss of the regions."""
         return self.synchronizer.account.report
 
     @property
