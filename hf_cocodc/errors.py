@@ -14,7 +14,9 @@ Every message names the value, the rule and the way out. The command line prints
 """
 
 import difflib
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 
 class CocodcError(Exception):
@@ -63,3 +65,33 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(sorted(known))}."
+
+
+_VALUES = reprlib.Repr()
+_VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 3, 80, 80, 40
+
+
+def shown(value: Any) -> str:
+    """A value from the user as a message shows it: its repr, cut if it is long or deeply nested.
+
+    >>> shown("abc"), shown([1, 2, 3, 4, 5, 6, 7, 8]), len(shown("a" * 10**6))
+    ("'abc'", '[1, 2, 3, 4, 5, 6, ...]', 80)
+    """
+    return _VALUES.repr(value)
+
+
+def short(text: object, limit: int = 80) -> str:
+    """A name, or the words of another library, as a message shows them: one line without its middle if it is long.
+
+    >>> short("sync_interval"), short("a" * 50 + "b" * 50, 11)
+    ('sync_interval', 'aaaa...bbbb')
+    """
+    line = " ".join(str(text).split())
+    kept = (limit - 3) // 2
+    return line if len(line) <= limit else f"{line[:kept]}...{line[-kept:]}"
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of another library says, as part of a message: its first line, without the full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return short(lines[0], 400).rstrip(". ")

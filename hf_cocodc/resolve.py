@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from .errors import InputError, nearest
+from .errors import InputError, nearest, shown
 from .methods import METHODS, Method
 from .parts import choose
 from .settings import OuterConfig
@@ -26,7 +26,7 @@ def from_config(config: OuterConfig) -> Method:
     """
     if config.method not in METHODS:
         raise InputError(
-            f"outer.method={config.method!r} is not known.{nearest(config.method, list(METHODS))}"
+            f"outer.method={shown(config.method)} is not known.{nearest(config.method, list(METHODS))}"
         )
     method = METHODS[config.method]
     takes = {name: parameter.default for name, parameter in inspect.signature(method).parameters.items()}
@@ -34,7 +34,7 @@ def from_config(config: OuterConfig) -> Method:
     for name, value in given.items():
         if name not in takes:
             raise InputError(
-                f"outer.{name}={value} has no meaning for method={config.method}. This method takes {', '.join(takes)}. "
+                f"outer.{name}={shown(value)} has no meaning for method={config.method}. This method takes {', '.join(takes)}. "
                 f"Remove outer.{name}, or choose a method that uses it."
             )
     settings = {**takes, **given}
@@ -42,7 +42,7 @@ def from_config(config: OuterConfig) -> Method:
         if name in given and part in takes and settings[part] != needed:
             remedy = "one of them" if needed is None else f"outer.{name}, or set outer.{part}={needed}"
             raise InputError(
-                f"outer.{name}={given[name]} has an effect only with outer.{part}={needed}, but outer.{part} is "
+                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={needed}, but outer.{part} is "
                 f"{settings[part]}. Remove {remedy}."
             )
     num_fragments = settings.get("num_fragments", 1)

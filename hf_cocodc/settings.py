@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, shown
 
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
@@ -140,7 +140,9 @@ class RegionConfig:
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
         )
         if self.store is not None and not re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):\d{1,5}", self.store):
-            raise InputError(f"regions.store={self.store!r} must be HOST:PORT, for example 10.0.0.1:29650.")
+            raise InputError(
+                f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650."
+            )
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment fills the fields that are None. A single region needs no store.
@@ -182,7 +184,7 @@ def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> 
     if key not in env:
         return value
     if not re.fullmatch(r"\d+", env[key]):
-        raise InputError(f"{key}={env[key]!r} must be a whole number from 0.")
+        raise InputError(f"{key}={shown(env[key])} must be a whole number from 0.")
     if value is not None and value != int(env[key]):
         raise InputError(
             f"{name}={value} but the environment says {key}={env[key]}. Make them equal, or unset one."
@@ -202,4 +204,4 @@ def require(config: Any, name: str, holds: Any, rule: str, section: str = "outer
     """Raise InputError with `rule` if `holds` is false for the field `name`; None is always allowed."""
     value = getattr(config, name)
     if value is not None and not holds(value):
-        raise InputError(f"{section}.{name}={value} {rule}.")
+        raise InputError(f"{section}.{name}={shown(value)} {rule}.")

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 from ..links.base import drive
 from ..parts import codecs
 from ..parts.choose import CODECS
@@ -43,7 +43,7 @@ def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Repor
     """
     for name in only or ():
         if name not in KNOWN:
-            raise InputError(f"--only {name!r} is not a codec.{nearest(name, list(KNOWN))}")
+            raise InputError(f"--only {shown(name)} is not a codec.{nearest(name, list(KNOWN))}")
     num_matrices, rest = divmod(numel, _SIDE * _SIDE)
     shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
     fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)

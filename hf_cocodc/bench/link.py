@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import HandshakeError, InputError, LinkError, nearest
+from ..errors import HandshakeError, InputError, LinkError, nearest, shown
 from ..links.base import Parcel
 from ..links.gloo import GlooLink
 from ..links.trailer import Trailer
@@ -57,7 +57,7 @@ class Trial:
                 f"--megabytes {self.megabytes:g} must be positive and fit into memory. The default is 64."
             )
         if self.codec not in KNOWN:
-            raise InputError(f"--codec {self.codec!r} is not known.{nearest(self.codec, list(KNOWN))}")
+            raise InputError(f"--codec {shown(self.codec)} is not known.{nearest(self.codec, list(KNOWN))}")
         if self.repeat < 1:
             raise InputError(f"--repeat {self.repeat} must be at least 1.")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..bench import link
 from ..bench.report import Report
 from ..bench.workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 from ..meeting.store import connect_store
 from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
@@ -86,7 +86,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in self.methods:
             if name not in SETTINGS:
-                raise InputError(f"--methods {name!r} is not known.{nearest(name, list(SETTINGS))}")
+                raise InputError(f"--methods {shown(name)} is not known.{nearest(name, list(SETTINGS))}")
             num_fragments = SETTINGS[name].get("num_fragments", 1)
             if self.sync_interval < num_fragments:
                 raise InputError(

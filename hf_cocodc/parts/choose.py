@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 from . import codecs, fragments, merges, outer
 from .codecs.base import Codec
 from .fragments import Pattern
@@ -22,7 +22,7 @@ def pattern(name: str, num_fragments: int) -> Pattern:
     by_blocks = {"strided": fragments.strided, "sequential": fragments.sequential}
     if name not in by_blocks:
         raise InputError(
-            f"outer.fragment_pattern={name!r} is not known.{nearest(name, ['whole', *by_blocks])}"
+            f"outer.fragment_pattern={shown(name)} is not known.{nearest(name, ['whole', *by_blocks])}"
         )
     return by_blocks[name](num_fragments)
 
@@ -41,7 +41,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = False) -> Codec:
     """The codec called `name`, inside `feedback` if `error_feedback`; the rank arguments count only for lowrank."""
     if name not in (*CODECS, "lowrank"):
-        raise InputError(f"outer.codec={name!r} is not known.{nearest(name, [*CODECS, 'lowrank'])}")
+        raise InputError(f"outer.codec={shown(name)} is not known.{nearest(name, [*CODECS, 'lowrank'])}")
     if name == "lowrank":
         chosen: Codec = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
     else:
@@ -75,7 +75,7 @@ def merge(
         "compensate": lambda: merges.compensate_delay(compensation, compensation_strength),
     }
     if name not in known:
-        raise InputError(f"outer.merge={name!r} is not known.{nearest(name, list(known))}")
+        raise InputError(f"outer.merge={shown(name)} is not known.{nearest(name, list(known))}")
     return known[name]()
 
 
@@ -86,7 +86,9 @@ def penalty(value: float | str) -> OuterTransform:
     except ValueError:
         constant = 0.0
     if constant is not None and not constant >= 1:
-        raise InputError(f"outer.staleness_penalty={value!r} must be gap, none, or a number of at least 1.")
+        raise InputError(
+            f"outer.staleness_penalty={shown(value)} must be gap, none, or a number of at least 1."
+        )
     return outer.staleness_penalty(constant)
 
 

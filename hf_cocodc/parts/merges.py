@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 from .info import MergeInfo, Piece
 
 
@@ -101,7 +101,7 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
         InputError: the mode is unknown, or the strength is negative.
     """
     if mode not in COMPENSATIONS:
-        raise InputError(f"outer.compensation={mode!r} is not known.{nearest(mode, COMPENSATIONS)}")
+        raise InputError(f"outer.compensation={shown(mode)} is not known.{nearest(mode, COMPENSATIONS)}")
     if strength < 0:
         raise InputError(
             f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."

@@ -1,55 +1,16 @@
-"""Reads a recipe: YAML 1.2, overrides from the command line, and a type check of every key."""
+"""Turns what YAML holds into sections: overrides from the command line, and a type check of every key."""
 
 import dataclasses
-import re
+import enum
+import math
 import types
 from collections.abc import Mapping
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, short, shown
+from .parsing import read_yaml
 
 T = TypeVar("T")
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1; this loader reads 1.2: 4e-4 is a number, `on` and `no` are words. A repeated key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def read_yaml(text: str, where: str) -> Any:
-    """Parse YAML. Raises InputError with `where` and the line."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise InputError(
-            f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or error}."
-        ) from error
 
 
 def override_key(content: dict, override: str) -> None:
@@ -57,48 +18,102 @@ def override_key(content: dict, override: str) -> None:
     key, equals, value = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
-        raise InputError(f"--set {override!r} must be SECTION.KEY=VALUE, for example outer.sync_interval=50.")
+        raise InputError(
+            f"--set {shown(override)} must be SECTION.KEY=VALUE, for example outer.sync_interval=50."
+        )
     target = content.setdefault(section, {})
     *parents, last = name.split(".")
     for parent in parents:
         if isinstance(target, dict):
             target = target.setdefault(parent, {})
     if not isinstance(target, dict):
-        raise InputError(f"--set {override!r}: {key.rpartition('.')[0]} is not a mapping in the recipe.")
-    target[last] = read_yaml(value, f"--set {override!r}")
+        raise InputError(
+            f"--set {shown(override)}: {short(key.rpartition('.')[0])} is not a mapping in the recipe."
+        )
+    target[last] = read_yaml(value, f"--set {shown(override)}")
 
 
-def build(cls: type[T], content: Any, where: str, section: str) -> T:
+def build(cls: type[T], content: Any, section: str = "") -> T:
     """Build the dataclass `cls` from a mapping. Raises InputError for an unknown key, a missing section or a wrong type."""
     if not isinstance(content, Mapping):
-        raise InputError(f"{where}: {section} must be a mapping of keys, not {content!r}.")
+        raise InputError(f"{section or 'it'} must be a mapping of keys, not {shown(content)}.")
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     dot = f"{section}." if section else ""
     for key in content:
         if key not in fields:
-            raise InputError(f"{where}: unknown key {dot}{key}.{nearest(str(key), list(fields))}")
+            raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
     for name, each in fields.items():
         if name not in content and each.default is each.default_factory is dataclasses.MISSING:
             raise InputError(
-                f"{where}: section {dot}{name} is missing. A recipe needs model, tokenizer, data and training."
+                f"section {dot}{name} is missing. A recipe needs model, tokenizer, data and training."
             )
-    values = {key: _convert(value, hints[key], where, f"{dot}{key}") for key, value in content.items()}
-    try:
-        return cls(**values)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from None
+    return cls(**{key: converted(value, hints[key], f"{dot}{key}") for key, value in content.items()})
 
 
-def _convert(value: Any, hint: Any, where: str, name: str) -> Any:
-    """Check `value` against a type hint. An int becomes a float where only a float fits."""
+def converted(value: Any, hint: Any, name: str) -> Any:
+    """`value` as a type hint wants it: an int becomes a float where only a float fits, a mapping becomes its dataclass.
+
+    A hint may be a class, a union, a Literal, list[X] or dict[str, X]. Where it names a dataclass beside other types, a
+    mapping is taken as it is: the library that has this hint knows what it does with it.
+
+    Raises:
+        InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
+    """
     if dataclasses.is_dataclass(hint):
-        return build(hint, value, where, name)  # type: ignore[arg-type]
+        return build(hint, value, name)  # type: ignore[arg-type]
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = tuple(get_origin(option) or option for option in options)
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
-        raise InputError(f"{where}: {name}={value!r} must be {wanted}, not {type(value).__name__}.")
+    if Any in options:
+        return value
+    if any(get_origin(option) is Literal and _is_among(value, get_args(option)) for option in options):
+        return value
+    if isinstance(value, Mapping) and any(dataclasses.is_dataclass(option) for option in options):
+        return value
+    fitting = [option for option in options if _is_a(value, get_origin(option) or option)]
+    if not fitting and float in options and isinstance(value, int) and not isinstance(value, bool):
+        value, fitting = float(value), [float]
+    if not fitting:
+        wanted = " or ".join(word for option in options for word in _words(option, str in options))
+        raise InputError(f"{name}={shown(value)} must be {wanted}, not {type(value).__name__}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{name}={value} must be finite.")
+    for option in fitting:
+        inner = get_args(option)
+        if isinstance(value, list) and inner:
+            return [converted(each, inner[0], f"{name}[{place}]") for place, each in enumerate(value)]
+        if isinstance(value, dict) and inner:
+            for key in value:
+                converted(key, inner[0], f"the key {shown(key)} of {name}")
+            return {key: converted(each, inner[1], f"{name}.{short(key)}") for key, each in value.items()}
     return value
+
+
+def _is_among(value: Any, literals: tuple) -> bool:
+    return any(value == each and type(value) is type(each) for each in literals)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind is tuple:  # YAML has only lists
+        return isinstance(value, list)
+    return (
+        isinstance(kind, type) and isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
+    )
+
+
+def _words(option: Any, is_text_allowed: bool) -> list[str]:
+    """How a message names the values that a type hint accepts."""
+    if get_origin(option) is Literal:
+        return [repr(each) for each in get_args(option)]
+    kind = get_origin(option) or option
+    if is_text_allowed and issubclass(kind, enum.Enum):
+        return []
+    words = {
+        types.NoneType: "null",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+    }
+    return [
+        words.get(kind) or {list: "a list", tuple: "a list", dict: "a mapping"}.get(kind) or kind.__name__
+    ]

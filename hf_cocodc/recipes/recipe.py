@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, short, shown
 from ..settings import OuterConfig, RegionConfig, require
-from .reading import build, override_key, read_yaml
+from .parsing import read_file
+from .reading import build, override_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +25,11 @@ class ModelSection:
             raise InputError(
                 "model needs exactly one of config (random weights) and name_or_path (trained weights)."
             )
-        if self.config is not None and "model_type" not in self.config:
-            raise InputError("model.config needs model_type, for example llama.")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise InputError("model.config needs model_type: a word, for example llama.")
         known = ("float32", "bfloat16", "float16")
         if self.dtype is not None and self.dtype not in known:
-            raise InputError(f"model.dtype={self.dtype!r} is not known.{nearest(self.dtype, known)}")
+            raise InputError(f"model.dtype={shown(self.dtype)} is not known.{nearest(self.dtype, known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class TokenizerSection:
             raise InputError("tokenizer needs exactly one of builtin (bytes) and name_or_path.")
         if self.builtin not in (None, "bytes"):
             raise InputError(
-                f"tokenizer.builtin={self.builtin!r} is not known.{nearest(str(self.builtin), ['bytes'])}"
+                f"tokenizer.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['bytes'])}"
             )
 
 
@@ -68,7 +69,7 @@ class DataSection:
             )
         if self.builtin not in (None, "python-stdlib"):
             raise InputError(
-                f"data.builtin={self.builtin!r} is not known.{nearest(str(self.builtin), ['python-stdlib'])}"
+                f"data.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['python-stdlib'])}"
             )
         require(self, "block_size", lambda v: v >= 2, "must be at least 2 tokens", "data")
         require(self, "eval_blocks", lambda v: v >= 1, "must be at least 1", "data")
@@ -85,11 +86,11 @@ class EvaluationSection:
         for name in self.metrics:
             if name not in ("perplexity", "accuracy"):
                 raise InputError(
-                    f"evaluation.metrics: {name!r} is not known.{nearest(name, ['perplexity', 'accuracy'])}"
+                    f"evaluation.metrics: {shown(name)} is not known.{nearest(name, ['perplexity', 'accuracy'])}"
                 )
         if self.on not in ("global", "local"):
             raise InputError(
-                f"evaluation.on={self.on!r} is not known.{nearest(self.on, ['global', 'local'])}"
+                f"evaluation.on={shown(self.on)} is not known.{nearest(self.on, ['global', 'local'])}"
             )
 
 
@@ -114,21 +115,19 @@ class Recipe:
             InputError: the file does not exist, is not valid YAML, or has an unknown key or an impossible value. The message
                 says where.
         """
-        file = Path(path)
-        if not file.is_file():
-            raise InputError(
-                f"recipe {str(path)!r} is not a file. The recipes of this project are in recipes/."
-            )
-        content = read_yaml(file.read_text(encoding="utf-8"), str(path))
+        content = read_file(path)
         if not isinstance(content, dict):
             raise InputError(
-                f"recipe {str(path)!r} must be a mapping of sections, for example outer: and training:."
+                f"recipe {shown(os.fspath(path))} must be a mapping of sections, for example outer: and training:."
             )
         for override in overrides:
             override_key(content, override)
-        return cls.from_dict(content, f"recipe {file.name}")
+        return cls.from_dict(content, f"recipe {short(Path(path).name)}")
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":
         """Build a recipe from nested mappings. Raises InputError like `load`."""
-        return build(cls, content, where, "")
+        try:
+            return build(cls, content)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None

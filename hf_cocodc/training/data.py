@@ -13,7 +13,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 
 if TYPE_CHECKING:
     import datasets
@@ -38,7 +38,7 @@ def python_stdlib(split: str) -> datasets.Dataset:
         InputError: the split does not exist, or the interpreter has no source files.
     """
     if split not in ("train", "test"):
-        raise InputError(f"data.split={split!r} does not exist in python-stdlib. Use 'train' or 'test'.")
+        raise InputError(f"data.split={shown(split)} does not exist in python-stdlib. Use 'train' or 'test'.")
     import datasets
 
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -90,10 +90,10 @@ def load_text(
     import datasets
 
     if (builtin is None) == (path is None):
-        raise InputError(f"data.builtin={builtin!r} and data.path={path!r}: give one of the two.")
+        raise InputError(f"data.builtin={shown(builtin)} and data.path={shown(path)}: give one of the two.")
     if builtin is not None and builtin not in BUILTINS:
         raise InputError(
-            f"data.builtin={builtin!r} is unknown.{nearest(builtin, BUILTINS)} Or set data.path."
+            f"data.builtin={shown(builtin)} is unknown.{nearest(builtin, BUILTINS)} Or set data.path."
         )
     if builtin:
         dataset: Any = python_stdlib(split)
@@ -102,7 +102,7 @@ def load_text(
         try:
             dataset = datasets.load_dataset(path, name, split=split, streaming=streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            what = f"data.path={path!r}, data.name={name!r}, data.split={split!r}"
+            what = f"data.path={shown(path)}, data.name={shown(name)}, data.split={shown(split)}"
             # datasets wraps the real error in a vaguer one
             reason = str(error.__cause__ or error).rstrip(". ")
             raise InputError(
@@ -179,5 +179,7 @@ def _columns(dataset: Any, text_column: str) -> list[str]:
         )
     if text_column not in columns:
         known = ", ".join(columns)
-        raise InputError(f"data.text_column={text_column!r} is not in the dataset. Set it to one of {known}.")
+        raise InputError(
+            f"data.text_column={shown(text_column)} is not in the dataset. Set it to one of {known}."
+        )
     return columns

@@ -8,7 +8,7 @@ import datasets
 import evaluate
 import numpy as np
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 
 IGNORED = -100  # the label that Hugging Face losses ignore
 
@@ -84,7 +84,7 @@ def causal_lm_metrics(names: Sequence[str]) -> tuple[Callable[..., Any] | None, 
     """
     for name in names:
         if name not in METRICS:
-            raise InputError(f"evaluation.metrics: {name!r} is not known.{nearest(name, list(METRICS))}")
+            raise InputError(f"evaluation.metrics: {shown(name)} is not known.{nearest(name, list(METRICS))}")
     metrics = {name: METRICS[name]() for name in names}
 
     def compute_metrics(prediction: Any, compute_result: bool = True) -> dict[str, float]:

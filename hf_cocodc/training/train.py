@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..errors import CocodcError, InputError, nearest
+from ..errors import CocodcError, InputError, nearest, reason, short, shown
+from ..recipes.reading import converted
 from ..recipes.recipe import Recipe
 from ..run.journal import append_error
 
@@ -63,7 +64,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     try:
         args = TrainingArguments(**{**recipe.training, "output_dir": str(output_dir(recipe))})
     except (TypeError, ValueError) as error:
-        raise InputError(f"training: {error}") from error
+        raise InputError(f"training: {reason(error)}.") from error
     set_seed(args.seed)
     tokenizer = _tokenizer(recipe)
     model = _model(recipe, len(tokenizer))
@@ -105,10 +106,10 @@ def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
     for key, value in given.items():
         if key not in known:
             close = nearest(key, known).split(" Known:")[0]
-            raise InputError(f"recipe: unknown key {section}.{key}.{close} Use a field of {kind.__name__}.")
-        wanted = {int: "a whole number", float: "a number"}.get(hints[key])
-        if wanted and (isinstance(value, bool) or not isinstance(value, hints[key] | int)):
-            raise InputError(f"{section}.{key}={value!r} must be {wanted}, not {type(value).__name__}.")
+            raise InputError(
+                f"recipe: unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}."
+            )
+        converted(value, hints[key], f"{section}.{key}")
 
 
 def _tokenizer(recipe: Recipe) -> Any:
@@ -122,7 +123,7 @@ def _tokenizer(recipe: Recipe) -> Any:
         return AutoTokenizer.from_pretrained(recipe.tokenizer.name_or_path)
     except OSError as error:
         raise InputError(
-            f"tokenizer.name_or_path={recipe.tokenizer.name_or_path!r}: {_first_line(error)}"
+            f"tokenizer.name_or_path={shown(recipe.tokenizer.name_or_path)}: {reason(error)}."
         ) from error
 
 
@@ -140,7 +141,7 @@ def _model(recipe: Recipe, vocab_size: int) -> Any:
         else:
             model = AutoModelForCausalLM.from_pretrained(section.name_or_path, dtype=dtype or "auto")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"model: {_first_line(error)}") from error
+        raise InputError(f"model: {reason(error)}.") from error
     rows = model.get_input_embeddings().num_embeddings
     if rows < vocab_size:
         raise InputError(
@@ -165,10 +166,6 @@ def _first(dataset: Any, blocks: int) -> Any:
     if hasattr(dataset, "select"):
         return dataset.select(range(min(blocks, len(dataset))))
     return dataset.take(blocks)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

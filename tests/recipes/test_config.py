@@ -29,7 +29,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
         ("training.learning_rate=fast", "training.learning_rate='fast' must be a number, not str"),
         ("peft.rank=5", "unknown key peft.rank"),
         ("outer.sync_interval=0", "outer.sync_interval=0 must be at least 1"),
-        ("outer.sync_interval=five", "outer.sync_interval='five' must be int or null, not str"),
+        ("outer.sync_interval=five", "outer.sync_interval='five' must be a whole number or null, not str"),
         ("outer.outer_lr=-1", "outer.outer_lr=-1.0 must be positive"),
         ("outer.method=dilcoo", "Did you mean 'diloco'"),
         ("outer.codec=bf17", "Did you mean 'bf16'"),
