@@ -28,10 +28,13 @@ class Display:
     ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
-        self._positions = [0] * len(journals)
-        self._inodes = [0] * len(journals)
+        found = [journal.stat() if journal.is_file() else None for journal in journals]
+        # the journal of an earlier run stays until this run has begun; only a resumed run continues it
+        seen = [None if resumed else each for each in found]
+        self._positions = [each.st_size if each else 0 for each in seen]
+        self._inodes = [each.st_ino if each else 0 for each in seen]
         self._resumed = resumed
-        self._inode_before = journals[0].stat().st_ino if journals[0].is_file() else 0
+        self._inode_before = found[0].st_ino if found[0] else 0
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps

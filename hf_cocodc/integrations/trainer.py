@@ -161,8 +161,6 @@ class CoCoDCCallback(TrainerCallback):
         if self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree:
             often = interval(args.eval_strategy, state.eval_steps, args, loader, max_steps)
             check_same_interval(self._link, Interval(often), "evaluates", "eval")
-        if self._saved is None and args.should_save:
-            begin_run(Path(args.output_dir), run)
         if max_steps < state.max_steps:
             logger.warning(
                 "region %d would make %d inner steps, another region %d: all make %d.",
@@ -180,7 +178,10 @@ class CoCoDCCallback(TrainerCallback):
             link=self._link,
             saved=self._saved,
         )
-        if self._saved is not None and args.should_save:
+        # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
+        if args.should_save and self._saved is None:
+            begin_run(Path(args.output_dir), run)
+        elif args.should_save:
             give_up_later(Path(args.output_dir), self.outer.inner_step, self.region)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = time.perf_counter()
@@ -289,11 +290,13 @@ class CoCoDCCallback(TrainerCallback):
             self._link = self._saved = None
         if not self._running.finished:
             self._running.close()
-            raise RunStopped(
+            stopped = RunStopped(
                 f"all regions stopped at step {self._running.inner_step}: {self._running.why}. Each has saved "
                 f"{PREFIX}{self._running.inner_step} in its folder; continue with trainer.train(resume_from_checkpoint=True) "
                 "or hf-cocodc train RECIPE --resume."
             )
+            self._running.journal.write_error(self._running.inner_step, stopped)
+            raise stopped
         return result
 
     def _meet(self, trainer: Trainer, resumes: bool) -> Link:
@@ -331,6 +334,7 @@ class CoCoDCCallback(TrainerCallback):
             with contextlib.suppress(LinkError):
                 outer.leave(reason)
         outer.close(reason)
+        outer.journal.write_error(outer.inner_step, error)
 
     def _note_signal(self, name: str) -> None:
         self._signal = name

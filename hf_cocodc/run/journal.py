@@ -1,37 +1,39 @@
 """The record of a run: one JSON line per event, in the order of the events.
 
-Kinds: start, resume, log, send, land, evaluate, finish, error. Every line has `kind`. Every line except an error also has
-`time_s` (seconds since the journal was opened) and `step` (inner step). The progress display, the summary and the pictures
-read only the journal.
+Kinds: start, resume, log, send, land, evaluate, finish, error. Every line has `kind`, `time_s` (seconds since the run began,
+by the clock of the link) and `step` (inner step). The summary and the pictures read only the journal.
+
+No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
+all lines of an earlier run in the same folder, or those behind the checkpoint from which a run is resumed.
 """
 
+import contextlib
 import json
 import math
 import os
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 class Journal:
-    """Writes events to a file, or nowhere without a path.
+    """Writes events to a file, or nowhere without a path. The file is not touched before the first event.
 
     Args:
         path: a new file, or the journal of the run to resume.
-        position: number of bytes that belong to the run up to its checkpoint; the rest of the file is cut off.
+        position: number of bytes that belong to the run up to its checkpoint; the other lines move to another file.
+        clock: returns seconds.
     """
 
-    def __init__(self, path: Path | None = None, position: int = 0) -> None:
+    def __init__(
+        self, path: Path | None = None, position: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.path = path
-        self._opened = time.perf_counter()
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            before = path.read_bytes()[:position] if path.is_file() else b""
-            other = path.with_name(f"{path.name}.new")
-            other.write_bytes(before)
-            os.replace(other, path)  # a reader notices a new file, but not a file that has shrunk
-            events = read(path)
-            self._opened -= events[-1].get("time_s", 0.0) if events else 0.0
+        self._clock = clock
+        self._began = clock()
+        self._to_keep: int | None = position
 
     @property
     def position(self) -> int:
@@ -42,9 +44,29 @@ class Journal:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
         if self.path is None:
             return
-        line = {"kind": kind, "time_s": round(time.perf_counter() - self._opened, 4), **facts}
+        if self._to_keep is not None:
+            self._open(self.path, self._to_keep)
+            self._to_keep = None
+        line = {"kind": kind, "time_s": round(self._clock() - self._began, 4), **facts}
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        _append(self.path, clean)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def write_error(self, step: int, error: BaseException) -> None:
+        """Append the error that ends the run. A disk that refuses does not hide the error."""
+        with contextlib.suppress(OSError):
+            self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
+
+    def _open(self, path: Path, to_keep: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = path.read_bytes() if path.is_file() else b""
+        if found[to_keep:]:
+            earlier_name(path).write_bytes(found[to_keep:])
+        other = path.with_name(f"{path.name}.new")
+        other.write_bytes(found[:to_keep])
+        os.replace(other, path)  # a reader notices a new file, but not a file that has shrunk
+        events = read(path)
+        self._began -= events[-1].get("time_s", 0.0) if events else 0.0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -58,19 +80,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def append_error(path: Path, message: str, exit_code: int) -> None:
-    """Append the error that ended a region. Its journal may not exist yet: errors also happen before training."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _append(path, {"kind": "error", "message": message, "exit_code": exit_code})
-
-
-def forget_errors(path: Path) -> None:
-    """Remove the errors of the earlier run from the journal of a run that is resumed."""
-    if path.is_file():
-        kept = [event for event in read(path) if event["kind"] != "error"]
-        path.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+def earlier_name(path: Path) -> Path:
+    """The free name for what a file held before: log.1.txt for the first log.txt in a folder, then log.2.txt, and so on."""
+    ours = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}")
+    found = (ours.fullmatch(other.name) for other in path.parent.iterdir())
+    newest = max((int(match[1]) for match in found if match), default=0)
+    return path.with_name(f"{path.stem}.{newest + 1}{path.suffix}")

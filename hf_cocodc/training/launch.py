@@ -1,10 +1,13 @@
 """Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end."""
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ import psutil
 
 from ..errors import InputError
 from ..recipes.recipe import Recipe
-from ..run.journal import forget_errors, read
+from ..run.journal import earlier_name
+from ..run.status import ENV_STATUS, heard
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
 from ..tensors.threads import REGIONS_HERE
 from .train import output_dir
@@ -26,12 +30,23 @@ POLL_S = 0.2
 
 @dataclass
 class RegionProcess:
-    """A region that this process has started."""
+    """A region that this process has started.
+
+    Attributes:
+        region: its number.
+        folder: where it writes.
+        process: its launcher.
+        log: the output of the launcher and its ranks.
+        log_begins_at: bytes in the log of earlier runs.
+        status: file in which the region says what it is doing.
+    """
 
     region: int
     folder: Path
     process: subprocess.Popen
     log: IO[bytes]
+    log_begins_at: int
+    status: Path
 
     @property
     def journal(self) -> Path:
@@ -39,15 +54,13 @@ class RegionProcess:
 
     def last_lines(self, count: int) -> list[str]:
         """The last lines that the region printed."""
-        text = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+        text = Path(self.log.name).read_bytes()[self.log_begins_at :].decode("utf-8", errors="replace")
         return text.rstrip().splitlines()[-count:]
 
     def error(self) -> tuple[str, int] | None:
-        """The error that ended the region and its exit code; None if the journal holds no error."""
-        if not self.journal.is_file():
-            return None
-        said = [event for event in read(self.journal) if event["kind"] == "error"]
-        return (said[-1]["message"], said[-1]["exit_code"]) if said else None
+        """The error that ended the region and its exit code; None if the region told of no error."""
+        said = heard(self.status)
+        return (said["error"], said["exit_code"]) if "error" in said else None
 
     def end(self, sig: signal.Signals) -> None:
         """Signal the launcher and every rank that it started: together they form a process group."""
@@ -66,25 +79,24 @@ def start(
 ) -> list[RegionProcess]:
     """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
-    A resumed run continues its journal and its log.
+    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt).
     """
     count = recipe.regions.count or 1
+    statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
+    atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []
     with contextlib.ExitStack() as unless_all_start:
         unless_all_start.callback(stop, started)
         for place, region in enumerate(regions):
             folder = output_dir(recipe) / f"region-{region}"
-            (folder / "cocodc").mkdir(parents=True, exist_ok=True)
-            journal = folder / "cocodc" / "journal.jsonl"
-            if resume:
-                forget_errors(journal)
-            else:
-                journal.unlink(missing_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            status = statuses / f"region-{region}.json"
             env = {
                 **os.environ,
                 ENV_REGION: str(region),
                 ENV_REGIONS: str(count),
                 REGIONS_HERE: str(len(regions)),
+                ENV_STATUS: str(status),
             }
             if store is not None:
                 env[ENV_STORE] = store
@@ -96,13 +108,21 @@ def start(
             ]
             command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
             command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-            log = (folder / "log.txt").open("ab" if resume else "wb")
+            log = _open_log(folder / "log.txt", resume)
+            log_begins_at = log.tell()
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-            started.append(RegionProcess(region, folder, process, log))
+            started.append(RegionProcess(region, folder, process, log, log_begins_at, status))
         unless_all_start.pop_all()
     return started
+
+
+def _open_log(path: Path, resume: bool) -> IO[bytes]:
+    """A log to append to. The log of an earlier run keeps its lines, under another name."""
+    if not resume and path.is_file():
+        path.rename(earlier_name(path))
+    return path.open("ab")
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from ..errors import CocodcError, InputError, nearest, reason, short, shown
 from ..recipes.reading import converted
 from ..recipes.recipe import Recipe
-from ..run.journal import append_error
+from ..run.status import tell
 
 
 def output_dir(recipe: Recipe) -> Path:
@@ -183,18 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
-    journal = None
     try:
-        recipe = Recipe.load(options.recipe, options.overrides)
-        journal = (
-            output_dir(recipe) / f"region-{recipe.regions.resolved().region}" / "cocodc" / "journal.jsonl"
-        )
-        run(recipe)
+        run(Recipe.load(options.recipe, options.overrides))
         return 0
     except CocodcError as error:
         sys.stderr.write(f"error: {error}\n")
-        if journal is not None and os.environ.get("RANK", "0") == "0":
-            append_error(journal, str(error), error.exit_code)
+        tell("has ended with an error", error=str(error), exit_code=error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")

@@ -1,0 +1,79 @@
+"""The record of a run, and the records of earlier runs in the same folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_cocodc.errors import InputError
+from hf_cocodc.run.journal import Journal, earlier_name, read
+
+
+def steps(path: Path) -> list[int]:
+    return [event["step"] for event in read(path)]
+
+
+def test_a_new_run_keeps_the_journals_of_earlier_runs(tmp_path: Path) -> None:
+    """Each keeps its bytes under a number of its own, and none moves before the new run has something to tell."""
+    path = tmp_path / "cocodc" / "journal.jsonl"
+    told = []
+    for run in range(3):
+        journal = Journal(path)
+        if run:
+            assert path.read_bytes() == told[-1]
+        journal.write("start", step=run)
+        journal.write("send", step=run + 10)
+        told.append(path.read_bytes())
+    assert [path.with_name(f"journal.{run}.jsonl").read_bytes() for run in (1, 2)] == told[:2]
+    assert steps(path) == [2, 12]
+    assert len(list(path.parent.iterdir())) == 3
+
+
+def test_a_resumed_run_keeps_the_lines_behind_its_checkpoint(tmp_path: Path) -> None:
+    """They leave the journal, because the run makes these steps again, but they are not lost."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for step in range(1, 8):
+        journal.write("send", step=step)
+        if step == 3:
+            position = journal.position
+    resumed = Journal(path, position)
+    assert steps(path) == [1, 2, 3, 4, 5, 6, 7]
+    resumed.write("resume", step=3)
+    assert steps(path) == [1, 2, 3, 3]
+    assert steps(tmp_path / "journal.1.jsonl") == [4, 5, 6, 7]
+    again = Journal(path, resumed.position)
+    again.write("resume", step=3)
+    assert steps(path) == [1, 2, 3, 3, 3]
+    assert not (tmp_path / "journal.2.jsonl").exists(), "nothing was behind the checkpoint"
+
+
+def test_a_journal_counts_seconds_by_its_clock(tmp_path: Path) -> None:
+    """From its beginning; after a resume, from the last event before it."""
+    path, now = tmp_path / "journal.jsonl", [100.0]
+    journal = Journal(path, clock=lambda: now[0])
+    journal.write("start", step=0)
+    now[0] = 107.5
+    journal.write("send", step=1)
+    now[0] = 5.0
+    resumed = Journal(path, journal.position, clock=lambda: now[0])
+    now[0] = 6.0
+    resumed.write("resume", step=1)
+    assert [event["time_s"] for event in read(path)] == [0.0, 7.5, 8.5]
+
+
+def test_names_of_earlier_files_count_upwards(tmp_path: Path) -> None:
+    """Also past a gap, and whatever else lies in the folder."""
+    for name in ("run[1].txt", "run[1].2.txt", "run[1].x.txt", "run1.7.txt"):
+        (tmp_path / name).touch()
+    assert earlier_name(tmp_path / "run[1].txt").name == "run[1].3.txt"
+    assert earlier_name(tmp_path / "log.txt").name == "log.1.txt"
+
+
+def test_a_run_that_ends_with_an_error_says_so(tmp_path: Path) -> None:
+    """With its exit code; and a disk that refuses to keep that does not hide the error."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write_error(3, InputError("no"))
+    [said] = read(tmp_path / "journal.jsonl")
+    assert (said["kind"], said["step"], said["message"], said["exit_code"]) == ("error", 3, "no", 2)
+    (tmp_path / "file").touch()
+    Journal(tmp_path / "file" / "journal.jsonl").write_error(3, InputError("no"))

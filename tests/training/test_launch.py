@@ -1,0 +1,71 @@
+"""What the launch of regions does to the folders of a run, without launching any."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.run.status import ENV_STATUS, tell
+from hf_cocodc.training import launch
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
+
+
+class Launcher:
+    """A launcher that starts nothing and has ended."""
+
+    pid = returncode = 0
+
+    def __init__(self, command: list[str], *, env: dict[str, str], stdout: Any, **options: Any) -> None:
+        self.command, self.env = command, env
+        stdout.write(b"a line of the new run\n")
+        stdout.flush()
+
+    def poll(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(subprocess, "Popen", Launcher)
+    recipe = Recipe.load(RECIPE, [f"training.output_dir={tmp_path}"])
+    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, count=2))
+    return lambda resume: launch.start(recipe, RECIPE, [], range(2), None, resume=resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_launch_destroys_no_record(start: Any, resume: bool, tmp_path: Path) -> None:
+    """The journal stays as it is until the region writes it; the log is continued, or keeps its lines as log.1.txt."""
+    folder = tmp_path / "region-1"
+    journal = folder / "cocodc" / "journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    journal.write_text(json.dumps({"kind": "error", "message": "an old one", "exit_code": 2}) + "\n")
+    before = journal.read_bytes()
+    (folder / "log.txt").write_text("a line of the old run\n")
+    for each in start(resume):
+        each.log.close()
+        assert each.last_lines(9) == ["a line of the new run"]
+        assert each.error() is None
+    assert journal.read_bytes() == before
+    old = folder / ("log.txt" if resume else "log.1.txt")
+    assert old.read_text().startswith("a line of the old run\n")
+    assert (folder / "log.txt").read_text().endswith("a line of the new run\n")
+
+
+def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a file of the command, which is no part of the run's record. One rank of a machine speaks."""
+    first, second = start(False)
+    for each in (first, second):
+        each.log.close()
+    monkeypatch.setenv(ENV_STATUS, second.process.env[ENV_STATUS])
+    tell("has ended with an error", error="it broke", exit_code=2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    tell("has ended with an error", error="not to be heard", exit_code=9)
+    assert first.error() is None
+    assert second.error() == ("it broke", 2)
