@@ -2,16 +2,20 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..meeting.region_store import RegionStore
 from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
 from .base import Arrival, Handle, Link, Parcel
 from .records import ROW, Record, from_numbers, from_row, to_row
 from .trailer import Trailer
+
+T = TypeVar("T")
 
 
 class SharedLink:
@@ -22,19 +26,27 @@ class SharedLink:
         region: this region.
         num_regions: number of regions M.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
+        inside: the region's own store. There the other ranks wait while the leader waits for other regions.
     """
 
-    def __init__(self, leader_link: Link | None, region: int, num_regions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        leader_link: Link | None,
+        region: int,
+        num_regions: int,
+        device: torch.device,
+        inside: RegionStore,
+    ) -> None:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
         self._link = leader_link
         self._device, self._home = device, HOST
+        self._inside = inside
 
     def mean(self, parcel: Parcel) -> Handle:
-        if self._link is None:
-            return _SharedHandle(self, None, parcel.numel, parcel.then)
-        return _SharedHandle(self, self._link.mean(parcel), parcel.numel, None)
+        handle = None if self._link is None else self._link.mean(parcel)
+        return _SharedHandle(self, handle, parcel)
 
     def bring_to(self, home: Pool) -> None:
         self._home = home.device
@@ -56,13 +68,12 @@ class SharedLink:
             self._link.tick(inner_step)
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
-        if self._link is not None:
-            self._link.broadcast(flat, what, source)
+        self.lead(lambda link: link.broadcast(flat, what, source), what)
         flat.copy_(self.share(flat))
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        records = () if self._link is None else self._link.gather(record, what)
-        return self.share_records(type(record), records)
+        records = self.lead(lambda link: link.gather(record, what), what)
+        return self.share_records(type(record), records or ())
 
     def leave_note(self, reason: str) -> None:
         if self._link is not None:
@@ -74,6 +85,15 @@ class SharedLink:
     def close(self, reason: str | None = None) -> None:
         if self._link is not None:
             self._link.close(reason)
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T | None:
+        """Let the leader make a call that waits for other regions; returns None on the other ranks, which wait, too."""
+
+        def on_the_leader() -> T:
+            assert self._link is not None
+            return call(self._link)
+
+        return self._inside.lead(on_the_leader, what)
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's `tensor`, on every rank of the region."""
@@ -100,10 +120,10 @@ class SharedLink:
 
 
 class _SharedHandle:
-    def __init__(
-        self, shared: SharedLink, handle: Handle | None, numel: int, then: Callable[[Arrival], None] | None
-    ) -> None:
-        self._shared, self._handle, self._numel, self._then = shared, handle, numel, then
+    def __init__(self, shared: SharedLink, handle: Handle | None, parcel: Parcel) -> None:
+        self._shared, self._handle = shared, handle
+        self._numel, self._what = parcel.numel, parcel.what
+        self._then = parcel.then if handle is None else None  # the leader's link calls it there
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:
@@ -115,8 +135,8 @@ class _SharedHandle:
         return self._arrival
 
     def _receive(self) -> Arrival:
-        if self._handle is not None:
-            arrival = self._handle.wait()
+        arrival = self._shared.lead(lambda _: self._on_the_leader(), self._what)
+        if arrival is not None:
             self._shared.hand_out(arrival.result.mean)
             self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
             self._shared.share_records(Trailer, arrival.trailers)
@@ -125,6 +145,10 @@ class _SharedHandle:
         square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
         trailers = self._shared.share_records(Trailer, ())
         return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square)
+
+    def _on_the_leader(self) -> Arrival:
+        assert self._handle is not None
+        return self._handle.wait()
 
 
 class LaneLink:

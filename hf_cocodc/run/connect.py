@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import time
 
 import torch
@@ -18,8 +19,9 @@ from ..links.lockstep import loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
 from ..meeting.handshake import compare, hello
+from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
-from ..meeting.store import connect_store
+from ..meeting.store import connect_store, serve_store
 from ..resolve import settings
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.pools import HOST
@@ -124,9 +126,10 @@ def connect(
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
         return LaneLink(alone, rank, num_ranks, device) if sharded else alone
-    assert regions.store is not None
-    run: str | None = None
-    if accelerator.is_main_process or stage is not None:
+    inside = _region_store(accelerator)
+
+    def meet() -> str:
+        assert regions.store is not None
         shared = {
             "connections": regions.connections,
             "timeout_s": regions.timeout_s,
@@ -140,22 +143,19 @@ def connect(
         meeting = dist.PrefixStore(f"stage{lane}", store) if stage is not None else store
         roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
         compare(roster.hellos)
-        run = roster.run
         logger.info("all %d regions have met: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
-    if sharded:
-        [run] = broadcast_object_list([run])
-    link: GlooLink | None = None
-    if run is not None:
+        return roster.run
+
+    def reach(run: str) -> GlooLink:
+        assert regions.store is not None
         store = connect_store(regions.store, regions.timeout_s)
-        address = own_address(regions.store, regions.interface)
-        prefix = f"{run}/lane{lane}"
         link = GlooLink(
             store,
-            prefix,
+            f"{run}/lane{lane}",
             region,
             count,
             connections=regions.connections if isinstance(regions.connections, int) else None,
-            address=address,
+            address=own_address(regions.store, regions.interface),
             timeout_s=regions.timeout_s,
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
             num_lanes=num_lanes,
@@ -166,6 +166,28 @@ def connect(
             *(link.wire.connections, 1000 * link.wire.rtt_s),
         )
         link.lane = lane
-    if link is None or (num_ranks > 1 and num_lanes == 1):
-        return SharedLink(link, region, count, device)
-    return LaneLink(link, lane, num_lanes, device) if sharded else link
+        return link
+
+    if inside is None or stage is not None:
+        return reach(meet())
+    what = "the meeting of the regions"
+    if not sharded:
+        leader_link = inside.lead(lambda: reach(meet()), what)
+        return SharedLink(leader_link, region, count, device, inside)
+    [run] = broadcast_object_list([inside.lead(meet, what)])
+    return LaneLink(reach(run), lane, num_lanes, device)
+
+
+def _region_store(accelerator: Accelerator) -> RegionStore | None:
+    """The store that a region of several ranks has for itself. A collective call of its ranks."""
+    num_ranks = accelerator.num_processes
+    if num_ranks == 1:
+        return None
+    server = None
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if accelerator.is_main_process:
+        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
+        server = serve_store("127.0.0.1" if one_machine else "::" if ":" in host else "0.0.0.0")
+        host = "127.0.0.1" if one_machine or ":" not in host else "::1"
+    [port] = broadcast_object_list([server and server.port])
+    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server)

@@ -11,10 +11,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 
@@ -25,6 +27,7 @@ from tests.toys import llama, params_of
 
 STEPS = 30
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
+LATE_S = 8.0
 
 
 class Dry(IterableDataset):
@@ -64,7 +67,11 @@ def interrupt_twice(control: TrainerControl) -> None:
     time.sleep(60)
 
 
-ACTIONS = {"stop": stop, "fail": fail, "interrupt twice": interrupt_twice}
+def dawdle(control: TrainerControl) -> None:
+    time.sleep(LATE_S)
+
+
+ACTIONS = {"stop": stop, "fail": fail, "interrupt twice": interrupt_twice, "dawdle": dawdle}
 
 
 def live(
@@ -80,9 +87,17 @@ def live(
     rows: int = 22,
     dry: bool = False,
     lingers: bool = False,
+    late_s: float = 0.0,
+    patience_s: float | None = None,
     **training: Any,
 ) -> None:
-    """Train this region; `action` happens to its rank `on_rank` at the beginning of inner step `at`."""
+    """Train this region, `late_s` late; `action` happens to its rank `on_rank` at the beginning of inner step `at`.
+
+    `patience_s` is the time-out of the region's own process group; Trainer's `ddp_timeout` has no effect on CPUs.
+    """
+    time.sleep(late_s)
+    if patience_s is not None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     rank = int(os.environ.get("RANK", "0"))
     happens = ACTIONS[action] if action and rank == on_rank else None
     regions = RegionConfig(when_one_ends=policy, timeout_s=timeout_s)

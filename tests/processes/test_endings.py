@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
-from tests.processes.ending_worker import STEPS, live
+from tests.processes.ending_worker import LATE_S, STEPS, live
 from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, wait_until
 from tests.processes.launching import environment
 
@@ -28,10 +28,11 @@ _kept_stores: list[TCPStore] = []
 
 
 def start(
-    folder: Path, store: TCPStore, *own: dict[str, Any], ranks: int = 1, **common: Any
+    folder: Path, store: TCPStore, *own: dict[str, Any], ranks: int | list[int] = 1, **common: Any
 ) -> list[Process]:
     """Two regions; what is said of each in turn, then of both."""
     folder.mkdir(exist_ok=True)
+    sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
     bodies = [functools.partial(live, **common, **each) for each in (own or ({}, {}))]
     masters = [serve_store("127.0.0.1") for _ in bodies]
     _kept_stores.extend(masters)
@@ -41,19 +42,20 @@ def start(
             str(folder),
             log=folder / "log.txt",
             **region_env(store, region),
-            **rank_env(masters[region], rank, ranks),
+            **rank_env(masters[region], rank, sizes[region]),
         )
         for region, body in enumerate(bodies)
-        for rank in range(ranks)
+        for rank in range(sizes[region])
     ]
 
 
-def outcomes(folder: Path, processes: list[Process], ranks: int = 1) -> list[dict[str, Any]]:
+def outcomes(folder: Path, processes: list[Process], ranks: int | list[int] = 1) -> list[dict[str, Any]]:
     """What each process came to, all being at their end."""
     for process in processes:
         process.join(TIMEOUT_S)
         assert process.exitcode == 0, (folder / "log.txt").read_text()[-4000:]
-    places = [divmod(place, ranks) for place in range(len(processes))]
+    sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
+    places = [(region, rank) for region, size in enumerate(sizes) for rank in range(size)][: len(processes)]
     return [torch.load(folder / f"region{region}-rank{rank}.pt") for region, rank in places]
 
 
@@ -160,10 +162,24 @@ def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
     """A region that a rank has left cannot go on: nobody waits for it until the time-out."""
     store = serve_store("127.0.0.1")
     processes = start(tmp_path, store, {}, {"action": "fail", "on_rank": 1}, ranks=2)
-    ours, _, _, failed = outcomes(tmp_path, processes, ranks=2)
+    ours, beside, _, failed = outcomes(tmp_path, processes, ranks=2)
     assert failed["error"] == "ValueError: the data is broken"
-    assert ours["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
-    assert ours["seconds"] < SOON_S
+    said = "region 1 left while region 0 waited for fragment"
+    assert ours["error"].startswith(f"RegionLostError: {said}")
+    assert beside["error"].startswith(f"LinkError: {said}"), "the leader told the reason"
+    assert max(ours["seconds"], beside["seconds"]) < SOON_S
+
+
+@pytest.mark.slow
+def test_a_late_region_costs_a_region_of_several_ranks_nothing(tmp_path: Path) -> None:
+    """Region 1 starts late, and is late once more at a transfer, by more than the time-out of region 0's own processes."""
+    hasty = {"patience_s": LATE_S - 3}
+    late = {"action": "dawdle", "late_s": LATE_S}
+    store = serve_store("127.0.0.1")
+    processes = start(tmp_path, store, hasty, late, ranks=[2, 1])
+    first, second, other = outcomes(tmp_path, processes, ranks=[2, 1])
+    assert_finished_together(first, other)
+    assert_finished_together(second, other)
 
 
 @pytest.mark.parametrize("policy", ["auto", "continue"])
