@@ -40,6 +40,13 @@ def _show(param: list | None) -> str:
     return "no more" if param is None else f"{param[0]} {param[1]}"
 
 
+def form_of(state: Any) -> Any:
+    """The structure of a state, for `same_structure`: its tensors have shapes and types, but no memory."""
+    if isinstance(state, dict):
+        return {key: form_of(value) for key, value in state.items()}
+    return state.to("meta") if isinstance(state, Tensor) else state
+
+
 def same_structure(found: Any, expected: Any, what: str) -> None:
     """Check that a saved state has the keys of a fresh one, and tensors of its shapes.
 

@@ -20,6 +20,7 @@ from ..tensors.pieces import PIECE, Cut, cuts
 from ..tensors.pools import HOST, Pool, shared_lengths
 from ..tensors.sharding import local_shard
 from ..tensors.threads import HostThreads, divide
+from .compatibility import form_of
 from .landing import Flats, Landing
 from .local_params import LocalParams
 from .outer_step import OuterStep
@@ -40,7 +41,7 @@ class FragmentState:
         global_params: the global params, flat fp32.
         outer: outer state.
         codec: state of the codec.
-        codec_remembers: whether a transfer must start from the codec's state at the end of the transfer before.
+        codec_form: the codec's state without values. Ranks that have no part in conversations know no more of the state.
         pool: memory on the device of the outer state.
         host: memory for the link.
         threads: how many threads work on the host.
@@ -57,7 +58,7 @@ class FragmentState:
     global_params: Tensor
     outer: dict[str, Any]
     codec: dict[str, Any]
-    codec_remembers: bool
+    codec_form: dict[str, Any]
     pool: Pool
     host: Pool
     threads: HostThreads
@@ -69,6 +70,11 @@ class FragmentState:
 
     def __post_init__(self) -> None:
         self._lengths = [sum(cut.sizes) for cut in self.cuts]
+
+    @property
+    def codec_remembers(self) -> bool:
+        """Whether a transfer must start from the codec's state at the end of the transfer before."""
+        return bool(self.codec_form)
 
     def take(self) -> Tensor:
         """A buffer of the fragment's length with undefined values."""
@@ -275,6 +281,6 @@ def adopt(
         flat = flat.to(device)
         codec, outer = method.codec.init(fragment), method.outer.init(flat)
         adopted.append(
-            FragmentState(fragment, pieces, local, flat, outer, codec, bool(codec), pool, host, threads)
+            FragmentState(fragment, pieces, local, flat, outer, codec, form_of(codec), pool, host, threads)
         )
     return adopted

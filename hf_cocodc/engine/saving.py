@@ -34,8 +34,9 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
         CheckpointError: the state belongs to another outer optimizer or codec.
     """
     index = fragment.fragment.index
-    for part in ("outer", "codec", "global_params"):
-        same_structure(state[part], getattr(fragment, part), f"the {part} state of fragment {index}")
+    forms = {"outer": fragment.outer, "codec": fragment.codec_form, "global_params": fragment.global_params}
+    for part, form in forms.items():
+        same_structure(state[part], form, f"the {part} state of fragment {index}")
     moved: dict[int, Tensor] = {}  # tensors that were shared stay shared
 
     def here(value: Any) -> Any:

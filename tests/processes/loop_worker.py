@@ -1,6 +1,6 @@
 """A region's script that saves mid-round and trains on to the end, or loads what was saved and does the same.
 
-Arguments: loop | trainer, an output folder, save | load.
+Arguments: loop | trainer, an output folder, save | load. `go_back` loads in the middle of the run what it has saved itself.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -16,10 +17,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
+from hf_cocodc.tensors.sharding import local_shard
+from tests.processes.sharded_worker import shard
 from tests.processes.worker import Tokens
-from tests.toys import llama, params_of
+from tests.toys import batch, llama, params_of
 
 STEPS = 21
+BACK_AT = 20
 SAVED_AT = 13  # fragment 0 is on its way from step 12 to step 14; an epoch has 8 or 4 steps
 BATCH = 4
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=2)
@@ -80,6 +84,34 @@ def with_trainer(folder: Path, region: int, loads: bool) -> torch.nn.Module:
     checkpoint = folder / f"region-{region}" / f"checkpoint-{SAVED_AT}"
     trainer.train(resume_from_checkpoint=str(checkpoint) if loads else None)
     return trainer.model
+
+
+def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> None:
+    """A plain loop saves at SAVED_AT, trains to BACK_AT, loads what it has saved, and trains to BACK_AT once more."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    if sharded:
+        shard(accelerator)
+    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
+    model = llama(layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    config = OuterConfig(sync_interval=4, num_fragments=2, overlap_steps=2, **settings)
+    home, seen = Path(folder) / f"region-{region}", list[tuple[torch.Tensor, int]]()
+    with OuterOptimizer(accelerator, model, optimizer, config, max_steps=STEPS) as outer:
+        while outer.inner_step < STEPS:
+            tokens = batch(2 * region + rank, outer.inner_step)
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+            if outer.inner_step == SAVED_AT and not seen:
+                accelerator.save_state(str(home))
+            if outer.inner_step == BACK_AT:
+                own = torch.cat([local_shard(param).detach().flatten() for param in model.parameters()])
+                seen.append((own, outer.synchronizer.global_digest()))
+                if len(seen) == 1:
+                    accelerator.load_state(str(home))
+    torch.save({"seen": seen}, Path(folder) / f"region{region}-rank{rank}.pt")
 
 
 def main(kind: str, folder: str, mode: str) -> None:

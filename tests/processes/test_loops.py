@@ -11,7 +11,7 @@ import torch
 from hf_cocodc.run import checkpoint as state
 from tests.processes import forks
 from tests.processes.launching import run_regions
-from tests.processes.loop_worker import SAVED_AT, main
+from tests.processes.loop_worker import SAVED_AT, go_back, main
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
 
@@ -51,3 +51,21 @@ def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_p
     assert len(again) == len(whole) == 2 * ranks
     for name, found in again.items():
         assert torch.equal(found["weights"], whole[name]["weights"]), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharded"),
+    [
+        ({"codec": "lowrank", "rank": 4, "error_feedback": True}, False),
+        pytest.param({"codec": "int8", "error_feedback": True}, False, marks=pytest.mark.slow),
+        pytest.param({"codec": "int8", "error_feedback": True}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_region_of_two_ranks_goes_back_while_it_runs(settings: dict, sharded: bool, tmp_path: Path) -> None:
+    """`load_state` in a running loop, with a codec that remembers: the steps after it are made again, bit for bit."""
+    settings = {"method": "streaming", **settings}
+    found = forks.fork_regions(go_back, 2, [str(tmp_path), settings, sharded], tmp_path)
+    for name, each in found.items():
+        (params, digest), (again, same) = each["seen"]
+        assert torch.equal(params, again), name
+        assert digest == same, name
