@@ -18,7 +18,8 @@ its paper, unless its docstring says otherwise.
 Symbols in the docstrings below:
 
 - theta: local params, Theta: global params. Subscript m: of region m. Subscript p: of fragment p.
-- Delta = Theta - theta: outer gradient (pseudo-gradient), taken at the send. Dbar: its mean over the M regions.
+- Delta = Theta - theta: outer gradient (pseudo-gradient), taken at the send. Dbar: its mean over the M regions. If nothing
+  has landed since the last send, Delta = theta(last send) - theta: every inner step counts once.
 - H = sync_interval, P = num_fragments, tau = overlap_steps, alpha = mixing_alpha, eta_o = outer_lr, mu = outer_momentum.
 - Nesterov(Theta, g; eta_o, mu): one step of SGD with Nesterov momentum from Theta with the gradient g.
 """
@@ -45,7 +46,7 @@ class Method:
     codec: Codec
     outer: OuterTransform
     merge: Merge
-    closing: Callable[[Merge], Closing]
+    closing: Callable[[Merge, int], Closing]
 
 
 def diloco(
@@ -146,7 +147,8 @@ def eager(
         Theta_m(t) = Nesterov(Theta_m(t-H), g_m(t); eta_o, mu) ;  theta_m <- Theta_m(t)
 
     The global params and the momentum differ between regions. The regions average their global params for evaluation, for
-    export and at the end. Several fragments take turns; each mean lands H steps after its send.
+    export and at the end. What is in flight at the end lands before that: of its mean, the other regions' parts are missing.
+    Several fragments take turns; each mean lands H steps after its send.
 
     Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count
     as zero.
@@ -160,7 +162,7 @@ def eager(
             eager=outer.eager(), nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)
         ),
         merge=merges.replace(),
-        closing=closings.own_part,
+        closing=closings.other_parts,
     )
 
 
@@ -172,7 +174,7 @@ def co2(
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
     staleness_penalty: float | str = "gap",
-    clip_momentum: float = 1.0,
+    clip_momentum: float | str = "none",
     codec: str = "fp32",
     error_feedback: bool = False,
     rank: int = 64,
@@ -181,7 +183,7 @@ def co2(
 
     ::
 
-        m_t = clip(beta m_{t-1} + Dbar_{t-1} / (gamma_t Lambda_t), -phi, phi)
+        m_t = clip(beta m_{t-1} + Dbar_{t-1} / (gamma_t Lambda_t), -phi H, phi H)
         x_{t+1} = x_t - alpha gamma_t m_t ;  theta <- x_{t+1}
 
     Symbols of the paper: t counts rounds, x is Theta, m is the outer momentum buffer, alpha is outer_lr, beta is
@@ -189,10 +191,13 @@ def co2(
     learning rate of a round. The authors set beta by the number M of model copies: 0 up to 16, 0.2 up to 32, 0.5 up to 64,
     0.6 above.
 
+    phi is in units of one round's steps: phi = 1 lets m move a weight by at most H inner learning rates. By default nothing
+    is clipped, as in the authors' code. By its construction the measured Lambda is about 2 in a steady run, which in effect
+    halves outer_lr; staleness_penalty=none is their default, Lambda = 1.
+
     Differs from the paper: Lambda has the gap-aware form and is anchored at x_t; we have not seen the paper's printed form.
     gamma_t is the learning rate of round t-1, whose outer gradient lands: the rate travels with the transfer, and is thus
-    equal in all regions. Nothing lands at the end of the first round. theta then goes on unchanged, and the second outer gradient
-    spans both rounds.
+    equal in all regions. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
     penalty = {} if staleness_penalty == "none" else {"penalty": choose.penalty(staleness_penalty)}
     return Method(
@@ -202,7 +207,7 @@ def co2(
         outer=outer.chain(
             per_lr=outer.scale(lambda info: 1 / info.round_lr if info.round_lr else 0.0),
             **penalty,
-            momentum=outer.momentum(outer_momentum, clip_momentum),
+            momentum=outer.momentum(outer_momentum, choose.clip(clip_momentum, sync_interval)),
             lr=outer.scale(lambda info: outer_lr * info.round_lr),
         ),
         merge=merges.replace(),
@@ -233,8 +238,7 @@ def dilocox(
 
     Differs from the paper: the effective rank is the number of directions that hold 95 % of the energy, averaged over 5
     rounds; each pipeline stage has its own. The outer learning rate and momentum are DiLoCo's; we have seen none in the
-    paper. Nothing lands at the end of the first round. theta then goes on unchanged, and the second outer gradient spans both
-    rounds.
+    paper. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments),

@@ -53,9 +53,13 @@ class OuterConfig:
     )
     rank: int | None = _help("Rank r_1 of the low-rank codec.")
     staleness_penalty: float | str | None = _help(
-        "CO2's staleness penalty Lambda: gap (measured), none, or a constant of at least 1."
+        "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
+        "were half), none, or a constant of at least 1."
     )
-    clip_momentum: float | None = _help("CO2's bound phi on each element of the outer momentum.")
+    clip_momentum: float | str | None = _help(
+        "CO2's bound phi on each element of the outer momentum, in units of one round's steps: 1 means sync_interval inner "
+        "learning rates. none: no bound."
+    )
     compensation: str | None = _help("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
     compensation_strength: float | None = _help("CoCoDC's lambda (lambda_0 with compensation=adaptive).")
     utilization: float | None = _help("CoCoDC's gamma: share of the link's time to use.")
@@ -76,13 +80,13 @@ class OuterConfig:
             require(self, name, lambda v: v >= 1, "must be at least 1")
         _take_number(self, "overlap_steps")
         _take_number(self, "staleness_penalty")
+        _take_number(self, "clip_momentum")
         require(
             self,
             "overlap_steps",
             lambda v: v == "auto" or (isinstance(v, int) and v >= 0),
             "must be a whole number from 0, or auto",
         )
-        require(self, "clip_momentum", lambda v: v > 0, "must be positive")
         require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
         require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
         require(self, "outer_lr", lambda v: v > 0, "must be positive")

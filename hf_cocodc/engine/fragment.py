@@ -110,43 +110,42 @@ class FragmentState:
 
         return compute
 
-    def prepare(self) -> tuple[Tensor, Tensor, bool]:
-        """For a send: a snapshot of the local params, the outer gradient, and whether the outer gradient is finite."""
+    def base(self) -> Tensor:
+        """What the next outer gradient is measured from: the global params as they are, if a landing made them.
+
+        If nothing has landed since the last send (a delay of one round, at its start), local params have gone on from its
+        snapshot: measured from there, its inner steps do not count again.
+        """
+        last = self.in_flight[-1] if self.in_flight else None
+        return last.snapshot if last and last.global_params is self.global_params else self.global_params
+
+    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """A snapshot of the local params, the outer gradient (base minus snapshot), and whether the latter is finite."""
         snapshot, outer_grad = self.take(), self.take()
         pieces = self.local.pieces if self.pool.device == HOST else None
         if pieces is None:
             self.local.gather(snapshot)
-        locals_, grads, globals_ = map(self.cut, (snapshot, outer_grad, self.global_params))
+        locals_, grads, bases = map(self.cut, (snapshot, outer_grad, base))
 
         def work(part: range) -> bool:
             finite = True
             for index in part:
                 if pieces is not None:
                     copy_all_(self.cuts[index].views(locals_[index]), pieces[index])
-                self._subtract(locals_[index], globals_[index], index, grads[index])
+                self._subtract(locals_[index], bases[index], index, grads[index])
                 finite = finite and is_finite(grads[index])
             return finite
 
         return snapshot, outer_grad, all(divide(work, len(self.cuts), self.threads.in_training()))
 
-    def outer_grad_of(self, transfer: Transfer) -> Tensor:
-        """The outer gradient of a transfer, computed again if its memory has other uses now."""
-        if transfer.outer_grad is not None:
-            return transfer.outer_grad
-        found = torch.empty_like(transfer.snapshot)
-        locals_, globals_, grads = map(self.cut, (transfer.snapshot, transfer.global_params, found))
-        for index in range(len(self.cuts)):
-            self._subtract(locals_[index], globals_[index], index, grads[index])
-        return found
-
-    def _subtract(self, local: Tensor, global_params: Tensor, index: int, into: Tensor) -> None:
-        """Outer gradient of a piece: global minus local, the global params rounded as the model stores them.
+    def _subtract(self, local: Tensor, base: Tensor, index: int, into: Tensor) -> None:
+        """Outer gradient of a piece: base minus local, the base rounded as the model stores its params.
 
         Against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift.
         """
         if self.local.is_rounded:
-            global_params = self.local.rounded(global_params, index, into)
-        torch.sub(global_params, local, out=into)
+            base = self.local.rounded(base, index, into)
+        torch.sub(base, local, out=into)
 
     def step_now(self, transform: OuterTransform, mean: Tensor, info: OuterInfo) -> OuterStep:
         """The outer step of a transfer that lands now: in place, unless a transfer still references the global params."""

@@ -24,7 +24,7 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
     Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
     """
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
-    return kept | {"in_flight": [_saved(fragment, transfer) for transfer in fragment.in_flight]}
+    return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
 def load(fragment: FragmentState, state: dict[str, Any]) -> None:
@@ -66,15 +66,16 @@ def make_own(fragment: FragmentState) -> None:
     fragment.codec = without_residuals(fragment.codec)
     for transfer in fragment.in_flight:
         local = fragment.gather()
-        transfer.snapshot, transfer.outer_grad = local, torch.zeros_like(local)
+        transfer.snapshot = local
+        transfer.outer_grad = None if transfer.outer_grad is None else torch.zeros_like(local)
 
 
-def _saved(fragment: FragmentState, transfer: Transfer) -> dict[str, Any]:
+def _saved(transfer: Transfer) -> dict[str, Any]:
     """A transfer and its result."""
     transfer.outcome.awaited = True
     arrival = transfer.handle.wait()
     return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
-        "outer_grad": fragment.outer_grad_of(transfer),
+        "outer_grad": transfer.outer_grad,
         "mean": arrival.result.mean,
         "codec": arrival.result.state,
         "trailers": [trailer._asdict() for trailer in arrival.trailers],

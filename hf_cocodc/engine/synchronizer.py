@@ -152,7 +152,7 @@ class Synchronizer:
         Returns:
             The words of all regions, if a transfer landed.
         """
-        closing = self.method.closing(self.method.merge)
+        closing = self.method.closing(self.method.merge, self.link.num_regions)
         words: Words | None = None
         for fragment in self.fragments:
             flying = [transfer.sent_at for transfer in fragment.in_flight]
@@ -241,7 +241,7 @@ class Synchronizer:
     def _send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
             index, step = fragment.fragment.index, self.inner_step
-            snapshot, outer_grad, finite = fragment.prepare()
+            snapshot, outer_grad, finite = fragment.prepare(fragment.base())
             blocked_s = 0.0
             # a codec with memory continues from the end of its last transfer
             if fragment.codec_remembers and fragment.in_flight:
@@ -345,6 +345,6 @@ class Synchronizer:
             if just_left and transfer.global_params is fragment.global_params:
                 assert transfer.outer_grad is not None
                 return transfer.outer_grad
-        local, outer_grad, finite = fragment.prepare()
+        local, outer_grad, finite = fragment.prepare(fragment.global_params)
         fragment.pool.give(local)
         return outer_grad if self._everywhere(finite) else outer_grad.zero_()

@@ -1,5 +1,6 @@
 """From settings to parts: each function takes settings as a recipe writes them and returns the part that they name."""
 
+import math
 from collections.abc import Callable
 
 from ..errors import InputError, nearest, shown
@@ -85,11 +86,26 @@ def penalty(value: float | str) -> OuterTransform:
         constant = None if value == "gap" else float(value)
     except ValueError:
         constant = 0.0
-    if constant is not None and not constant >= 1:
+    if constant is not None and not 1 <= constant < math.inf:
         raise InputError(
             f"outer.staleness_penalty={shown(value)} must be gap, none, or a number of at least 1."
         )
     return outer.staleness_penalty(constant)
+
+
+def clip(value: float | str, sync_interval: int) -> float | None:
+    """CO2's bound on the outer momentum in inner learning rates, from one in rounds of `sync_interval` inner steps.
+
+    None for "none".
+    """
+    if value == "none":
+        return None
+    if isinstance(value, str) or not 0 < value < math.inf:
+        raise InputError(
+            f"outer.clip_momentum={shown(value)} must be none, or a positive number of rounds: 1 lets the momentum move a weight "
+            "by at most sync_interval inner learning rates."
+        )
+    return value * sync_interval
 
 
 def check_overlap(overlap_steps: int | str, sync_interval: int) -> None:

@@ -24,7 +24,7 @@ class Closing(NamedTuple):
         early: the merge of transfers that land before the last send.
         last: the merge of the transfers that land after it.
         landings: (sends in flight, oldest first; whether the last one was made in step 2) -> sends to land in step 3. A
-            send is named by its inner step; 0 stands for a mean of zero.
+            send is named by its inner step.
     """
 
     early: Merge
@@ -32,7 +32,7 @@ class Closing(NamedTuple):
     landings: Callable[[Sequence[int], bool], Sequence[int]]
 
 
-def one_more_round(merge: Merge) -> Closing:
+def one_more_round(merge: Merge, num_regions: int) -> Closing:
     """One more round carries the rest, and local params are replaced by its result: no inner step is lost.
 
     A merge that discards local steps is not used before the last send, which must still carry these steps: the additive
@@ -40,29 +40,30 @@ def one_more_round(merge: Merge) -> Closing:
 
     Args:
         merge: the method's.
+        num_regions: number of regions M.
 
-    >>> one_more_round(replace()).landings([30, 40], True)
+    >>> one_more_round(replace(), 2).landings([30, 40], True)
     [30, 40]
     """
     early = merge if merge.keeps_local_steps else additive()
     return Closing(early, replace(), lambda in_flight, has_sent: list(in_flight))
 
 
-def own_part(merge: Merge) -> Closing:
-    """The last send lands one round early: with the mean of the send before, and this region's own part of the last one.
+def other_parts(merge: Merge, num_regions: int) -> Closing:
+    """Like `one_more_round`, for regions that have taken in their own part of a send one round before it lands.
 
-    The mean over the regions, which follows, brings in the other regions' parts (Eager updates, 2502.12996).
+    The landings at the end bring in the other regions' parts. A single region has no others: all that is missing is its own
+    part of the send made at the end, and a landing more would be one more step of the outer momentum (Eager updates,
+    2502.12996).
 
     Args:
         merge: the method's.
+        num_regions: number of regions M.
 
-    >>> own_part(replace()).landings([30, 40], True), own_part(replace()).landings([40], True)
-    ([30], [0])
+    >>> other_parts(replace(), 2).landings([40], False), other_parts(replace(), 1).landings([40], False)
+    ([40], [])
     """
-
-    def landings(in_flight: Sequence[int], has_sent: bool) -> Sequence[int]:
-        if not has_sent:
-            return []
-        return [in_flight[0] if len(in_flight) > 1 else 0]
-
-    return Closing(additive(), merge, landings)
+    closing = one_more_round(merge, num_regions)
+    if num_regions > 1:
+        return closing
+    return closing._replace(landings=lambda in_flight, has_sent: list(in_flight[:has_sent]))

@@ -146,7 +146,11 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 
     ::
 
-        Lambda = 1 + ||Theta(now) - Theta(send)|| / C          C: mean of this norm up to now; Lambda in [1, 10]
+        Lambda = 1 + ||Theta(now) - Theta(send)|| / C          Lambda in [1, 10]
+
+    C is the mean of the norms so far, this one included. A norm of zero does not count, and gives Lambda = 1: nothing
+    lands before the first transfer does, so its norm says nothing about the others. In a steady run all norms are alike,
+    and Lambda is about 2.
 
     Differs from the paper: this is the gap-aware form; we have not seen the paper's printed form of Lambda.
 
@@ -156,9 +160,11 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
         [gap] = norms([square_of_difference(info.global_params, info.global_at_send)], info.total)
+        if not gap:
+            return lambda grad, index: grad, state
         count = state["count"] + 1
         mean_gap = state["mean_gap"] + (gap - state["mean_gap"]) / count
-        penalty = min(max(1 + gap / mean_gap, 1.0), 10.0) if gap else 1.0
+        penalty = min(max(1 + gap / mean_gap, 1.0), 10.0)
         return lambda grad, index: grad.div_(penalty), {"count": count, "mean_gap": mean_gap}
 
     if constant is not None:

@@ -21,9 +21,10 @@ from hf_cocodc.parts.merges import Merge
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.resolve import from_config
 from hf_cocodc.resolve import settings as settings_of
+from hf_cocodc.run.trees import put_together, take_apart
 from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
-from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
+from tests.toys import Blocks, Region, global_of, llama_adamw, params_of, run, train_llama
 
 H = 4
 SMALL: dict[str, dict[str, Any]] = {
@@ -162,6 +163,67 @@ def test_no_inner_step_is_lost_at_the_end(name: str, steps: int) -> None:
     assert not torch.equal(trained[0], skipped[0])
 
 
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("steps", [H - 1, H, H + 1, 2 * H - 1, 2 * H, 2 * H + 1, 3 * H, 3 * H + 2])
+@pytest.mark.parametrize("num_regions", [1, 3])
+def test_every_inner_step_counts_once(name: str, steps: int, num_regions: int) -> None:
+    """Inner steps that depend on nothing, and a plain outer step: the global weights of the end have moved by the mean of all
+    of them, also where nothing has landed yet when the second outer gradient is sent, and where the run is stopped and
+    resumed there."""
+    exact = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"}
+    more: dict[str, Any] = {"co2": {"staleness_penalty": "none"}, "dilocox": {"error_feedback": False}}
+    only = {"streaming": {"overlap_steps": 0}, "cocodc": {"compensation": "additive"}}
+    settings = {**exact, **more.get(name, {}), **only.get(name, {})}
+    method = from_config(OuterConfig(method=name, sync_interval=H, **settings))  # type: ignore[arg-type]
+
+    def build(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = Blocks([torch.zeros(3)] * 4)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train(region: Region) -> Tensor:
+        synchronizer = region.synchronizer
+        for step in range(steps):
+            for param in region.model.parameters():
+                param.grad = torch.full_like(param, -float(2**step + 100 * region.index))
+            region.step()
+            if step in (H, H + 1):
+                tree, tensors = take_apart(synchronizer.state_dict())  # as on a disk
+                copies = {key: tensor.clone() for key, tensor in tensors.items()}
+                synchronizer.load_state_dict(put_together(tree, copies))
+        synchronizer.finish()
+        return params_of(region.model)
+
+    moved = 2**steps - 1 + steps * 100 * (num_regions - 1) / 2
+    for final in run(num_regions, method, build, train):
+        torch.testing.assert_close(final, torch.full_like(final, moved), atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["co2", "dilocox"])
+def test_a_region_that_takes_over_at_the_start_counts_from_there(name: str) -> None:
+    """With the first transfer in flight: what the lost region had sent still lands, and the new one's steps count once."""
+    exact: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32"}
+    more: dict[str, Any] = {"co2": {"staleness_penalty": "none"}, "dilocox": {"error_feedback": False}}
+    method = from_config(OuterConfig(method=name, sync_interval=H, **{**exact, **more[name]}))
+
+    def build(index: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = Blocks([torch.zeros(3)])
+        return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def train(region: Region) -> Tensor:
+        for step in range(2 * H + 1):
+            for param in region.model.parameters():
+                param.grad = torch.full_like(param, -float(2**step))
+            region.step()
+            if step == H and region.index == 1:
+                region.synchronizer.take_over()
+        region.synchronizer.finish()
+        return params_of(region.model)
+
+    moved = 2 ** (2 * H + 1) - 1 - 2**H / 2  # region 1 has lost its step that no transfer carried
+    for final in run(2, method, build, train):
+        torch.testing.assert_close(final, torch.full_like(final, moved))
+
+
 def test_eager_keeps_a_nan_at_home() -> None:
     """A region whose params become NaN late ends with the others' finite global weights, as they do."""
 
@@ -288,6 +350,11 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
         ({"method": "diloco", "error_feedback": True}, "no error to feed back"),
         ({"method": "cocodc", "sends_per_interval": 2}, "must lie between outer.num_fragments=4"),
         ({"method": "co2", "staleness_penalty": "0.5"}, "must be gap, none, or a number"),
+        ({"method": "co2", "staleness_penalty": "inf"}, "must be gap, none, or a number"),
+        ({"method": "co2", "staleness_penalty": float("inf")}, "must be gap, none, or a number"),
+        ({"method": "co2", "clip_momentum": "inf"}, "must be none, or a positive number"),
+        ({"method": "co2", "clip_momentum": 0.0}, "must be none, or a positive number"),
+        ({"method": "co2", "clip_momentum": "off"}, "must be none, or a positive number"),
         ({"method": "cocodc", "compensation": "adaptiv"}, "Did you mean 'adaptive'"),
         ({"method": "cocodc", "merge": "mixx"}, "Did you mean 'mix'"),
         ({"method": "streaming", "rank": 4}, "only with outer.codec=lowrank, .* or set outer.codec=lowrank"),

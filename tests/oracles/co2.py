@@ -14,32 +14,32 @@ def co2(
     H: int,
     alpha: float,
     beta: float,
-    phi: float | None = 1.0,
+    phi: float | None = None,
     penalty: Literal["gap"] | float | None = "gap",
     delay: bool = True,
 ) -> Trajectory:
     """A SlowMo step on the mean of the round before, shrunk by its staleness, clipped, then replace.
 
-    at boundary t = H, 2H, ...:   send Delta_m(t) = Theta - theta_m(t), Theta before the landing at t
-    at the landing:               m = beta m + Dbar(t-H) / (gamma Lambda) ; m = clip(m, -phi, phi)
+    at boundary t = H, 2H, ...:   send Delta_m(t) = x_m - theta_m(t), x_m: theta_m where its round began
+    at the landing:               m = beta m + Dbar(t-H) / (gamma Lambda) ; m = clip(m, -phi H, phi H)
                                   Theta = Theta - alpha gamma m ; theta_m = Theta
 
-    gamma: the mean of lr over the steps t-H+1 .. t, the round that ends at this boundary (not the round in
-    which the landing Dbar was made); gamma = 0 is refused. m starts at 0 and keeps its clipped value;
-    phi None: no clip.
+    gamma: the mean of lr over the H steps of the round in which the landing Dbar was made; gamma = 0 is
+    refused. m starts at 0 and keeps its clipped value; phi None: no clip.
     Lambda, "gap": clip(1 + d / C, 1, 10), d = ||Theta - Theta_sent||_2 of the whole model, Theta before this
-    update, Theta_sent the Theta in the landing transfer's Delta; C = mean of d over all landings so far, this
-    one and the first one (where d = 0) included; Lambda = 1 where d = 0. A float: that constant, unclamped.
-    First boundary with delay: nothing lands, Theta, m and theta_m stay, so the second Delta_m spans 2H steps.
-    delay False: the transfer lands where it is sent (d is then 0).
+    update, Theta_sent the Theta when the landing transfer was sent; C = mean of the d > 0 of all landings so
+    far, this one included; Lambda = 1 where d = 0. A float: that constant, unclamped.
+    First boundary with delay: nothing lands, Theta, m and theta_m stay; x_m is then theta_m(H), and every step
+    is in exactly one Delta_m. delay False: the transfer lands where it is sent (d is then 0).
     Source: arXiv 2401.16265; METHODS 0 and 4.
     """
     M, T = problem.M, problem.T
     Theta = problem.theta0.copy()
     theta = [Theta.copy() for _ in range(M)]
+    began = [Theta.copy() for _ in range(M)]
     momentum = np.zeros_like(Theta)
     gaps: list[float] = []
-    in_flight: tuple[Vector, Vector, float] | None = None  # (Dbar, the Theta it was measured from)
+    in_flight: tuple[Vector, Vector, float] | None = None  # (Dbar, Theta at the send, gamma)
     trajectory: Trajectory = []
     for round_start in range(0, T, H):
         for t in range(round_start + 1, min(round_start + H, T) + 1):
@@ -47,7 +47,8 @@ def co2(
                 theta[m] = theta[m] - problem.eta(t) * problem.gradient(m, t, theta[m])
             if t == round_start + H:
                 eta = float(np.mean([problem.eta(s) for s in range(t - H + 1, t + 1)]))
-                sent = (Theta - np.mean(np.stack(theta), axis=0), Theta.copy(), eta)
+                Delta = [x - local for x, local in zip(began, theta, strict=True)]
+                sent = (np.mean(np.stack(Delta), axis=0), Theta.copy(), eta)
                 landing, in_flight = (in_flight, sent) if delay else (sent, None)
                 if landing is not None:
                     Dbar, Theta_sent, gamma = landing
@@ -57,9 +58,10 @@ def co2(
                     Lambda = _penalty(penalty, gaps)
                     momentum = beta * momentum + Dbar / (gamma * Lambda)
                     if phi is not None:
-                        momentum = np.clip(momentum, -phi, phi)
+                        momentum = np.clip(momentum, -phi * H, phi * H)
                     Theta = Theta - alpha * gamma * momentum
                     theta = [Theta.copy() for _ in range(M)]
+                began = [local.copy() for local in theta]
             trajectory.append(([problem.split(x) for x in theta], problem.split(Theta)))
     return trajectory
 
@@ -72,7 +74,8 @@ def _penalty(penalty: Literal["gap"] | float | None, gaps: list[float]) -> float
         return float(penalty)
     if gaps[-1] == 0:
         return 1.0
-    C = sum(gaps) / len(gaps)
+    moved = [gap for gap in gaps if gap > 0]
+    C = sum(moved) / len(moved)
     return min(max(1 + gaps[-1] / C, 1.0), 10.0)
 
 

@@ -77,12 +77,11 @@ def cocodc_static(
                              theta_m,p = compensate(theta_m,p, snapshot_m, Theta_p, tau)
 
     K is the number of fragments; one fragment is one tensor (the norms). eta is the mean of lr over the tau
-    steps in flight, send + 1 .. landing. Send before land at equal steps; 0 <= tau <= H. At tau = H a
-    snapshot is taken before the merge of the same step, so the u of that transfer holds its jump too.
+    steps in flight, send + 1 .. landing. Send before land at equal steps; 0 <= tau < H.
     Source: arXiv 2504.17672; METHODS 0, 2 and 6.
     """
-    if not 0 <= tau <= H:
-        raise ValueError(f"tau={tau} must be in 0..{H}")
+    if not 0 <= tau < H:
+        raise ValueError(f"tau={tau} must be in 0..{H - 1}")
     K = len(problem.sizes)
     Theta = problem.start()
     theta = [problem.start() for _ in range(problem.M)]

@@ -12,15 +12,17 @@ from .problem import Problem, Trajectory, Vector
 def naive_delay(problem: Problem, H: int, outer_lr: float, mu: float) -> Trajectory:
     """Round k trains while the mean of round k-1 travels; it is applied at the end of round k.
 
-    delta_m,k = Theta_{k-1} - theta_m
+    delta_m,k = x_m - theta_m, x_m: theta_m where round k began
     Theta_k = Nesterov(Theta_{k-1}, mean_m delta_m,{k-1}) ; theta_m = Theta_k
 
-    After round 1 nothing lands: Theta_1 = Theta_0, no outer step, theta_m goes on, so delta_m,2 spans 2H.
+    After round 1 nothing lands: Theta_1 = Theta_0, no outer step, theta_m goes on, and round 2 begins from it:
+    every step is in exactly one delta_m.
     Source: arXiv 2506.21263; METHODS 0, 3 and 5.
     """
     M, T = problem.M, problem.T
     Theta = problem.theta0.copy()
     theta = [Theta.copy() for _ in range(M)]
+    began = [Theta.copy() for _ in range(M)]
     buf = None
     Dbar_before = None
     trajectory: Trajectory = []
@@ -29,12 +31,13 @@ def naive_delay(problem: Problem, H: int, outer_lr: float, mu: float) -> Traject
             for m in range(M):
                 theta[m] = theta[m] - problem.eta(t) * problem.gradient(m, t, theta[m])
             if t == round_start + H:
-                Dbar = sum((Theta - theta[m] for m in range(M)), np.zeros_like(Theta)) / M
+                Dbar = sum((began[m] - theta[m] for m in range(M)), np.zeros_like(Theta)) / M
                 if Dbar_before is not None:
                     g = Dbar_before
                     buf = g if buf is None else mu * buf + g
                     Theta = Theta - outer_lr * (g + mu * buf)
                     theta = [Theta.copy() for _ in range(M)]
+                began = [x.copy() for x in theta]
                 Dbar_before = Dbar
             trajectory.append(([problem.split(x) for x in theta], problem.split(Theta)))
     return trajectory
@@ -76,7 +79,7 @@ def lowrank_delay(
 ) -> Trajectory:
     """`naive_delay` of a model that is one matrix, its outer gradients sent at low rank with error feedback.
 
-    meant_m = Theta_{k-1} - theta_m + e_m
+    meant_m = x_m - theta_m + e_m
     Dbar_k, Q, sent_m = lowrank_mean(meant, Q) ; e_m = meant_m - sent_m
 
     One fragment, problem.sizes == (rows * cols,), row-major. Q is warm-started from round to round; e_m
@@ -88,6 +91,7 @@ def lowrank_delay(
     M, T = problem.M, problem.T
     Theta = problem.theta0.reshape(shape).copy()
     theta = [Theta.copy() for _ in range(M)]
+    began = [Theta.copy() for _ in range(M)]
     e = [np.zeros(shape) for _ in range(M)]
     Q, buf, Dbar_before = Q0, None, None
     trajectory: Trajectory = []
@@ -97,7 +101,7 @@ def lowrank_delay(
                 gradient = problem.gradient(m, t, theta[m].ravel()).reshape(shape)
                 theta[m] = theta[m] - problem.eta(t) * gradient
             if t == round_start + H:
-                meant = [Theta - theta[m] + e[m] for m in range(M)]
+                meant = [began[m] - theta[m] + e[m] for m in range(M)]
                 Dbar, Q, sent = lowrank_mean(meant, Q)
                 if feedback is not None:
                     e = [meant[m] - (sent[m] if feedback == "own" else Dbar) for m in range(M)]
@@ -105,6 +109,7 @@ def lowrank_delay(
                     buf = Dbar_before if buf is None else mu * buf + Dbar_before
                     Theta = Theta - outer_lr * (Dbar_before + mu * buf)
                     theta = [Theta.copy() for _ in range(M)]
+                began = [x.copy() for x in theta]
                 Dbar_before = Dbar
             trajectory.append(([[x.ravel().copy()] for x in theta], [Theta.ravel().copy()]))
     return trajectory

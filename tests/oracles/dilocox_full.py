@@ -166,8 +166,9 @@ def dilocox(
     """A model of parameters of these shapes, sent as one fragment.
 
     At the end of round t, with residual e_m and rank r_t:
-    meant_m = Theta_{t-1} - theta_m + e_m ; Dbar_t, sent_m, Q = transfer(meant, Q) ; e_m = meant_m - sent_m
+    meant_m = x_m - theta_m + e_m ; Dbar_t, sent_m, Q = transfer(meant, Q) ; e_m = meant_m - sent_m
     Theta_t = Nesterov(Theta_{t-1}, Dbar_{t-1}) ; theta_m = Theta_t     (nothing lands after round 1)
+    x_m is theta_m where round t began
 
     `first_Q` holds a Q (b, r_1) for each matrix; `problem.sizes` are the numbers of values of `shapes`.
     Source: arXiv 2506.21263; METHODS 0 and 5.
@@ -178,6 +179,7 @@ def dilocox(
     Q = dict(zip(sides, first_Q, strict=True))
     Theta = problem.theta0.copy()
     theta = [Theta.copy() for _ in range(problem.M)]
+    began = [Theta.copy() for _ in range(problem.M)]
     e = [np.zeros_like(Theta) for _ in range(problem.M)]
     buf = Dbar_before = None
     rank, send_at, rounds = given.rank, H, list[Round]()
@@ -186,7 +188,7 @@ def dilocox(
         for m in range(problem.M):
             theta[m] = theta[m] - problem.eta(t) * problem.gradient(m, t, theta[m])
         if t == send_at:
-            meant = [Theta - theta[m] + e[m] for m in range(problem.M)]
+            meant = [began[m] - theta[m] + e[m] for m in range(problem.M)]
             split = [problem.split(x) for x in meant]
             Dbar, sent, Q_mean = transfer(split, sides, Q, rank, given.block, disturb)
             e = [x - np.concatenate(own) for x, own in zip(meant, sent, strict=True)]
@@ -194,6 +196,7 @@ def dilocox(
                 buf = Dbar_before if buf is None else mu * buf + Dbar_before
                 Theta = Theta - outer_lr * (Dbar_before + mu * buf)
                 theta = [Theta.copy() for _ in range(problem.M)]
+            began = [x.copy() for x in theta]
             Dbar_before = np.concatenate(Dbar)
             share = spectrum_share(list(Q_mean.values()))
             rounds.append(Round(t, rank, int(np.argmax(share >= given.energy)) + 1))

@@ -18,15 +18,48 @@ def eager(problem: Problem, H: int, outer_lr: float, mu: float, staggered: bool 
 
     Primed with Dbar = Delta_m = 0, so the first boundary does step, on Delta_m / M. Momentum is per region.
     `staggered`: the same for each fragment by itself, boundaries H + t_p, 2H + t_p, ... (t_p = p H // P).
-    The trajectory stops before the closing blocking mean, which is `closing_mean` of its last Theta.
+    The trajectory stops before the end, which `finished` adds.
     Source: arXiv 2502.12996; METHODS 0 and 3.
     """
     return _fragments_in_turn(problem, H, outer_lr, mu) if staggered else _rounds(problem, H, outer_lr, mu)
 
 
-def closing_mean(Theta: Sequence[Fragments]) -> Fragments:
+def mean_of(Theta: Sequence[Fragments]) -> Fragments:
     """The model to evaluate and export: mean_m Theta_m (arXiv 2502.12996; METHODS 3)."""
     return [np.mean(np.stack(parts), axis=0) for parts in zip(*Theta, strict=True)]
+
+
+def finished(problem: Problem, H: int, outer_lr: float, mu: float) -> Vector:
+    """The model after the end of `eager` (whole): what no boundary has taken in lands, then one blocking mean.
+
+    With T no multiple of H the last, shorter round has a boundary of its own. Then the others' parts of the last
+    outer gradients land: g_m = Dbar(T) - Delta_m(T) / M, one more outer step. If the first round is not over yet,
+    the only boundary knows all parts: g = Dbar(T). One region alone has no others: nothing lands after its boundary.
+    """
+    M, T = problem.M, problem.T
+    ends = [*range(H, T, H), T]
+    Theta = [problem.theta0.copy() for _ in range(M)]
+    buf = [np.zeros_like(problem.theta0) for _ in range(M)]
+    last = [np.zeros_like(problem.theta0) for _ in range(M)]
+    began = 0
+
+    def step(m: int, g: Vector) -> None:
+        buf[m] = mu * buf[m] + g
+        Theta[m] = Theta[m] - outer_lr * (g + mu * buf[m])
+
+    for end in ends:
+        theta = [x.copy() for x in Theta]
+        for t in range(began + 1, end + 1):
+            theta = [theta[m] - problem.eta(t) * problem.gradient(m, t, theta[m]) for m in range(M)]
+        fresh = [Theta[m] - theta[m] for m in range(M)]
+        alone_or_first = M == 1 or T < H
+        for m in range(M):
+            step(m, sum(fresh) / M if alone_or_first else sum(last) / M + (fresh[m] - last[m]) / M)
+        last, began = fresh, end
+    if M > 1 and T >= H:
+        for m in range(M):
+            step(m, sum(last) / M - last[m] / M)
+    return np.asarray(sum(Theta) / M)
 
 
 def _rounds(problem: Problem, H: int, outer_lr: float, mu: float) -> RegionTrajectory:

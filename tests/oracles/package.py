@@ -24,6 +24,7 @@ def by_region(
     shapes: Sequence[tuple[int, ...]] | None = None,
     observe: Callable[[Region], None] | None = None,
     virtual: VirtualLink | None = None,
+    finish: bool = False,
 ) -> RegionTrajectory:
     """The package's own run of the problem: (theta, Theta) of every region after every inner step.
 
@@ -33,6 +34,7 @@ def by_region(
         shapes: of the blocks; by default they are vectors.
         observe: called in every region after every inner step.
         virtual: the link, where simulated time matters.
+        finish: whether the run is finished, and the last entry is what that leaves.
     """
     shapes = shapes or [(-1,)] * len(problem.sizes)
 
@@ -52,9 +54,15 @@ def by_region(
             region.step()
             if observe is not None:
                 observe(region)
-            whole = torch.cat([state.global_params for state in region.synchronizer.fragments])
-            states.append(([numpy_of(v).ravel() for v in vectors], problem.split(numpy_of(whole))))
+            states.append(state_of(region))
+        if finish:
+            region.synchronizer.finish()
+            states.append(state_of(region))
         return states
+
+    def state_of(region: Region) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        whole = torch.cat([state.global_params for state in region.synchronizer.fragments])
+        return [numpy_of(v).ravel() for v in region.model.parameters()], problem.split(numpy_of(whole))
 
     return [
         ([local for local, _ in states], [theta for _, theta in states])

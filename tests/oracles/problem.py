@@ -82,3 +82,13 @@ def make_problem(M: int, sizes: Sequence[int], T: int, lr: float | Sequence[floa
     h = rng.uniform(0.5, 1.5, (M, n))
     c = rng.standard_normal((M, n))
     return Problem(M, tuple(sizes), T, rates, h, c, rng.standard_normal(n), seed=seed)
+
+
+def distance(left: Trajectory, right: Trajectory) -> float:
+    """The largest difference between two trajectories over all steps, regions and values."""
+    assert len(left) == len(right)
+    worst = 0.0
+    for (theta_a, Theta_a), (theta_b, Theta_b) in zip(left, right, strict=True):
+        for a, b in zip([*theta_a, Theta_a], [*theta_b, Theta_b], strict=True):
+            worst = max(worst, float(np.max(np.abs(np.concatenate(a) - np.concatenate(b)))))
+    return worst

@@ -32,7 +32,7 @@ from tests.oracles.dilocox_full import (
     spectrum_share,
 )
 from tests.oracles.package import TOLERANCE, assert_equal, numpy_of, trajectory
-from tests.oracles.problem import Problem, Trajectory, Vector, make_problem
+from tests.oracles.problem import Problem, Trajectory, Vector, distance, make_problem
 from tests.toys import Blocks, Region
 
 OUTER_LR, MU = 0.3, 0.5
@@ -111,16 +111,6 @@ def first_Q(shapes: tuple[tuple[int, ...], ...], rank: int) -> list[Vector]:
     return [q.reshape(rank, b).T for q, b in zip(np.split(flat, cuts), widths, strict=True)]
 
 
-def distance(left: Trajectory, right: Trajectory) -> float:
-    """The largest difference between two trajectories."""
-    pairs = zip(left, right, strict=True)
-    return max(
-        float(np.max(np.abs(np.concatenate(a) - np.concatenate(b))))
-        for (theta_a, Theta_a), (theta_b, Theta_b) in pairs
-        for a, b in zip([*theta_a, Theta_a], [*theta_b, Theta_b], strict=True)
-    )
-
-
 DEFAULTS = Case(
     shapes=((5,), (13, 12), (4, 6), (12, 3, 4)),
     T=80,
@@ -141,7 +131,7 @@ SMALL_BLOCKS = Case(
 )
 """Blocks as long as a column or two, many of them for three regions to share; the rank falls to its floor."""
 
-DEFAULTS_SEEDS, SMALL_SEEDS = (15, 9, 1), (7, 64, 30)
+DEFAULTS_SEEDS, SMALL_SEEDS = (1, 19, 4), (7, 64, 30)
 """For one, two and three regions."""
 
 CASES = [
