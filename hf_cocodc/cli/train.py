@@ -84,11 +84,34 @@ def run(options: argparse.Namespace) -> int:
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
+    with launch.sole_writer([output_dir(recipe) / f"region-{each}" for each in regions]):
+        return _train(options, recipe, overrides, regions, address)
+
+
+def _train(
+    options: argparse.Namespace,
+    recipe: Recipe,
+    overrides: Sequence[str],
+    regions: Sequence[int],
+    address: str | None,
+) -> int:
+    """Start `regions`, show their progress, and report."""
+    from ..training import launch
+    from ..training.train import output_dir
+
+    timeout_s = recipe.regions.timeout_s
     early: list[int] = []
     # a signal must not interrupt the start: a process that has just started would be lost
     _on_signals(lambda number, frame: early.append(number))
     processes = launch.start(
-        recipe, options.recipe, overrides, regions, address, options.launcher, options.resume
+        recipe,
+        options.recipe,
+        overrides,
+        regions,
+        address,
+        options.launcher,
+        options.resume,
+        outlive_us=options.region is not None,
     )
     journals = [each.journal for each in processes]
     display = Display(
@@ -101,9 +124,9 @@ def run(options: argparse.Namespace) -> int:
         _on_signals(_interrupt)
         for number in early:
             _interrupt(number, None)
-        failed = launch.watch(processes, display.update, here.timeout_s)
+        failed = launch.watch(processes, display.update, timeout_s)
     except KeyboardInterrupt:
-        _stop(processes, display, here.timeout_s)
+        _stop(processes, display, timeout_s)
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         print(_saved(output_dir(recipe)), file=sys.stderr)
         return 130

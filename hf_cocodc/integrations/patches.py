@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from transformers import Trainer, TrainerControl
 
 from ..run.checkpoint import EXPORT, PREFIX, remove, rotate
+from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from . import card
 
@@ -85,9 +86,12 @@ class Patches:
 
     def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
-        return self._callback.train(
-            lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
-        )
+        lock = region_lock(Path(self._trainer.args.output_dir or "."))
+        is_writer = self._trainer.accelerator.is_main_process
+        with hold(lock) if is_writer else contextlib.nullcontext():
+            return self._callback.train(
+                lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
+            )
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""

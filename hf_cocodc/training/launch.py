@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -19,9 +19,11 @@ import psutil
 from ..errors import InputError
 from ..recipes.recipe import Recipe
 from ..run.journal import earlier_name
+from ..run.lock import hold, region_lock
 from ..run.status import ENV_STATUS, heard
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
 from ..tensors.threads import REGIONS_HERE
+from .command import ENV_COMMAND
 from .train import output_dir
 
 GRACE_S = 30.0
@@ -68,6 +70,21 @@ class RegionProcess:
             os.killpg(self.process.pid, sig)
 
 
+@contextlib.contextmanager
+def sole_writer(folders: Sequence[Path]) -> Iterator[None]:
+    """Inside the block, no other command starts regions in these folders.
+
+    Raises:
+        InputError: another command has started them, or they are training without one.
+    """
+    with contextlib.ExitStack() as locks:
+        for folder in folders:
+            locks.enter_context(hold(folder / "cocodc" / "log.lock"))
+            with hold(region_lock(folder)):
+                pass
+        yield
+
+
 def start(
     recipe: Recipe,
     recipe_path: str,
@@ -76,10 +93,12 @@ def start(
     store: str | None,
     launcher_args: Sequence[str] = (),
     resume: bool = False,
+    outlive_us: bool = False,
 ) -> list[RegionProcess]:
     """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
-    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt).
+    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
+    regions end when this process is gone, unless they may `outlive_us`.
     """
     count = recipe.regions.count or 1
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
@@ -98,6 +117,8 @@ def start(
                 REGIONS_HERE: str(len(regions)),
                 ENV_STATUS: str(status),
             }
+            if not outlive_us:
+                env[ENV_COMMAND] = str(os.getpid())
             if store is not None:
                 env[ENV_STORE] = store
             arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)

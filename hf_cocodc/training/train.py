@@ -1,6 +1,7 @@
 """Train one region of a recipe: `accelerate launch -m hf_cocodc.train RECIPE` runs this once in each rank."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -12,7 +13,9 @@ from typing import Any, get_type_hints
 from ..errors import CocodcError, InputError, nearest, reason, short, shown
 from ..recipes.reading import converted
 from ..recipes.recipe import Recipe
+from ..run.lock import hold, region_lock
 from ..run.status import tell
+from .command import end_with_command
 
 
 def output_dir(recipe: Recipe) -> Path:
@@ -52,12 +55,9 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     Raises:
         CocodcError: see errors.py.
     """
-    from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+    from transformers import TrainingArguments
 
     from ..integrations.trainer import CoCoDCCallback
-    from ..run.shards import region_shard
-    from .data import pack
-    from .metrics import causal_lm_metrics
 
     check(recipe)
     callback = CoCoDCCallback(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link)
@@ -65,6 +65,20 @@ def run(recipe: Recipe, link: Any = None) -> Any:
         args = TrainingArguments(**{**recipe.training, "output_dir": str(output_dir(recipe))})
     except (TypeError, ValueError) as error:
         raise InputError(f"training: {reason(error)}.") from error
+    is_writer = os.environ.get("RANK", "0") == "0"
+    folder = output_dir(recipe) / f"region-{callback.region}"
+    with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():
+        return _train(recipe, args, callback)
+
+
+def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
+    """Build everything, train and save; return the Trainer."""
+    from transformers import Trainer, default_data_collator, set_seed
+
+    from ..run.shards import region_shard
+    from .data import pack
+    from .metrics import causal_lm_metrics
+
     set_seed(args.seed)
     tokenizer = _tokenizer(recipe)
     model = _model(recipe, len(tokenizer))
@@ -183,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
+    end_with_command()
     try:
         run(Recipe.load(options.recipe, options.overrides))
         return 0

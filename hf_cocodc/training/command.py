@@ -1,0 +1,35 @@
+"""A region ends when the command that started all regions is gone: no process trains on that no one watches."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+
+ENV_COMMAND = "HF_COCODC_COMMAND"
+"""Number of the process to watch. A region that was started on its own has none."""
+POLL_S = 1.0
+PATIENCE_S = 60.0
+"""Time for a last checkpoint. Without the command there is no store, and regions hear of a signal only with a transfer."""
+
+
+def end_with_command() -> None:
+    """Watch the command, if there is one. When it is gone, this process gets SIGTERM, and SIGKILL if it goes on."""
+    command = os.environ.get(ENV_COMMAND)
+    if command is not None:
+        threading.Thread(target=_watch, args=(int(command),), name="hf_cocodc-command", daemon=True).start()
+
+
+def _watch(command: int) -> None:
+    try:
+        process = psutil.Process(command)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(POLL_S)
+    except psutil.NoSuchProcess:
+        pass
+    sys.stderr.write(f"the command that started this region (process {command}) is gone: the region stops.\n")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
