@@ -92,6 +92,11 @@ def short(text: object, limit: int = 80) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of another library says, as part of a message: its first line, without the full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return short(lines[0], 400).rstrip(". ")
+    """What an exception of another library says, as part of a message: its first sentence, without the full stop.
+
+    >>> reason(ValueError("wrong value:\\n  it is 5\\nSee also ..."))
+    'wrong value: it is 5'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    last = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return short(" ".join(lines[: last + 1]), 400).rstrip(". ")

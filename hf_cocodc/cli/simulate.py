@@ -38,8 +38,9 @@ def register(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from ..recipes.recipe import Recipe
+    from ..training.building import output_dir
+    from ..training.preflight import preflight
     from ..training.simulation import VirtualLink, simulate
-    from ..training.train import output_dir
     from ..views.summary import summarise
 
     overrides = [*options.overrides]
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
         bandwidth = options.bandwidth * 1e6 / 8
         link = VirtualLink(step_time_s=options.step_time, latency_s=options.latency, bandwidth=bandwidth)
     recipe = Recipe.load(options.recipe, overrides)
+    preflight(recipe)
     trainers = simulate(recipe, link=link)
     folders = [output_dir(recipe) / f"region-{region}" for region in range(len(trainers))]
     journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]

@@ -49,7 +49,8 @@ def register(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..meeting.store import connect_store, serve_store
     from ..training import launch
-    from ..training.train import check, output_dir
+    from ..training.building import output_dir
+    from ..training.preflight import preflight
 
     overrides = list(options.overrides)
     recipe = Recipe.load(options.recipe, overrides)
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
         )
-    check(recipe)
+    preflight(recipe)
     if store is not None and count > 1:
         connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None

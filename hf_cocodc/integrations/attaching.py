@@ -32,12 +32,16 @@ def refuse(trainer: Trainer) -> None:
     Raises:
         InputError: it cannot; the message says what to change.
     """
-    args = trainer.args
     if EXPORT in getattr(trainer.model, "peft_config", {}):
         raise InputError(
             f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "
             "adapter another name."
         )
+    refuse_arguments(trainer.args)
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Check the arguments of a Trainer. Raises InputError like `refuse`."""
     if args.auto_find_batch_size:
         raise InputError(
             "auto_find_batch_size=True would restart training in one region alone. Set it to False and choose "

@@ -23,8 +23,8 @@ from ..run.lock import hold, region_lock
 from ..run.status import ENV_STATUS, heard
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
 from ..tensors.threads import REGIONS_HERE
+from .building import output_dir
 from .command import ENV_COMMAND
-from .train import output_dir
 
 GRACE_S = 30.0
 POLL_S = 0.2

@@ -2,47 +2,20 @@
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from ..errors import CocodcError, InputError, nearest, reason, short, shown
-from ..recipes.reading import converted
+from ..errors import CocodcError
 from ..recipes.recipe import Recipe
 from ..run.lock import hold, region_lock
 from ..run.status import tell
+from . import building
+from .building import output_dir
 from .command import end_with_command
-
-
-def output_dir(recipe: Recipe) -> Path:
-    """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
-    return Path(recipe.training.get("output_dir") or f"runs/{recipe.outer.method}")
-
-
-def check(recipe: Recipe) -> None:
-    """Check a recipe as far as possible without loading a model or data.
-
-    Raises:
-        InputError: the recipe cannot work.
-    """
-    from transformers import TrainingArguments
-
-    from ..resolve import from_config
-
-    from_config(recipe.outer)
-    _known_fields("training", recipe.training, TrainingArguments)
-    if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
-        raise InputError(
-            "data.streaming=true: a stream has no length. Set training.max_steps to the number of inner steps."
-        )
-    if recipe.peft is not None:
-        from peft import LoraConfig
-
-        _known_fields("peft", recipe.peft, LoraConfig)
+from .preflight import check, preflight
 
 
 def run(recipe: Recipe, link: Any = None) -> Any:
@@ -61,10 +34,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
 
     check(recipe)
     callback = CoCoDCCallback(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link)
-    try:
-        args = TrainingArguments(**{**recipe.training, "output_dir": str(output_dir(recipe))})
-    except (TypeError, ValueError) as error:
-        raise InputError(f"training: {reason(error)}.") from error
+    args = building.arguments(recipe, TrainingArguments)
     is_writer = os.environ.get("RANK", "0") == "0"
     folder = output_dir(recipe) / f"region-{callback.region}"
     with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():
@@ -80,8 +50,8 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     from .metrics import causal_lm_metrics
 
     set_seed(args.seed)
-    tokenizer = _tokenizer(recipe)
-    model = _model(recipe, len(tokenizer))
+    tokenizer = building.tokenizer(recipe)
+    model = building.model(recipe, len(tokenizer))
     text = _text(recipe, recipe.data.split)
     text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
     train_dataset = pack(
@@ -114,61 +84,6 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     return trainer
 
 
-def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    hints = get_type_hints(kind)
-    for key, value in given.items():
-        if key not in known:
-            close = nearest(key, known).split(" Known:")[0]
-            raise InputError(
-                f"recipe: unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}."
-            )
-        converted(value, hints[key], f"{section}.{key}")
-
-
-def _tokenizer(recipe: Recipe) -> Any:
-    from transformers import AutoTokenizer
-
-    from .data import byte_tokenizer
-
-    if recipe.tokenizer.builtin == "bytes":
-        return byte_tokenizer()
-    try:
-        return AutoTokenizer.from_pretrained(recipe.tokenizer.name_or_path)
-    except OSError as error:
-        raise InputError(
-            f"tokenizer.name_or_path={shown(recipe.tokenizer.name_or_path)}: {reason(error)}."
-        ) from error
-
-
-def _model(recipe: Recipe, vocab_size: int) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    section = recipe.model
-    dtype = getattr(torch, section.dtype) if section.dtype else None
-    try:
-        if section.config is not None:
-            given = {"vocab_size": vocab_size, **section.config}
-            config = AutoConfig.for_model(**given)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(section.name_or_path, dtype=dtype or "auto")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"model: {reason(error)}.") from error
-    rows = model.get_input_embeddings().num_embeddings
-    if rows < vocab_size:
-        raise InputError(
-            f"the model's vocabulary has {rows} entries but the tokenizer has {vocab_size}. Raise "
-            "model.config.vocab_size, or use the model's own tokenizer."
-        )
-    if recipe.peft is not None:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.peft}))
-    return model
-
-
 def _text(recipe: Recipe, split: str) -> Any:
     from .data import load_text
 
@@ -199,7 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
     end_with_command()
     try:
-        run(Recipe.load(options.recipe, options.overrides))
+        recipe = Recipe.load(options.recipe, options.overrides)
+        preflight(recipe)
+        run(recipe)
         return 0
     except CocodcError as error:
         sys.stderr.write(f"error: {error}\n")

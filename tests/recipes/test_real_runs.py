@@ -23,7 +23,8 @@ from hf_cocodc.cli.main import parse
 from hf_cocodc.recipes.recipe import ModelSection, Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.training.train import _model, check
+from hf_cocodc.training import building
+from hf_cocodc.training.preflight import check
 from tests.recipes.traffic import landings, step_time_s, traffic
 from tests.toys import Region, llama_adamw, run, train_llama
 
@@ -95,7 +96,7 @@ def model_of(name: str) -> nn.Module:
         recipe = dataclasses.replace(recipe, model=section)
     assert recipe.model.config is not None
     with torch.device("meta"):
-        return _model(recipe, recipe.model.config["vocab_size"])
+        return building.model(recipe, recipe.model.config["vocab_size"])
 
 
 def arguments(recipe: Recipe, folder: Path) -> TrainingArguments:

@@ -17,7 +17,7 @@ from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.run.journal import read
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.training.train import check
+from hf_cocodc.training.preflight import check
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -1,0 +1,123 @@
+"""Builds what a recipe describes: the arguments of Trainer, the tokenizer and the model.
+
+The libraries raise every kind of exception for a value that they cannot use. Here each becomes an InputError that names the
+section of the recipe.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import CocodcError, InputError, reason, shown
+from ..recipes.recipe import Recipe
+
+
+def output_dir(recipe: Recipe) -> Path:
+    """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
+    return Path(recipe.training.get("output_dir") or f"runs/{recipe.outer.method}")
+
+
+@contextlib.contextmanager
+def blaming(section: str) -> Iterator[None]:
+    """Turn an exception of a library inside the block into an InputError about a section of the recipe."""
+    try:
+        yield
+    except CocodcError:
+        raise
+    except Exception as error:
+        raise InputError(f"{section}: {reason(error)}.") from error
+
+
+def arguments(recipe: Recipe, kind: type) -> Any:
+    """The `TrainingArguments` of a recipe.
+
+    Args:
+        recipe: the run.
+        kind: TrainingArguments, or a subclass.
+
+    Raises:
+        InputError: a value is refused.
+    """
+    with blaming("training"):
+        return kind(**{**recipe.training, "output_dir": str(output_dir(recipe))})
+
+
+def tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer of a recipe. Raises InputError if there is none of this name."""
+    from transformers import AutoTokenizer
+
+    from .data import byte_tokenizer
+
+    if recipe.tokenizer.builtin == "bytes":
+        return byte_tokenizer()
+    with blaming(f"tokenizer.name_or_path={shown(recipe.tokenizer.name_or_path)}"):
+        return AutoTokenizer.from_pretrained(recipe.tokenizer.name_or_path)
+
+
+def model(recipe: Recipe, vocab_size: int) -> Any:
+    """The model of a recipe, with its adapter if the recipe has one.
+
+    Args:
+        recipe: the run.
+        vocab_size: number of tokens that the tokenizer knows.
+
+    Raises:
+        InputError: there is no such model, the tokenizer has more tokens than it, or no module takes the adapter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    section = recipe.model
+    if section.config is not None:
+        return finished(recipe, random_weights(recipe, config(recipe, vocab_size)), vocab_size)
+    with blaming(f"model.name_or_path={shown(section.name_or_path)}"):
+        trained = AutoModelForCausalLM.from_pretrained(section.name_or_path, dtype=_dtype(recipe) or "auto")
+    return finished(recipe, trained, vocab_size)
+
+
+def config(recipe: Recipe, vocab_size: int) -> Any:
+    """The config of a recipe's model: from the recipe, or the one that belongs to trained weights."""
+    from transformers import AutoConfig
+
+    section = recipe.model
+    if section.config is not None:
+        with blaming("model.config"):
+            return AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
+    with blaming(f"model.name_or_path={shown(section.name_or_path)}"):
+        return AutoConfig.from_pretrained(section.name_or_path)
+
+
+def random_weights(recipe: Recipe, config: Any) -> Any:
+    """A model of this config with random weights, in the recipe's dtype or fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with blaming("model.config"):
+        return AutoModelForCausalLM.from_config(config, dtype=_dtype(recipe) or torch.float32)
+
+
+def finished(recipe: Recipe, model: Any, vocab_size: int) -> Any:
+    """The model with the recipe's adapter, after a check that it knows all `vocab_size` tokens."""
+    rows = model.get_input_embeddings().num_embeddings
+    if rows < vocab_size:
+        raise InputError(
+            f"the model's vocabulary has {rows} entries but the tokenizer has {vocab_size}. Raise "
+            "model.config.vocab_size, or use the model's own tokenizer."
+        )
+    if recipe.peft is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    with blaming("peft"):
+        adapter = LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.peft})
+        if next(model.parameters()).is_meta and isinstance(adapter.init_lora_weights, str):
+            adapter.init_lora_weights = (
+                True  # some initialisations need values, which a model on meta has not
+            )
+        return get_peft_model(model, adapter)
+
+
+def _dtype(recipe: Recipe) -> Any:
+    import torch
+
+    return getattr(torch, recipe.model.dtype) if recipe.model.dtype else None
