@@ -236,6 +236,9 @@ def dilocox(
     Symbols: t counts rounds. delta is the outer gradient plus the residual e of the error feedback. Dbar is the mean of
     the compressed delta. H_1 is sync_interval, r_1 is rank.
 
+    Follows measured times once the rank has fallen below r_1: a round is never shorter than a transfer, or the transfer
+    would no longer hide. `schedules.rounds` says which landing's rank and times a round follows.
+
     Differs from the paper: the effective rank is the number of directions that hold 95 % of the energy, averaged over 5
     rounds; each pipeline stage has its own. The outer learning rate and momentum are DiLoCo's; we have seen none in the
     paper. Nothing lands at the end of the first round: theta then goes on unchanged.
@@ -280,6 +283,8 @@ def cocodc(
     Symbols of the paper (2504.17672): K is num_fragments, N is sends_per_interval, gamma is utilization, lambda is
     compensation_strength. T_c is the time of an inner step, T_s the time to synchronise one fragment. Products of tensors
     are element-wise.
+
+    Follows measured times: T_s and T_c, unless overlap_steps and sends_per_interval are given.
 
     Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form).
     mixing_alpha has an effect only with merge=mix.

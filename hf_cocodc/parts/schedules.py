@@ -192,9 +192,11 @@ class _Rounds:
 def rounds(sync_interval: int) -> Schedule:
     """A delay of one round; the round's length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
 
-    At the end of a round all fragments are sent, and the transfers of the previous round land. r_t is the rank of the last
-    landed transfer: all regions know it, because the rank was chosen one round earlier. A round is at least as long as a
-    transfer, and never longer than `sync_interval` (H_1).
+    At the end of a round all fragments are sent, and then the transfers of the previous round land. The length of the next
+    round is chosen at this send, before that landing. r_t is therefore the rank of the transfer that landed a round ago:
+    after send k, that of send k - 2 (r_1 after the first two sends). All regions know it, and the times that it carried.
+    A round is at least as long as a transfer by these times, so that the next one hides, and never longer than
+    `sync_interval` (H_1). Once the rank has fallen, the steps of sends can thus depend on measured times.
 
     >>> schedule, half_rank = rounds(sync_interval=4), AgreedStats(compression=0.5)
     >>> state = schedule.init(num_fragments=1)

@@ -26,7 +26,8 @@ def simulate(
         regions: number of regions M; default: the recipe's regions.count.
         overrides: changes to a recipe that is given by its path, each "section.key=value".
         link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer
-            takes no time, and a schedule that follows measured times has no times to follow.
+            takes no time, and a schedule that follows measured times (CoCoDC's; DiLoCoX's once its rank has fallen) has
+            no times to follow.
 
     Returns:
         One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
