@@ -79,7 +79,7 @@ def test_what_a_region_would_find_after_half_a_minute(
         assert errors.startswith("error: ")
         assert message in errors
         assert errors.count("\n") == 1
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [journal]
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [journal]
 
 
 @pytest.mark.parametrize(
