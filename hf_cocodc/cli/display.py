@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-_FROM_THE_START = "no region has a complete checkpoint: training starts from the beginning"
+_FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
 
 
 class Display:
@@ -34,7 +34,8 @@ class Display:
         self._positions = [each.st_size if each else 0 for each in seen]
         self._inodes = [each.st_ino if each else 0 for each in seen]
         self._resumed = resumed
-        self._inode_before = found[0].st_ino if found[0] else 0
+        self._inodes_before = [each.st_ino if each else 0 for each in found]
+        self._notes: list[list[str]] = [[] for _ in journals]
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
@@ -54,7 +55,7 @@ class Display:
     @property
     def has_trained(self) -> bool:
         """Whether region 0 has begun to train: it then replaces the journal of the earlier run by a new file."""
-        return self._inodes[0] != self._inode_before
+        return self._inodes[0] != self._inodes_before[0]
 
     def update(self) -> None:
         """Read the new events of all journals and show them."""
@@ -77,16 +78,22 @@ class Display:
     def _read(self, index: int) -> None:
         events, is_new_file = self._new_events(index)
         is_history = self._resumed and is_new_file
+        is_of_this_run = self._inodes[index] != self._inodes_before[index]
         for event in events:
             if event["kind"] in ("log", "send", "land"):
                 self._last[index].update(event)
-            if event["kind"] in ("start", "resume") and index == 0:
-                self._start_step = event["step"]
+            if event["kind"] in ("start", "resume") and is_of_this_run:
+                self._notes[index] = []
+                self._start_step = event["step"] if index == 0 else self._start_step
+            if event["kind"] == "note" and is_of_this_run:
+                self._notes[index].append(event["message"])
             if event["kind"] == "evaluate" and index == 0 and not is_history:
                 self._say_evaluation(event)
         if self._resumed and events and index == 0 and not is_history and self._start_step is not None:
             self._say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
             self._start_step = None
+        while self._notes[index]:
+            self._say(self._notes[index].pop(0))
 
     def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
         """The events of a journal since the last call, and whether the file is new.

@@ -41,7 +41,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint that is complete in every region, or from the start if there is none",
+        help="continue from the newest checkpoint that is good in every region, or from the start if there is none",
     )
     parser.set_defaults(run=run)
 
@@ -177,7 +177,7 @@ def _saved(folder: Path) -> str:
     from ..run.checkpoint import checkpoints, unusable
 
     complete = [
-        {step for step, path in checkpoints(region).items() if unusable(path) is None}
+        {step for step, path in checkpoints(region).items() if unusable(path, hashes=False) is None}
         for region in folder.glob("region-*")
     ]
     common = set.intersection(*complete) if complete else set()

@@ -22,10 +22,10 @@ from ..links.base import Link
 from ..links.trailer import Ending
 from ..recipes.recipe import Recipe
 from ..resolve import from_config
-from ..run.checkpoint import PREFIX, Saved, begin_run, continue_run, read
+from ..run.checkpoint import PREFIX, Saved, read
 from ..run.connect import connect, refuse_unsupported
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.resume import checkpoint_to_resume, give_up_later
+from ..run.resume import Start, checkpoint_to_resume, settle_in
 from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
 from ..settings import OuterConfig, RegionConfig
 from .attaching import find_trainer, has_finished, interval, refuse
@@ -45,7 +45,7 @@ class CoCoDCCallback(TrainerCallback):
         trainer.train()                      # the model holds the global weights afterwards
 
     Each region writes under `{output_dir}/region-{r}`. `evaluate()`, `predict()` and `save_model()` use the global weights.
-    `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is complete in every region.
+    `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region.
     Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second signal ends this process at once.
 
     Args:
@@ -88,6 +88,7 @@ class CoCoDCCallback(TrainerCallback):
         self._given_link = link
         self._link: Link | None = None
         self._saved: Saved | None = None
+        self._start = Start(None)
         self._trainer: Trainer | None = None
         self._signal: str | None = None
         self._seed: int | None = None
@@ -179,10 +180,10 @@ class CoCoDCCallback(TrainerCallback):
             saved=self._saved,
         )
         # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
-        if args.should_save and self._saved is None:
-            begin_run(Path(args.output_dir), run)
-        elif args.should_save:
-            give_up_later(Path(args.output_dir), self.outer.inner_step, self.region)
+        if args.should_save:
+            settle_in(Path(args.output_dir), run, self._start, self.outer.inner_step, self.region)
+        for sentence in self._start.skipped:
+            self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = time.perf_counter()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -271,12 +272,10 @@ class CoCoDCCallback(TrainerCallback):
         self._link = self._meet(trainer, bool(resume_from_checkpoint))
         try:
             folder = Path(trainer.args.output_dir or ".")
-            path = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
+            start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
+            self._start, path = start, start.checkpoint
             if path is not None:
-                # read before Trainer reads its part: damage must be found before any training
-                self._saved = read(path, self._link.lane)
-                if resume_from_checkpoint is not True and trainer.args.should_save:
-                    continue_run(path, folder)
+                self._saved = read(path, self._link.lane, checked=True)
                 if has_finished(self._saved.facts, trainer.args, path):
                     return self._leave_as_it_is(trainer, str(path))
             with first_signal(self._note_signal):

@@ -17,7 +17,7 @@ from ..errors import HandshakeError
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.sharding import local_shard
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 

@@ -6,18 +6,15 @@
         cocodc/state.json             format version, facts of the run, and the engine's state without its tensors
         cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
         cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
-        cocodc/COMPLETE               written last: every file of the checkpoint with its size, ours with their SHA-256
+        cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
         global/                       the global model, for `from_pretrained`
 
-A checkpoint without COMPLETE was interrupted while it was saved; it is never read. We read no pickle.
+We read no pickle.
 """
 
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,19 +23,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
+from . import manifest
+from .durable import replace, saving
+from .manifest import COMPLETE, FOLDER, FORMAT, damage
 from .trees import put_together, take_apart
 
-FORMAT = 1
-"""Raise it when earlier versions would misread the files. Older formats are still read."""
 PREFIX = "checkpoint-"
-FOLDER = "cocodc"
 EXPORT = "global"
 """Folder of the global model in a checkpoint."""
-COMPLETE = f"{FOLDER}/COMPLETE"
 RUN = f"{FOLDER}/run"
 """In the folder of the checkpoints: the number of the run that writes there now."""
-_PASSING = "checkpoint-is-incomplete.txt"
-"""Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
 _TAKEN_OVER = "joining"
 """Name of `Facts.taken_over` in format 1."""
 
@@ -106,7 +100,7 @@ def begin(checkpoint: Path) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    with _saving(checkpoint):
+    with saving(checkpoint):
         (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
         (checkpoint / COMPLETE).unlink(missing_ok=True)
 
@@ -122,65 +116,52 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     Raises:
         CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
     """
-    with _saving(checkpoint):
+    with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
-        _replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
+        replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
         content = {"format": FORMAT, **saved.facts.to_json(), "state": tree}
         text = json.dumps(content, indent=1, allow_nan=False)
-        _replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
+        replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def seal(checkpoint: Path) -> None:
-    """Declare a checkpoint complete: all of its files are on the disk now, and listed with their sizes.
+    """Declare a checkpoint complete: all of its files are on the disk now, and listed with their hashes (`manifest`).
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
     """
-    with _saving(checkpoint):
-        files = {}
-        for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-            if path.name == _PASSING:
-                continue
-            name = path.relative_to(checkpoint).as_posix()
-            _sync(path)
-            files[name] = {"bytes": path.stat().st_size}
-            if name.startswith(f"{FOLDER}/"):
-                files[name]["sha256"] = _sha256(path)  # type: ignore[assignment]
-        for folder in [checkpoint, *(path for path in checkpoint.rglob("*") if path.is_dir())]:
-            _sync(folder)
-        text = json.dumps({"format": FORMAT, "run": run_of(checkpoint.parent), "files": files}, indent=1)
-        _replace(checkpoint / COMPLETE, lambda path: path.write_text(text, encoding="utf-8"))
-        _sync(checkpoint.parent)
+    with saving(checkpoint):
+        manifest.write(checkpoint, run_of(checkpoint.parent))
 
 
-def read(checkpoint: Path, lane: int = 0) -> Saved:
+def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
     """The engine's state and the facts of its run.
+
+    Args:
+        checkpoint: its folder.
+        lane: the lane of the state.
+        checked: whether the caller has found the checkpoint undamaged: its files are then not hashed again.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
     """
-    wrong = damage(checkpoint)
+    wrong = damage(checkpoint, hashes=not checked)
     if wrong is not None:
         raise CheckpointError(
             f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
         )
-    listed = _mark(checkpoint)["files"]
+    listed = manifest.read(checkpoint).files
     for name in (state_file(lane), tensors_file(lane)):
         if name not in listed:
             raise CheckpointError(
                 f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
-            )
-        if _sha256(checkpoint / name) != listed[name]["sha256"]:
-            raise CheckpointError(
-                f"{checkpoint / name} has changed since it was saved: its SHA-256 differs from the one in {COMPLETE}. Resume "
-                "from another checkpoint of the run."
             )
     try:
         content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
         return Saved(put_together(content["state"], tensors), Facts.from_json(content))
-    except (json.JSONDecodeError, SafetensorError, KeyError, OSError) as error:
+    except (ValueError, TypeError, SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error
 
 
@@ -199,41 +180,51 @@ def num_writers(checkpoint: Path) -> int:
     """
     try:
         return int(json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))["num_regions"])
-    except (json.JSONDecodeError, KeyError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / state_file()} cannot be read: {error}.") from error
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by its list of files; None if it is complete."""
-    if not (checkpoint / COMPLETE).is_file():
-        return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
+def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
+    """Why a run cannot continue from a checkpoint in its folder; None if it can.
+
+    Args:
+        checkpoint: its folder.
+        run: number of the run; None for the run that writes to the folder now.
+        hashes: see `manifest.damage`.
+    """
+    if is_of_another_run(checkpoint, run):
+        return "it is of an earlier run in this folder; give its path to continue that run"
+    return damage(checkpoint, hashes)
+
+
+def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
+    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
     try:
-        mark = _mark(checkpoint)
-        version, files = mark["format"], mark["files"].items()
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
-        return f"{COMPLETE} is damaged"
-    if version > FORMAT:
-        return f"its format is {version}, this hf_cocodc reads up to {FORMAT}; install a newer one"
-    for name, entry in files:
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, {entry['bytes']} were saved"
-    return None
-
-
-def unusable(checkpoint: Path) -> str | None:
-    """Why the run that writes to this folder cannot continue from a checkpoint; None if it can."""
-    wrong = damage(checkpoint)
-    if wrong is None and _mark(checkpoint).get("run", 0) != run_of(checkpoint.parent):
-        wrong = "it is of an earlier run in this folder; give its path to continue that run"
-    return wrong
+        wanted = run_of(checkpoint.parent) if run is None else run
+        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
+    except ValueError:
+        return False  # the list is damaged
 
 
 def run_of(folder: Path) -> int:
-    """The number of the run that writes to a folder; 0 if there is none."""
-    return int((folder / RUN).read_text(encoding="utf-8")) if (folder / RUN).is_file() else 0
+    """The number of the run that writes to a folder; 0 if there is none.
+
+    Raises:
+        CheckpointError: the file with the number is damaged.
+    """
+    path = folder / RUN
+    if not path.is_file():
+        return 0
+    try:
+        number, *check = path.read_bytes().decode("ascii").split()
+        if not check or check == [_check(int(number))]:  # an older version wrote no check
+            return int(number)
+    except ValueError:
+        pass
+    raise CheckpointError(
+        f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "
+        "region of the run, or give the path of a checkpoint to resume from."
+    )
 
 
 def begin_run(folder: Path, run: int) -> None:
@@ -242,14 +233,9 @@ def begin_run(folder: Path, run: int) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    with _saving(folder):
+    with saving(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        _replace(folder / RUN, lambda path: path.write_text(str(run), encoding="utf-8"))
-
-
-def continue_run(checkpoint: Path, folder: Path) -> None:
-    """`begin_run` with the run that wrote `checkpoint`."""
-    begin_run(folder, _mark(checkpoint).get("run", 0))
+        replace(folder / RUN, lambda path: path.write_text(f"{run} {_check(run)}", encoding="ascii"))
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -285,44 +271,5 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
-def _mark(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-
-
-@contextmanager
-def _saving(checkpoint: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{checkpoint} could not be saved: {error}. Earlier checkpoints are untouched; make room or change "
-            "training.output_dir, then resume."
-        ) from error
-
-
-def _replace(path: Path, save: Callable[[Path], Any]) -> None:
-    """Write a file under another name, and rename it when it is on the disk: the file is complete or absent."""
-    half = path.with_name(f"{path.name}.half")
-    try:
-        save(half)
-        _sync(half)
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    sha = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            sha.update(piece)
-    return sha.hexdigest()
+def _check(run: int) -> str:
+    return f"{zlib.crc32(str(run).encode()):08x}"

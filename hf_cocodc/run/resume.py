@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
+from . import manifest
 from .checkpoint import Saved
+from .shelf import Shelf, main_says
 from .take_over import take_over
 
 logger = logging.getLogger(__name__)
@@ -23,14 +24,16 @@ class Holding(NamedTuple):
     """What a region holds on its disk.
 
     Attributes:
-        newest: step of its newest complete checkpoint; 0 if it has none.
+        newest: step of its newest good checkpoint; 0 if it has none.
         run: number of the run that wrote it.
         num_writers: regions that took part when it was written.
+        num_damaged: newer checkpoints of the run that have changed since they were saved.
     """
 
     newest: int
     run: int
     num_writers: int
+    num_damaged: int
 
 
 class Proposal(NamedTuple):
@@ -50,7 +53,7 @@ class Choice(NamedTuple):
 
     Attributes:
         step: its step; 0 if there is no checkpoint.
-        holders: regions that have it complete.
+        holders: regions that have it, undamaged.
         run: number of the run that wrote it.
     """
 
@@ -59,8 +62,26 @@ class Choice(NamedTuple):
     run: int
 
 
-def newest_common(link: Link, own: Sequence[int], run: int, num_writers: int) -> Choice:
-    """The newest checkpoint that is complete in every region that has any. A collective call.
+class Verdict(NamedTuple):
+    """Whether a region can resume from the checkpoint whose path it was given: 1 if it can, else 0."""
+
+    is_good: int
+
+
+class Start(NamedTuple):
+    """Where this region starts.
+
+    Attributes:
+        checkpoint: to resume from; None to start from step 0.
+        skipped: sentences about newer checkpoints that cannot be used; only on the main process.
+    """
+
+    checkpoint: Path | None
+    skipped: Sequence[str] = ()
+
+
+def newest_common(link: Link, shelf: Shelf) -> Choice:
+    """The newest checkpoint that is good in every region that has any. A collective call.
 
     If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
     regions continue the run that most of them have. Two kinds of checkpoints do not count: those of another run (the folder
@@ -68,91 +89,121 @@ def newest_common(link: Link, own: Sequence[int], run: int, num_writers: int) ->
 
     Args:
         link: reaches the other regions.
-        own: steps of this region's complete checkpoints.
-        run: number of the run that wrote them.
-        num_writers: regions that took part when the newest of them was written.
+        shelf: this region's checkpoints.
+
+    Raises:
+        CheckpointError: regions have only damaged checkpoints.
     """
-    holdings = link.gather(Holding(max(own, default=0), run, num_writers), "the newest complete checkpoint")
+    own = shelf.newest()
+    holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged)
+    holdings = link.gather(holding, "the newest good checkpoint")
     runs = Counter(holding.run for holding in holdings if holding.newest)
     if not runs:
+        damaged = [region for region, holding in enumerate(holdings) if holding.num_damaged]
+        if damaged:
+            raise CheckpointError(
+                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
+                + " ".join(shelf.skipped)
+                + " Restore one of them, or start a new run: without --resume (resume_from_checkpoint), in another folder."
+            )
         return Choice(0, [], 0)
     [(chosen, _)] = runs.most_common(1)  # in a tie, the first region's
-    if own and run != chosen:
+    counts = own.step > 0
+    if counts and shelf.run != chosen:
         logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
-    own = own if run == chosen else ()
+        counts = False
     steps = [holding.newest if holding.run == chosen else 0 for holding in holdings]
     newest = max(steps)
     count = holdings[steps.index(newest)].num_writers
     # a region that joined later has the newest one only if it took it over
     first = [step if region < count or step == newest else 0 for region, step in enumerate(steps)]
-    if own and not first[link.region]:
+    if counts and not first[link.region]:
         logger.warning(
             "region %d was not there when the checkpoints of step %d were written: its own are not used.",
             *(link.region, newest),
         )
-        own = ()
+        counts = False
     steps = first
     while len(set(steps) - {0}) > 1:
         bound = min(step for step in steps if step)
-        proposal = max((step for step in own if step <= bound), default=0)
-        steps = [other.step for other in link.gather(Proposal(proposal), "an older complete checkpoint")]
+        proposal = shelf.newest(bound).step if counts else 0
+        steps = [other.step for other in link.gather(Proposal(proposal), "an older good checkpoint")]
         if steps.count(0) > first.count(0):  # a region that has checkpoints has none this old
             steps = [step if step == max(first) else 0 for step in first]
     return Choice(max(steps), [region for region, step in enumerate(steps) if step], chosen)
 
 
-def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> Path | None:
-    """The checkpoint that this region resumes from; None to start from step 0.
+def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> Start:
+    """The checkpoint that this region resumes from. Every byte of it has been compared with what was saved.
 
     Args:
         link: reaches the other regions.
         accelerator: of this region.
         folder: of this region's checkpoints.
-        wanted: False or None; True for the newest checkpoint that all regions have, a collective call; or a path.
+        wanted: False or None; True for the newest checkpoint that all regions have; or a path. Except for False and None, a
+            collective call.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: the checkpoint is damaged, or the disk refuses.
     """
     if not wanted:
-        return None
-    path = agree(link, accelerator, folder) if wanted is True else of_region(Path(wanted), link.region)
-    if path is None:
-        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        return Start(None)
+    if wanted is True:
+        start = agree(link, accelerator, folder)
     else:
-        logger.info("region %d resumes from %s", link.region, path)
-    return path
+        start = Start(of_path(link, accelerator, of_region(Path(wanted), link.region)))
+    if start.checkpoint is None:
+        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
+        return start
+    logger.info("region %d resumes from %s", link.region, start.checkpoint)
+    if not manifest.read(start.checkpoint).is_hashed:
+        logger.warning(
+            "an older version of hf_cocodc wrote %s: only sizes of Trainer's files can be compared, not their content.",
+            start.checkpoint,
+        )
+    return start
 
 
-def agree(link: Link, accelerator: Accelerator, folder: Path) -> Path | None:
-    """The checkpoint under `folder` that this region resumes from; None if no region has any. A collective call.
+def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
+    """The checkpoint under `folder` that this region resumes from. A collective call.
 
     A region that lacks the checkpoint that all agree on takes over another region's.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: all checkpoints are damaged, or the disk refuses.
     """
-    own: list[int] = []
-    num_writers = 0
-    if accelerator.is_main_process:
-        for step, path in disk.checkpoints(folder).items():
-            wrong = disk.unusable(path)
-            if wrong is None:
-                own.append(step)
-            else:
-                logger.warning("region %d: %s is not used: %s.", link.region, path, wrong)
-        num_writers = disk.num_writers(folder / f"{disk.PREFIX}{own[-1]}") if own else 0
-    run = disk.run_of(folder)
-    if accelerator.num_processes > 1:
-        own, run, num_writers = broadcast_object_list([own, run, num_writers])
-    choice = newest_common(link, own, run, num_writers)
+    shelf = Shelf(folder, link.region, accelerator)
+    choice = newest_common(link, shelf)
     if not choice.step:
-        return None
+        return Start(None, shelf.skipped)
     checkpoint = folder / f"{disk.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
             take_over(link, accelerator.is_main_process, checkpoint, choice.holders, choice.run)
         accelerator.wait_for_everyone()
-    return checkpoint
+    return Start(checkpoint, shelf.skipped)
+
+
+def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
+    """The checkpoint at the path that this region was given, once it is known to be good in every region. A collective call.
+
+    Raises:
+        CheckpointError: it is not; the message names the newest that is good in every region.
+    """
+    wrong = main_says(accelerator, lambda: disk.damage(checkpoint))
+    verdicts = link.gather(Verdict(wrong is None), "the checkpoint to resume from")
+    bad = [region for region, verdict in enumerate(verdicts) if not verdict.is_good]
+    if not bad:
+        return checkpoint
+    choice = newest_common(link, Shelf(checkpoint.parent, link.region, accelerator, beside=checkpoint))
+    way_out = "No checkpoint of its run is good in every region"
+    if len(choice.holders) == link.num_regions:
+        way_out = f"The newest of its run that is good in every region is {disk.PREFIX}{choice.step}: give its path instead"
+    if wrong is not None:
+        raise CheckpointError(f"{checkpoint} cannot be resumed from: {wrong}. {way_out}.")
+    raise CheckpointError(
+        f"region {bad[0]} cannot resume from its {checkpoint.name}; its own message says why. {way_out}."
+    )
 
 
 def of_region(checkpoint: Path, region: int) -> Path:
@@ -162,18 +213,31 @@ def of_region(checkpoint: Path, region: int) -> Path:
     return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
 
 
-def give_up_later(folder: Path, step: int, region: int) -> None:
-    """The run continues from `step`: its later checkpoints in `folder` no longer count.
+def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
+    """From now on `folder` holds this run, up to `step`. Later checkpoints of the run, if it is resumed, no longer count.
 
     Checkpoints of another run stay: the folder may have been given by mistake.
+
+    Args:
+        folder: of this region's checkpoints.
+        run: number of the run, if it is new.
+        start: where this region starts.
+        step: its inner step.
+        region: this region.
+
+    Raises:
+        CheckpointError: the disk refuses.
     """
+    disk.begin_run(folder, run if start.checkpoint is None else manifest.read(start.checkpoint).run)
+    if start.checkpoint is None:
+        return
     for later, path in disk.checkpoints(folder).items():
-        if later > step and disk.unusable(path) is None:
+        if later > step and disk.unusable(path, hashes=False) is None:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),
             )
-            (path / disk.COMPLETE).unlink()
+            (path / manifest.COMPLETE).unlink()
 
 
 def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:

@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 from accelerate import Accelerator
 
+from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
 from .checkpoint import Saved
+from .shelf import main_says
 
 
 class Savable(Protocol):
@@ -38,7 +40,13 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
         outer.save(output_dir)
 
     def before_loading(models: Any, input_dir: str) -> None:
-        read[:] = [disk.read(Path(input_dir), outer.link.lane)]
+        checkpoint = Path(input_dir)
+        wrong = main_says(accelerator, lambda: disk.damage(checkpoint))
+        if wrong is not None:
+            raise CheckpointError(
+                f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run."
+            )
+        read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result = save_state(*args, **kwargs)

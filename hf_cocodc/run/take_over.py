@@ -10,6 +10,7 @@ import torch
 
 from ..links.base import Link
 from . import checkpoint as disk
+from . import manifest
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def take_over(link: Link, is_main: bool, checkpoint: Path, holders: Sequence[int
                     file.write(chunk)
     if writes:
         _make_own(half)
-        if disk.damage(checkpoint) is None:
+        if disk.damage(checkpoint, hashes=False) is None:
             aside = checkpoint.with_name(f"{checkpoint.name}.run{disk.run_of(checkpoint.parent)}")
             logger.warning("%s is of another run: it is renamed to %s.", checkpoint, aside)
             shutil.rmtree(aside, ignore_errors=True)
@@ -76,7 +77,7 @@ def _shared_files(checkpoint: Path) -> dict[str, int]:
     return {
         name: size
         for name, size in names.items()
-        if name not in exported and name != disk.COMPLETE and not name.startswith("rng_state")
+        if name not in exported and name != manifest.COMPLETE and not name.startswith("rng_state")
     }
 
 

@@ -126,7 +126,7 @@ def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
     again, whole = tmp_path / "again", tmp_path / "whole"
     again.mkdir()
     printed = kill_all(start(method, again), again)
-    assert "no region has a complete checkpoint: training starts from the beginning" in printed
+    assert "no checkpoint is complete in every region: training starts from the beginning" in printed
     step = newest(again, 1)
     assert newest(again, 0) > step
 

@@ -1,0 +1,65 @@
+"""Files that are whole: on the disk under their names, or absent; and the hashes that show that they have not changed."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..errors import CheckpointError
+
+_PIECE_BYTES = 1 << 22
+_MOST_THREADS = 4
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into a CheckpointError that says what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} could not be saved: {error}. Earlier checkpoints are untouched; make room or change "
+            "training.output_dir, then resume."
+        ) from error
+
+
+def replace(path: Path, save: Callable[[Path], Any]) -> None:
+    """Write a file under another name, and rename it when it is on the disk: the file is complete or absent."""
+    half = path.with_name(f"{path.name}.half")
+    try:
+        save(half)
+        sync(half)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, as 64 hexadecimal digits."""
+    sha, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            sha.update(memoryview(piece)[:count])
+    return sha.hexdigest()
+
+
+def sha256_of_all(paths: Sequence[Path]) -> list[str]:
+    """The SHA-256 of each file. A thread needs about a second per GB; at most four threads share the files."""
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-hash") as pool:
+        return list(pool.map(sha256, paths))

@@ -1,0 +1,159 @@
+"""The last file of a checkpoint: the list of all others, with their sizes and hashes. It shows what is missing or has changed.
+
+Every file that a resume reads is hashed when the checkpoint is saved, and again before anything of it is loaded: local
+weights, inner optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB
+and thread (`durable.sha256_of_all`), during which the region does not train.
+
+A checkpoint without this list was interrupted while it was saved; it is never read. Lists that an older version wrote hold
+hashes of our own files only: the others are then compared by their sizes.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .durable import replace, sha256_of_all, sync
+
+FORMAT = 1
+"""Raise it when earlier versions would misread the files. Older formats are still read."""
+FOLDER = "cocodc"
+COMPLETE = f"{FOLDER}/COMPLETE"
+_PASSING = "checkpoint-is-incomplete.txt"
+"""Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
+_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
+"""A file of such a kind that is not on the list would change what is loaded."""
+
+
+class File(NamedTuple):
+    """A file on the list.
+
+    Attributes:
+        size: in bytes.
+        sha256: None if an older version listed the file without it.
+    """
+
+    size: int
+    sha256: str | None
+
+
+class Manifest(NamedTuple):
+    """The list of a checkpoint's files.
+
+    Attributes:
+        format: version of the files.
+        run: number of the run that wrote them; 0 if it had none.
+        files: by their names in the checkpoint.
+    """
+
+    format: int
+    run: int
+    files: Mapping[str, File]
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether every file has its hash."""
+        return all(file.sha256 for file in self.files.values())
+
+
+def write(checkpoint: Path, run: int) -> None:
+    """Wait until all files of a checkpoint are on the disk, then list them with their sizes and hashes."""
+    aside = {checkpoint / COMPLETE, checkpoint / _PASSING}
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path not in aside]
+    for path in paths:
+        sync(path)
+    for folder in [checkpoint, *(path for path in checkpoint.rglob("*") if path.is_dir())]:
+        sync(folder)
+    files = {
+        path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(paths, sha256_of_all(paths), strict=True)
+    }
+    content = {"format": FORMAT, "run": run, "files": files}
+    text = json.dumps({**content, "sha256": _sha256(content)}, indent=1)
+    replace(checkpoint / COMPLETE, lambda path: path.write_text(text, encoding="utf-8"))
+    sync(checkpoint.parent)
+
+
+def read(checkpoint: Path) -> Manifest:
+    """The list of a checkpoint's files; without the files if a later version wrote it.
+
+    Raises:
+        ValueError: the list is missing or damaged.
+    """
+    try:
+        content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+        if int(content["format"]) > FORMAT:  # its other entries may mean something else
+            return Manifest(int(content["format"]), int(content.get("run", 0)), {})
+        own = content.pop("sha256", None)
+        if own is not None and own != _sha256(content):
+            raise ValueError("its content differs from its own SHA-256")
+        files = {name: _file(entry) for name, entry in content.pop("files").items()}
+        found = Manifest(int(content.pop("format")), int(content.pop("run", 0)), files)
+        with_hash = [name for name, file in files.items() if file.sha256]
+        if content or (own is None and not all(name.startswith(f"{FOLDER}/") for name in with_hash)):
+            raise ValueError("it lacks its own SHA-256")
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def is_sealed(checkpoint: Path) -> bool:
+    """Whether a checkpoint was saved to its end; its files may have changed since then."""
+    return (checkpoint / COMPLETE).is_file()
+
+
+def damage(checkpoint: Path, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint, by its list of files: the file, what was expected and what was found; None if it is whole.
+
+    Args:
+        checkpoint: its folder.
+        hashes: whether to read every file and to compare its hash; else only names and sizes are compared.
+    """
+    if not is_sealed(checkpoint):
+        return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
+    try:
+        manifest = read(checkpoint)
+        if manifest.format > FORMAT:
+            return (
+                f"its format is {manifest.format}, this hf_cocodc reads up to {FORMAT}; install a newer one"
+            )
+        return _damage(checkpoint, manifest.files, hashes)
+    except ValueError as error:
+        return f"{COMPLETE} is damaged ({error})"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+
+
+def _damage(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
+    for name, file in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != file.size:
+            return f"{name} has {path.stat().st_size} bytes, {file.size} were saved"
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.suffix in _LOADED and path.is_file() and name not in files:
+            return f"{name} was not there when the checkpoint was saved"
+    hashed = {name: file.sha256 for name, file in files.items() if file.sha256}
+    found = sha256_of_all([checkpoint / name for name in hashed]) if hashes else list(hashed.values())
+    for (name, expected), sha256 in zip(hashed.items(), found, strict=True):
+        if sha256 != expected:
+            return f"{name} has changed since it was saved: its SHA-256 is {_short(sha256)}, {_short(expected)} was saved"
+    return None
+
+
+def _file(entry: dict[str, Any]) -> File:
+    if not {"bytes"} <= entry.keys() <= {"bytes", "sha256"}:
+        raise ValueError(f"an entry has {', '.join(entry)}")
+    return File(int(entry["bytes"]), entry.get("sha256"))
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    """Of the list itself, whatever its layout in the file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _short(sha256: str | None) -> str:
+    return f"{sha256}"[:12]

@@ -1,0 +1,92 @@
+"""What a region has on its disk to resume from. Checking a checkpoint reads all of it, so only those that may be used are."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from . import checkpoint as disk
+from . import manifest
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class Good(NamedTuple):
+    """A checkpoint that a region can resume from.
+
+    Attributes:
+        step: its step; 0 if there is none.
+        num_writers: regions that took part when it was written.
+    """
+
+    step: int
+    num_writers: int
+
+
+class Shelf:
+    """The checkpoints of a region's run, newest first.
+
+    Args:
+        folder: of the region's checkpoints.
+        region: this region.
+        accelerator: of this region.
+        beside: a checkpoint in the folder: of its run; by default of the run that writes to the folder now.
+
+    Attributes:
+        run: number of the run.
+        skipped: one sentence for each checkpoint that was looked at and cannot be used; only on the main process.
+        num_damaged: how many of them were saved to their end, and have changed since.
+
+    All ranks of the region make the same calls in the same order; the main process looks at the disk.
+
+    Raises:
+        CheckpointError: the number of the run cannot be read.
+    """
+
+    def __init__(
+        self, folder: Path, region: int, accelerator: Accelerator, beside: Path | None = None
+    ) -> None:
+        self._accelerator, self._folder, self._region = accelerator, folder, region
+        self._checked: dict[int, str | None] = {}
+        self.skipped: list[str] = []
+        self.num_damaged = 0
+        self.run = main_says(accelerator, lambda: _run(folder, beside))
+
+    def newest(self, bound: int | None = None) -> Good:
+        """The newest good checkpoint, of step `bound` at most."""
+        good, self.num_damaged = main_says(self._accelerator, lambda: (self._newest(bound), self.num_damaged))
+        return Good(*good)
+
+    def _newest(self, bound: int | None) -> Good:
+        for step, path in reversed(disk.checkpoints(self._folder).items()):
+            if (bound is None or step <= bound) and self._is_good(step, path):
+                return Good(step, disk.num_writers(path))
+        return Good(0, 0)
+
+    def _is_good(self, step: int, path: Path) -> bool:
+        if step not in self._checked:
+            wrong = self._checked[step] = disk.unusable(path, self.run)
+            if wrong is not None:
+                self.num_damaged += manifest.is_sealed(path) and not disk.is_of_another_run(path, self.run)
+                self.skipped.append(f"region {self._region}: {path} is not used: {wrong}.")
+                logger.warning("%s", self.skipped[-1])
+        return self._checked[step] is None
+
+
+def _run(folder: Path, beside: Path | None) -> int:
+    if beside is not None:
+        with contextlib.suppress(ValueError):  # its list of files is missing or damaged
+            return manifest.read(beside).run
+    return disk.run_of(folder)
+
+
+def main_says(accelerator: Accelerator, find: Callable[[], Value]) -> Value:
+    """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks."""
+    said: list[Any] = [find() if accelerator.is_main_process else None]
+    return broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]

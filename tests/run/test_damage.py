@@ -1,0 +1,204 @@
+"""Checkpoints that have changed on the disk: named, skipped for older ones, refused where a path was given; never trained on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from hf_cocodc.cli.display import Display
+from hf_cocodc.errors import CheckpointError
+from hf_cocodc.links.base import Link
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.training.simulation import simulate
+from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
+
+LAST, BEFORE = STEPS - 2, STEPS - 4
+Damage = Callable[[Path, Path], None]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+    """A run of two regions that was stopped by hand before its end: its folder, and the weights it would come to."""
+    folder = tmp_path_factory.mktemp("run")
+    whole = weights_of(resumed(folder, save_steps=2))
+    for region in range(2):
+        shutil.rmtree(checkpoint_of(folder, region, STEPS))
+    return folder, whole
+
+
+@pytest.fixture
+def again(run: tuple[Path, list[Tensor]], tmp_path: Path) -> Path:
+    """A copy of the run's folder."""
+    shutil.copytree(run[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def edit_step(checkpoint: Path, other: Path) -> None:
+    path = checkpoint / "trainer_state.json"
+    path.write_text(path.read_text().replace(f'"global_step": {LAST}', f'"global_step": {LAST - 1}'))
+
+
+DAMAGES: dict[str, tuple[str, Damage]] = {
+    "a bit of the local weights": ("model.safetensors", lambda own, other: flip(own / "model.safetensors")),
+    "a bit of the inner optimizer": ("optimizer.pt", lambda own, other: flip(own / "optimizer.pt")),
+    "the other region's random numbers": (
+        "rng_state.pth",
+        lambda own, other: None if shutil.copyfile(other / "rng_state.pth", own / "rng_state.pth") else None,
+    ),
+    "an edited step": ("trainer_state.json", edit_step),
+    "a bit of our own tensors": (
+        "cocodc/global-lane0.safetensors",
+        lambda own, other: flip(own / state.tensors_file()),
+    ),
+    "a bit of the list of files": (state.COMPLETE, lambda own, other: flip(own / state.COMPLETE)),
+    "weights that were not there": (
+        "pytorch_model.bin",
+        lambda own, other: None if (own / "pytorch_model.bin").write_bytes(b"weights") else None,
+    ),
+}
+
+
+QUICK = ("a bit of the inner optimizer", "an edited step")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in DAMAGES]
+)
+def test_all_regions_go_back_to_the_newest_that_is_good_everywhere(
+    name: str, run: tuple[Path, list[Tensor]], again: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where only region 1's is damaged, too; what was skipped is said, and the numbers are those of a run never stopped."""
+    file, damage = DAMAGES[name]
+    damage(checkpoint_of(again, 1, LAST), checkpoint_of(again, 0, LAST))
+    with caplog.at_level(logging.INFO):
+        trainers = resumed(again, save_strategy="no")
+    assert f"region 1: {checkpoint_of(again, 1, LAST)} is not used: {file}" in caplog.text
+    assert f"region 0 resumes from {checkpoint_of(again, 0, BEFORE)}" in caplog.text
+    assert torch.equal(torch.stack(weights_of(trainers)), torch.stack(run[1]))
+    notes = [e for e in read(again / "region-1" / "cocodc" / "journal.jsonl") if e["kind"] == "note"]
+    assert [f"{file}" in note["message"] for note in notes] == [True]
+
+
+def test_what_was_expected_and_what_was_found(again: Path) -> None:
+    flip(checkpoint_of(again, 0, LAST) / "optimizer.pt")
+    wrong = state.damage(checkpoint_of(again, 0, LAST))
+    assert wrong is not None
+    files = json.loads((checkpoint_of(again, 0, LAST) / state.COMPLETE).read_text())["files"]
+    saved = files["optimizer.pt"]["sha256"][:12]
+    assert wrong.startswith("optimizer.pt has changed since it was saved: its SHA-256 is ")
+    assert wrong.endswith(f", {saved} was saved")
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_damaged_checkpoint_that_a_path_names_is_refused(good: bool, again: Path) -> None:
+    """The reason is said, and the newest that is good in every region, if there is one."""
+    flip(checkpoint_of(again, 1, LAST) / "model.safetensors")
+    for step in state.checkpoints(again / "region-0"):
+        if not good and step != LAST:
+            shutil.rmtree(checkpoint_of(again, 0, step))
+            shutil.rmtree(checkpoint_of(again, 1, step))
+    said = []
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(again, link)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.train(resume_from_checkpoint=str(checkpoint_of(again, region, LAST)))
+        said.append(str(caught.value))
+        return trainer
+
+    before = {path: path.read_bytes() for path in again.rglob("*") if path.is_file()}
+    simulate(body, regions=2)
+    first, second = sorted(said)
+    assert f"checkpoint-{LAST} cannot be resumed from: model.safetensors has changed" in first
+    assert f"region 1 cannot resume from its checkpoint-{LAST}" in second
+    for message in said:
+        assert (f"good in every region is checkpoint-{BEFORE}" in message) == good
+        assert ("No checkpoint of its run is good in every region" in message) != good
+    assert before == {path: path.read_bytes() for path in again.rglob("*") if path.is_file()}
+
+
+def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
+    """A run of many hours does not start anew by itself."""
+    for region in range(2):
+        for path in state.checkpoints(again / f"region-{region}").values():
+            flip(path / "optimizer.pt")
+    with pytest.raises(CheckpointError, match=r"no region has a checkpoint to resume from: all of region 0"):
+        resumed(again)
+
+
+def test_the_number_of_the_run_is_checked(again: Path) -> None:
+    """One digit more would make checkpoints those of another run."""
+    path = again / "region-1" / state.RUN
+    path.write_text(f"1{path.read_text()}")
+    with pytest.raises(CheckpointError, match="does not hold the number of the run"):
+        resumed(again)
+
+
+def as_an_older_version(checkpoint: Path) -> None:
+    """Hashes of our own files only, and none of the list itself."""
+    mark = json.loads((checkpoint / state.COMPLETE).read_text())
+    del mark["sha256"]
+    for name, entry in mark["files"].items():
+        if not name.startswith("cocodc/"):
+            del entry["sha256"]
+    (checkpoint / state.COMPLETE).write_text(json.dumps(mark))
+
+
+def test_a_checkpoint_of_an_older_version(
+    run: tuple[Path, list[Tensor]], again: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is used as before, with a word."""
+    for region in range(2):
+        as_an_older_version(checkpoint_of(again, region, LAST))
+    trainers = resumed(again, save_strategy="no")
+    assert f"an older version of hf_cocodc wrote {checkpoint_of(again, 0, LAST)}" in caplog.text
+    assert torch.equal(torch.stack(weights_of(trainers)), torch.stack(run[1]))
+
+
+def test_the_command_says_how_training_starts_only_once_it_has_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is appended to the journal of the run before, which had started from step 0, is no start of this run."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path).write("start", step=0)
+    display = Display([0], [path], 100, resumed=True)
+    display.update()
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": "error", "step": 0, "message": "every checkpoint is damaged"}) + "\n")
+    display.update()
+    assert "training starts" not in capsys.readouterr().out
+
+
+def test_the_command_says_what_was_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, and not what an earlier resume of the run has skipped."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write("start", step=0)
+    journal.write("note", step=4, message="an old word")
+    position = journal.position
+    display = Display([0], [path], 100, resumed=True)
+    display.update()
+    journal = Journal(path, position)
+    journal.write("resume", step=4)
+    journal.write("note", step=4, message="region 0: checkpoint-8 is not used")
+    display.update()
+    display.update()
+    printed = capsys.readouterr().out
+    assert "an old word" not in printed
+    assert printed.count("region 0: checkpoint-8 is not used") == 1
