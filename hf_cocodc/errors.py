@@ -7,6 +7,7 @@
     |   |-- HandshakeError      exit code 2   two regions differ in something that must be equal
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
     |-- LinkError               exit code 1   the link, the store or another region failed during the run (also a RuntimeError)
+    |   |-- MeetingError        exit code 2   the store failed before regions had met; nothing was trained
     |   `-- RegionLostError     exit code 1   one named region is gone or silent
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
 
@@ -41,6 +42,12 @@ class CheckpointError(InputError):
 
 class LinkError(CocodcError, RuntimeError):
     """A transfer, the store or the rendezvous failed during the run."""
+
+
+class MeetingError(LinkError):
+    """Regions could not meet, because the store failed or is not ours. Nothing was trained or written."""
+
+    exit_code = 2
 
 
 class RegionLostError(LinkError):

@@ -18,6 +18,7 @@ from .errors import InputError, shown
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_STORE = "HF_COCODC_STORE"
+ENV_RUN = "HF_COCODC_RUN"
 DEVICES = ("host", "model")
 ENDINGS = ("auto", "finish", "stop", "continue")
 
@@ -110,6 +111,10 @@ class RegionConfig:
     region: int | None = _help(f"Number of this region, from 0 (environment {ENV_REGION}).")
     count: int | None = _help(f"M: number of regions (environment {ENV_REGIONS}).")
     store: str | None = _help(f"HOST:PORT of the store that all regions reach (environment {ENV_STORE}).")
+    run: str | None = _help(
+        f"Name of the run, equal in all its regions: runs of different names can meet at one store (environment {ENV_RUN}). "
+        "By default the name of the output folder; of the script where there is no output folder."
+    )
     interface: str | None = _help(
         "Network interface of the link, for example wg0; by default the interface that reaches the store."
     )
@@ -119,7 +124,11 @@ class RegionConfig:
     rate_limit: float | None = _help(
         "Highest rate in Mbit/s at which this region sends, to leave room on a shared link; no limit by default."
     )
+    start_timeout_s: float = _help("Seconds to wait at the start until all regions are there.", 600.0)
     timeout_s: float = _help("A region is lost after this many seconds without a sign of life.", 120.0)
+    stuck_timeout_s: float = _help(
+        "A region that is alive but makes no inner step is lost after this many seconds.", 1200.0
+    )
     when_one_ends: str = _help(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
         "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
@@ -138,7 +147,9 @@ class RegionConfig:
             "regions",
         )
         require(self, "rate_limit", lambda v: v > 0, "must be positive", "regions")
-        require(self, "timeout_s", lambda v: v > 0, "must be positive", "regions")
+        for name in ("start_timeout_s", "timeout_s", "stuck_timeout_s"):
+            require(self, name, lambda v: v > 0, "must be positive", "regions")
+        require(self, "run", lambda v: 0 < len(v) <= 100, "must have 1 .. 100 characters", "regions")
         require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
         require(
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
@@ -158,6 +169,11 @@ class RegionConfig:
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         store = self.store or env.get(ENV_STORE)
+        run = self.run or env.get(ENV_RUN)
+        if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
+            raise InputError(
+                f"regions.run={self.run!r} but the environment says {ENV_RUN}={env[ENV_RUN]!r}. Make them equal, or unset one."
+            )
         count = 1 if count is None else count
         if region is None:
             if count > 1:
@@ -176,7 +192,7 @@ class RegionConfig:
                 f"{count} regions need a store to find each other. Start one with `hf-cocodc store` on a "
                 f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
             )
-        return dataclasses.replace(self, region=region, count=count, store=store)
+        return dataclasses.replace(self, region=region, count=count, store=store, run=run)
 
 
 def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ..errors import HandshakeError, InputError, LinkError, nearest, shown
+from ..errors import InputError, LinkError, nearest, shown
 from ..links.base import Parcel
 from ..links.gloo import GlooLink
 from ..links.trailer import Trailer
@@ -28,6 +27,8 @@ from .report import Report, Row
 from .workers import TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
 
 ROUND_TRIPS = 5
+RUN = "bench link"
+"""Name of a measurement at a store, where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,9 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
     return Figures(**found)
 
 
-def take_part(trial: Trial, store: str, region: int, regions: int, interface: str | None = None) -> Figures:
+def take_part(
+    trial: Trial, store: str, region: int, regions: int, interface: str | None = None, run: str | None = None
+) -> Figures:
     """Measure as one end of the link; every region calls this at about the same time.
 
     Args:
@@ -136,6 +139,7 @@ def take_part(trial: Trial, store: str, region: int, regions: int, interface: st
         region: this region's number.
         regions: number of regions.
         interface: network interface of the link; by default the one that reaches the store.
+        run: name of the measurement, if the store serves several at once.
 
     Returns:
         The figures, the same in every region.
@@ -145,13 +149,7 @@ def take_part(trial: Trial, store: str, region: int, regions: int, interface: st
         LinkError: the store or a region failed, or did not answer in time.
     """
     reached = connect_store(store, TIMEOUT_S)
-    mine = dataclasses.asdict(trial)
-    roster = rendezvous(dist.PrefixStore("bench", reached), region, regions, mine, TIMEOUT_S)
-    for other, theirs in enumerate(roster.hellos):
-        if theirs != mine:
-            raise HandshakeError(
-                f"region {region} measures {mine}, but region {other} measures {theirs}. Start all with the same options."
-            )
+    roster = rendezvous(reached, run or RUN, region, regions, dataclasses.asdict(trial), TIMEOUT_S)
     address = own_address(store, interface)
     link = GlooLink(
         reached,

@@ -76,6 +76,9 @@ def _add_link(benches: Any) -> None:
     )
     link.add_argument("--region", type=int, help="number of this region (from 0)")
     link.add_argument("--interface", help="network interface of the link, for example wg0")
+    link.add_argument(
+        "--run", dest="run_name", help="name of this measurement, if the store serves several at once"
+    )
 
 
 def _add_wan(benches: Any) -> None:
@@ -200,12 +203,13 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         count=options.regions,
         store=options.store,
         interface=options.interface,
+        run=options.run_name,
     )
     _check("--regions", options.regions, 2)
-    if (ends.store is None) != (ends.region is None) or (ends.interface and not ends.store):
+    if (ends.store is None) != (ends.region is None) or ((ends.interface or ends.run) and not ends.store):
         raise InputError(
-            "--store and --region go together, and --interface needs both. Give --store and --region to measure one end of a "
-            "real link, or none of the three to measure all regions on this machine."
+            "--store and --region go together, and --interface needs both, and so does --run. Give --store and --region to "
+            "measure one end of a real link, or none of the three to measure all regions on this machine."
         )
     if ends.region is not None and ends.region >= options.regions:
         raise InputError(
@@ -223,7 +227,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         rate_limit=_rate_limit(options.rate_limit),
     )
     if ends.store is not None and ends.region is not None:
-        found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface)
+        found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface, ends.run)
         setting = {"over": ends.interface or ends.store}
     else:
         found = link.measure_here(trial, options.regions)

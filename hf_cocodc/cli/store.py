@@ -10,7 +10,7 @@ def register(subparsers: Any) -> None:
         "store",
         help="run the store where regions meet",
         description="Run the store where regions meet, until you press Ctrl-C. Every region must be able to reach the store. It "
-        "carries no training traffic. One store can serve many runs, one after another.",
+        "carries no training traffic. One store can serve many runs, also at the same time.",
         allow_abbrev=False,
     )
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all addresses)")

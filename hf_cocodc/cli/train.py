@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
     parser.add_argument(
         "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
+    )
+    parser.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="NAME",
+        help="name of the run, equal in all its regions, if its store serves several runs (default: name of the output folder)",
     )
     parser.add_argument(
         "--set",
@@ -61,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
     if store is not None:
         overrides.append(f"regions.store={store}")
+    if options.run_name is not None:
+        overrides.append(f"regions.run={json.dumps(options.run_name)}")
     recipe = dataclasses.replace(recipe, regions=dataclasses.replace(here, count=count, store=store))
     if options.launcher and region is None and count > 1:
         raise InputError(

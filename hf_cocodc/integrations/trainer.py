@@ -304,7 +304,10 @@ class CoCoDCCallback(TrainerCallback):
             return self._given_link
         bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
-        return connect(trainer.accelerator, bare, self.config, self.regions, given, resumes)
+        run = (
+            Path(trainer.args.output_dir or ".").resolve().parent.name
+        )  # `attach` has added the region's own folder
+        return connect(trainer.accelerator, bare, self.config, self.regions, given, resumes, run=run)
 
     def _leave_as_it_is(self, trainer: Trainer, checkpoint: str) -> TrainOutput:
         """A run that had finished needs only its weights."""

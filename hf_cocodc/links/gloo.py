@@ -44,6 +44,7 @@ class GlooLink:
         address: the address of this machine that other regions reach.
         timeout_s: seconds after which another region counts as lost: without a sign of life while it is late for a
             transfer, or without progress within a transfer.
+        stuck_timeout_s: seconds after which a late region that makes no inner step counts as lost.
         rate_limit: bytes per second that this region sends at most, to all regions together; None for no limit.
         num_lanes: lanes of this region. Each has its own link; they share the limit and the network.
         pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
@@ -61,6 +62,7 @@ class GlooLink:
         connections: int | None = None,
         address: str = "127.0.0.1",
         timeout_s: float = 120.0,
+        stuck_timeout_s: float = 1200.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
         pin_memory: bool = False,
@@ -77,7 +79,7 @@ class GlooLink:
         self._home = self._buffers
         self._lent = WeakIdKeyDictionary()
         self._heartbeat = Heartbeat(
-            dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, self._give_up
+            dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, stuck_timeout_s, self._give_up
         )
         self._job: _Job | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -199,9 +201,8 @@ class GlooLink:
             region,
             f"region {region} left while region {self.region} waited for {what}: {note}"
             if note is not None
-            else f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {what}: {why} "
-            f"(timeout_s={self._timeout_s:g}). Look at its machine and its last output, then start all regions again with "
-            "--resume.",
+            else f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {what}: {why}. "
+            "Look at its machine and its last output, then start all regions again with --resume.",
         )
         self.leave_note(str(self._failure))
         if self._job is not None:

@@ -208,8 +208,8 @@ class Wire:
         if "timed out" in str(error).lower():
             return RegionLostError(
                 region,
-                f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s "
-                f"(timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region is gone, "
+                f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s (regions."
+                f"timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region is gone, "
                 "start all regions again with --resume.",
             )
         return RegionLostError(

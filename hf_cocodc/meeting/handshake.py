@@ -48,21 +48,32 @@ def hello(
 
 
 def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all hellos agree in every field except the host.
+    """Check that all hellos, in the order of regions, agree in every field except the host.
 
     Raises:
         HandshakeError: two hellos differ; the message names the two regions, the field and both values.
     """
-    first = hellos[0]
     for region, other in enumerate(hellos[1:], start=1):
-        for field in first:
-            if field == "host" or first[field] == other.get(field):
-                continue
-            mine, theirs = _show(first[field], other.get(field))
-            raise HandshakeError(
-                f"region 0 and region {region} disagree on {field}: region 0 has {mine}, region {region} has {theirs}. "
-                "Start every region with the same recipe, the same weights and the same package versions."
-            )
+        compare_two(0, hellos[0], region, other)
+
+
+def compare_two(first: int, mine: Mapping[str, Any], second: int, theirs: Mapping[str, Any]) -> None:
+    """Check that the hellos of two regions agree. Raises HandshakeError like `compare`."""
+    for field, own, other in differences(mine, theirs):
+        raise HandshakeError(
+            f"region {first} and region {second} disagree on {field}: region {first} has {own}, region {second} has {other}. "
+            "Start every region with the same recipe or options, the same weights and the same package versions. If these are "
+            "two runs on one store, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
+        )
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Fields in which two hellos differ but must agree, each with both values in short."""
+    return [
+        (field, *_show(mine.get(field), theirs.get(field)))
+        for field in {**mine, **theirs}
+        if field != "host" and mine.get(field) != theirs.get(field)
+    ]
 
 
 def _in_recipe(setting: str) -> str:

@@ -16,8 +16,6 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 _GONE = "gone"
-STUCK = 10
-"""A region that is alive but makes no inner step counts as lost after this many times `timeout_s`."""
 
 
 class Heartbeat:
@@ -27,13 +25,20 @@ class Heartbeat:
         store: shared by all regions, with a prefix that only the heartbeat uses.
         region: this region.
         timeout_s: a region counts as lost after this many seconds without a sign of life.
+        stuck_timeout_s: a region that is alive but makes no inner step counts as lost after this many seconds.
         lost: called once, from the heartbeat's thread, as lost(region, awaited transfer, seconds waited, reason).
     """
 
     def __init__(
-        self, store: dist.Store, region: int, timeout_s: float, lost: Callable[[int, str, float, str], None]
+        self,
+        store: dist.Store,
+        region: int,
+        timeout_s: float,
+        stuck_timeout_s: float,
+        lost: Callable[[int, str, float, str], None],
     ) -> None:
         self.inner_step = 0
+        self._stuck_timeout_s = stuck_timeout_s
         self._store = store
         self._region = region
         self._timeout_s = timeout_s
@@ -80,15 +85,19 @@ class Heartbeat:
                 return
             if now - alive_at > self._timeout_s:
                 self._lost(
-                    region, what, now - since, f"it has given no sign of life for {now - alive_at:.0f} s"
+                    region,
+                    what,
+                    now - since,
+                    f"it has given no sign of life for {now - alive_at:.0f} s (regions.timeout_s={self._timeout_s:g})",
                 )
                 return
-            if now - moved_at > STUCK * self._timeout_s:
+            if now - moved_at > self._stuck_timeout_s:
                 self._lost(
                     region,
                     what,
                     now - since,
-                    f"it is alive, but has been stuck at step {step} for {now - moved_at:.0f} s",
+                    f"it is alive, but has been stuck at step {step} for {now - moved_at:.0f} s "
+                    f"(regions.stuck_timeout_s={self._stuck_timeout_s:g})",
                 )
                 return
             if now - warned_at > self._timeout_s:

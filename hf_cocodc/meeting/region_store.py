@@ -99,5 +99,10 @@ class RegionStore:
             raise (kind if kind in _WITH_A_MESSAGE else LinkError)(failure["message"])
 
 
-_WITH_A_MESSAGE = (errors.InputError, errors.HandshakeError, errors.CheckpointError)
+_WITH_A_MESSAGE = (
+    errors.InputError,
+    errors.HandshakeError,
+    errors.CheckpointError,
+    errors.MeetingError,
+)
 """Errors that a rank raises as its leader did; any other failure of the leader is a LinkError."""

@@ -3,7 +3,9 @@
 import atexit
 import logging
 import os
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from ..links.gloo import GlooLink
 from ..links.lockstep import loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
-from ..meeting.handshake import compare, hello
+from ..meeting.handshake import hello
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.store import connect_store, serve_store
@@ -83,8 +85,11 @@ def connect(
     max_steps: int | None,
     resumes: bool = False,
     stage: tuple[int, int] | None = None,
+    run: str | None = None,
 ) -> Link:
     """Meet the other regions, compare settings and connect.
+
+    `run` is the name of the run where `regions` has none; by default the name of the script.
 
     If all ranks hold the same parameters, only the leader connects. A rank that holds shards (FSDP2) or a stage of its own
     connects to the same rank of every other region.
@@ -140,23 +145,25 @@ def connect(
         }
         mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
-        meeting = dist.PrefixStore(f"stage{lane}", store) if stage is not None else store
-        roster = rendezvous(meeting, region, count, mine, regions.timeout_s)
-        compare(roster.hellos)
-        logger.info("all %d regions have met: %s", count, ", ".join(str(h["host"]) for h in roster.hellos))
+        name = regions.run or run or Path(sys.argv[0]).stem or "script"
+        name = name if stage is None else f"{name}, stage {lane}"
+        roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s)
+        hosts = ", ".join(str(each["host"]) for each in roster.hellos)
+        logger.info("all %d regions of run %r have met: %s", count, name, hosts)
         return roster.run
 
-    def reach(run: str) -> GlooLink:
+    def reach(met: str) -> GlooLink:
         assert regions.store is not None
         store = connect_store(regions.store, regions.timeout_s)
         link = GlooLink(
             store,
-            f"{run}/lane{lane}",
+            f"{met}/lane{lane}",
             region,
             count,
             connections=regions.connections if isinstance(regions.connections, int) else None,
             address=own_address(regions.store, regions.interface),
             timeout_s=regions.timeout_s,
+            stuck_timeout_s=regions.stuck_timeout_s,
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
             num_lanes=num_lanes,
             pin_memory=device.type == "cuda",
@@ -174,8 +181,8 @@ def connect(
     if not sharded:
         leader_link = inside.lead(lambda: reach(meet()), what)
         return SharedLink(leader_link, region, count, device, inside)
-    [run] = broadcast_object_list([inside.lead(meet, what)])
-    return LaneLink(reach(run), lane, num_lanes, device)
+    [met] = broadcast_object_list([inside.lead(meet, what)])
+    return LaneLink(reach(met), lane, num_lanes, device)
 
 
 def _region_store(accelerator: Accelerator) -> RegionStore | None:

@@ -21,7 +21,6 @@ from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.links.wire import connections_for
-from hf_cocodc.meeting import heartbeat
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
@@ -40,6 +39,7 @@ def run_over_gloo(
     num_regions: int,
     body: Callable[[int, GlooLink], Any],
     timeout_s: float = 30.0,
+    stuck_timeout_s: float = 300.0,
     connections: int | None = 2,
     rate_limit: float | None = None,
     num_lanes: int = 1,
@@ -56,6 +56,7 @@ def run_over_gloo(
             num_regions,
             connections,
             timeout_s=timeout_s,
+            stuck_timeout_s=stuck_timeout_s,
             rate_limit=rate_limit,
             num_lanes=num_lanes,
         )
@@ -292,9 +293,8 @@ def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
     assert run_over_gloo(2, body, timeout_s=1.0) == ["met", "met"]
 
 
-def test_a_region_that_lives_but_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_that_lives_but_is_stuck_is_given_up() -> None:
     """Signs of life without inner steps do not keep the others for ever; what they call for afterwards fails at once."""
-    monkeypatch.setattr(heartbeat, "STUCK", 2)
     given_up = threading.Event()
 
     def body(region: int, link: Link) -> str:
@@ -311,4 +311,7 @@ def test_a_region_that_lives_but_is_stuck_is_given_up(monkeypatch: pytest.Monkey
             given_up.set()
         return "met"
 
-    assert "it is alive, but has been stuck at step 0" in run_over_gloo(2, body, timeout_s=1.0)[0]
+    assert (
+        "it is alive, but has been stuck at step 0"
+        in run_over_gloo(2, body, timeout_s=1.0, stuck_timeout_s=2.0)[0]
+    )
