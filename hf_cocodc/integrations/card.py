@@ -1,6 +1,10 @@
 """The model card of a model trained across regions: method, settings, cost and paper."""
 
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -24,7 +28,14 @@ PAPERS = {
         "2504.17672",
     ),
 }
-_HEADING = "## Trained across regions"
+HEADING = "## Trained across regions"
+END = "<!-- end of the section of hf_cocodc; what follows stays -->"
+README = "README.md"
+_UNKNOWN = {
+    "This model is a fine-tuned version of [](https://huggingface.co/) on ": "This model was trained from scratch on ",
+    " on the None dataset.": " on an unknown dataset.",
+}
+"""What Trainer's draft says of a model and of a dataset that have no name, and what is meant."""
 _EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
 
 
@@ -32,13 +43,19 @@ def section(outer: OuterOptimizer) -> str:
     """The card's section, in Markdown."""
     settings, synchronizer = outer.settings, outer.synchronizer
     paper = PAPERS.get(str(settings["method"]))  # a method of a user's own may have none
+    steps, landings, fragments = (
+        synchronizer.inner_step,
+        synchronizer.totals.landings,
+        len(synchronizer.fragments),
+    )
     rows = {
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,
-        "H, inner steps between two transfers of a fragment": settings["sync_interval"],
-        "fragments": len(synchronizer.fragments),
+        "H (sync_interval)": f"{settings['sync_interval']} inner steps",
         "codec": settings["codec"],
-        "inner steps in each region": synchronizer.inner_step,
+        "inner steps in each region": steps,
+        "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
+        "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
         "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
         "parameters synchronised": f"{synchronizer.num_params:,}",
     }
@@ -50,22 +67,59 @@ def section(outer: OuterOptimizer) -> str:
     own = "" if synchronizer.method.outer.regions_agree else _EAGER
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"{_HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
+        f"{HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
         f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
         f"Other settings: {others}.\n"
         + (f"\nPaper: [{paper[0]}](https://arxiv.org/abs/{paper[1]}).\n" if paper else "")
     )
 
 
-def write(folder: Path, text: str) -> None:
-    """Append the section to the folder's README.md; replaces an earlier section."""
-    path = folder / "README.md"
+def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Let Trainer draft the card, and add our section; behind it stays what a user wrote there.
+
+    Trainer's draft is named after the folder of the run, not after a region's. Where it has no name for the base model or for
+    the dataset, it says so in words.
+
+    Args:
+        folder: the region's, with the card.
+        section: our section.
+        create: Trainer's method; the other arguments are its own.
+    """
+    path = folder / README
+    behind = _apart(path.read_text(encoding="utf-8"))[1] if path.is_file() else ""
+    takes = inspect.signature(create)
+    given = takes.bind(*args, **kwargs)
+    if "model_name" in takes.parameters and given.arguments.get("model_name") in (None, folder.name):
+        given.arguments["model_name"] = folder.absolute().parent.name or None
+    create(*given.args, **given.kwargs)
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        for found, known in _UNKNOWN.items():
+            text = text.replace(found, known)
+        path.write_text(text, encoding="utf-8")
+    write(folder, section, behind)
+
+
+def write(folder: Path, section: str, behind: str = "") -> None:
+    """Put the section into the folder's README.md, in the place of an earlier one, or before `behind` at the end."""
+    path = folder / README
     card = (
         ModelCard.load(path, ignore_metadata_errors=True)
         if path.is_file()
         else ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
     )
-    card.text = f"{card.text.split(_HEADING)[0].rstrip()}\n\n{text}".lstrip()
+    before, after = _apart(card.text)
+    parts = (before, section, END, after, behind)
+    card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
     tags = list(card.data.get("tags") or [])
     card.data["tags"] = [*tags, *([] if TAG in tags else [TAG])]
     card.save(path)
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """What stands before and behind our section. A section without its end, of an older version, ends at the next heading."""
+    before, heading, rest = text.partition(HEADING)
+    if END in rest:
+        return before, rest.partition(END)[2]
+    later = re.search(r"^##? ", rest, re.MULTILINE)
+    return before, rest[later.start() :] if heading and later else ""

@@ -128,9 +128,12 @@ class Patches:
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         """Adds our section to the card."""
-        create_model_card(*args, **kwargs)
-        if self._callback.outer is not None and self._trainer.args.should_save:
-            card.write(Path(self._trainer.args.output_dir or "."), card.section(self._callback.outer))
+        outer, arguments = self._callback.outer, self._trainer.args
+        if outer is not None and arguments.should_save:
+            folder = Path(arguments.output_dir or ".")
+            card.draft(folder, card.section(outer), create_model_card, *args, **kwargs)
+        else:
+            create_model_card(*args, **kwargs)
 
     def _save_checkpoint(
         self, save_checkpoint: Callable, model: Any, trial: Any, *args: Any, **kwargs: Any

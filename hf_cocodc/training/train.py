@@ -80,7 +80,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    trainer.create_model_card()
+    trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
     return trainer
 
 

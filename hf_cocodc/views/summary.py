@@ -10,11 +10,11 @@ from ..run.journal import read
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a finished run; bytes and seconds are the largest of all regions."""
+    """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions."""
 
     num_regions: int
     inner_steps: int
-    outer_steps: int
+    outer_steps: tuple[int, ...]
     perplexity_before: float | None
     perplexity_after: float | None
     evaluated: str
@@ -35,7 +35,7 @@ class Summary:
         rows += [
             f"method                {self.method}",
             f"inner steps           {self.inner_steps} in each of {self.num_regions} region(s)",
-            f"outer steps           {self.outer_steps}",
+            f"outer steps           {self._outer_steps()}",
             f"blocked on the link   {self.blocked_s:.2f} s of {self.training_s:.1f} s",
         ]
         if self.num_regions > 1:
@@ -48,6 +48,13 @@ class Summary:
         rows += [f"journal               {journal}" for journal in journals]
         return rows
 
+    def _outer_steps(self) -> str:
+        total, least, most = sum(self.outer_steps), min(self.outer_steps), max(self.outer_steps)
+        if len(self.outer_steps) == 1:
+            return str(total)
+        times = str(most) if least == most else f"{least} to {most}"
+        return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
+
 
 def summarise(journals: Sequence[Path]) -> Summary:
     """Read the journals of all available regions, region 0's first."""
@@ -58,10 +65,11 @@ def summarise(journals: Sequence[Path]) -> Summary:
     perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
     inner_steps = finishes[0]["step"]
     num_regions = start["num_regions"]
+    landed = [event["fragment"] for event in runs[0] if event["kind"] == "land"]
     return Summary(
         num_regions=num_regions,
         inner_steps=inner_steps,
-        outer_steps=sum(e["kind"] == "land" and e["sent_at"] > 0 for e in runs[0]) // start["num_fragments"],
+        outer_steps=tuple(landed.count(fragment) for fragment in range(start["num_fragments"])),
         perplexity_before=perplexities.get(0),
         perplexity_after=evaluations[-1]["eval_perplexity"]
         if evaluations and evaluations[-1]["step"]

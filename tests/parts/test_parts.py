@@ -158,8 +158,19 @@ def test_the_summary_reads_the_journals(tmp_path: Path) -> None:
     """Perplexities, steps, bytes and the data-parallel comparison come from the journals alone."""
     summary = summarise([a_run(tmp_path, 0), a_run(tmp_path, 1)])
     assert (summary.perplexity_before, summary.perplexity_after) == (148.4, 2.718)
-    assert (summary.inner_steps, summary.outer_steps, summary.bytes_sent) == (4, 2, 80)
+    assert (summary.inner_steps, summary.outer_steps, summary.bytes_sent) == (4, (2,), 80)
     assert summary.data_parallel_bytes == data_parallel_bytes(10, 4, 2) == 4 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"), [((2,), "2"), ((7, 7), "14, each of one of 2 fragments (of each 7)")]
+)
+def test_the_summary_counts_outer_steps(steps: tuple[int, ...], words: str, tmp_path: Path) -> None:
+    """As they were made, fragment by fragment; nothing is divided."""
+    summary = dataclasses.replace(summarise([a_run(tmp_path, 0)]), outer_steps=steps)
+    assert f"outer steps           {words}" in summary.lines(tmp_path, [])
+    uneven = dataclasses.replace(summary, outer_steps=(3, 9, 4)).lines(tmp_path, [])
+    assert "outer steps           16, each of one of 3 fragments (of each 3 to 9)" in uneven
 
 
 def test_the_summary_says_what_was_measured_and_when(tmp_path: Path) -> None:
