@@ -35,15 +35,15 @@ def from_config(config: OuterConfig) -> Method:
         if name not in takes:
             raise InputError(
                 f"outer.{name}={shown(value)} has no meaning for method={config.method}. This method takes {', '.join(takes)}. "
-                f"Remove outer.{name}, or choose a method that uses it."
+                f"Remove outer.{name} (--set outer.{name}=null), or choose a method that uses it."
             )
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and part in takes and settings[part] != needed:
-            remedy = "one of them" if needed is None else f"outer.{name}, or set outer.{part}={needed}"
+            other = f"outer.{part} in the same way" if needed is None else f"set outer.{part}={needed}"
             raise InputError(
-                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={needed}, but outer.{part} is "
-                f"{settings[part]}. Remove {remedy}."
+                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={'null' if needed is None else needed}, "
+                f"but outer.{part} is {settings[part]}. Remove outer.{name} (--set outer.{name}=null), or {other}."
             )
     num_fragments = settings.get("num_fragments", 1)
     if settings["sync_interval"] < num_fragments:

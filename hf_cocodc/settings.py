@@ -148,16 +148,21 @@ class RegionConfig:
         )
         require(self, "rate_limit", lambda v: v > 0, "must be positive", "regions")
         for name in ("start_timeout_s", "timeout_s", "stuck_timeout_s"):
-            require(self, name, lambda v: v > 0, "must be positive", "regions")
+            require(
+                self, name, lambda v: 0 < v <= 1e6, "must be positive, and at most 1e6 (11 days)", "regions"
+            )
         require(self, "run", lambda v: 0 < len(v) <= 100, "must have 1 .. 100 characters", "regions")
         require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
         require(
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
         )
-        if self.store is not None and not re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):\d{1,5}", self.store):
-            raise InputError(
-                f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650."
-            )
+        if self.store is not None:
+            found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})", self.store)
+            if found is None or not 1 <= int(found[2]) <= 65_535:
+                raise InputError(
+                    f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650, with a port in 1 .. 65535."
+                )
+            check_host("regions.store", found[1].strip("[]"))
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment fills the fields that are None. A single region needs no store.
@@ -172,7 +177,7 @@ class RegionConfig:
         run = self.run or env.get(ENV_RUN)
         if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
             raise InputError(
-                f"regions.run={self.run!r} but the environment says {ENV_RUN}={env[ENV_RUN]!r}. Make them equal, or unset one."
+                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or unset one."
             )
         count = 1 if count is None else count
         if region is None:
@@ -203,13 +208,21 @@ def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> 
     """
     if key not in env:
         return value
-    if not re.fullmatch(r"\d+", env[key]):
+    if not re.fullmatch(r"\d{1,9}", env[key]):
         raise InputError(f"{key}={shown(env[key])} must be a whole number from 0.")
     if value is not None and value != int(env[key]):
         raise InputError(
             f"{name}={value} but the environment says {key}={env[key]}. Make them equal, or unset one."
         )
     return int(env[key])
+
+
+def check_host(name: str, host: str) -> None:
+    """Raise InputError if `host` cannot be the name or the address of a machine. Whether there is one, only a network can say."""
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise InputError(f"{name}: {shown(host)} is not the name of a machine ({error}).") from error
 
 
 def _take_number(config: Any, name: str) -> None:

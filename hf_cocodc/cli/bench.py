@@ -1,13 +1,18 @@
 """`hf-cocodc bench`: measure the cost of each part, compared with the best that the hardware can do."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .checks import check, check_memory, check_writable
+
+# bytes of memory for each parameter or value, measured
+_OUTER_BYTES = 145
+_CODEC_BYTES = 24
+_LINK_BYTES = 16
 
 
 def register(subparsers: Any) -> None:
@@ -131,19 +136,15 @@ def _add(
         name, help=what, description=f"Measure {what}. {more}".strip(), allow_abbrev=False
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    parser.set_defaults(run=_report, measure=measure)
+    parser.set_defaults(run=_report, measure=measure, parser=parser)
     return parser
 
 
 def _report(options: argparse.Namespace) -> int:
     from ..bench.report import write
 
-    if options.json is not None and not options.json.parent.is_dir():
-        raise InputError(
-            f"--json {options.json}: the folder {options.json.parent} does not exist. Create it first."
-        )
-    if options.json is not None and options.json.is_dir():
-        raise InputError(f"--json {options.json} is a folder. Name a file in it.")
+    if options.json is not None:
+        check_writable("--json", options.json)
     reports = []
     for report in options.measure(options):
         print("\n".join(report.lines()), end="\n\n", flush=True)
@@ -151,13 +152,6 @@ def _report(options: argparse.Namespace) -> int:
         if options.json is not None:
             write(options.json, reports)
     return 0
-
-
-def _check(flag: str, value: float, least: float, most: float = math.inf) -> None:
-    """Check the value of an option; the error names the option."""
-    if not least <= value <= most:
-        rule = f"must be at least {least:g}" if most == math.inf else f"must lie in {least:g} .. {most:g}"
-        raise InputError(f"{flag} {value:g} {rule}.")
 
 
 def _connections(text: str) -> int | None:
@@ -172,30 +166,31 @@ def _connections(text: str) -> int | None:
 def _rate_limit(value: float | None) -> float | None:
     """The limit in Mbit/s; None for no limit."""
     if value is not None:
-        _check("--rate-limit", value, 0.01)
+        check("--rate-limit", value, 0.01)
     return value
 
 
 def _outer(options: argparse.Namespace) -> Iterator[Any]:
+    check("--millions", options.millions, 1)
+    check("--repeat", options.repeat, 1)
+    for count in options.threads or ():
+        check("--threads", count, 1, 1024)
+    check_memory("--millions", options.millions, options.millions * 1e6 * _OUTER_BYTES)
     from ..bench import outer
 
-    _check("--millions", options.millions, 1)
-    _check("--repeat", options.repeat, 1)
-    for count in options.threads or ():
-        _check("--threads", count, 1)
     yield outer.measure(options.millions * 10**6, options.repeat, options.threads or ())
 
 
 def _codec(options: argparse.Namespace) -> Iterator[Any]:
+    check("--millions", options.millions, 1)
+    check("--repeat", options.repeat, 1)
+    check_memory("--millions", options.millions, options.millions * 1e6 * _CODEC_BYTES)
     from ..bench import codec
 
-    _check("--millions", options.millions, 1)
-    _check("--repeat", options.repeat, 1)
     yield codec.measure(options.millions * 10**6, options.repeat, options.only)
 
 
 def _link(options: argparse.Namespace) -> Iterator[Any]:
-    from ..bench import link
     from ..settings import RegionConfig
 
     ends = RegionConfig(  # makes the same checks as a run
@@ -205,7 +200,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         interface=options.interface,
         run=options.run_name,
     )
-    _check("--regions", options.regions, 2)
+    check("--regions", options.regions, 2, 100)
     if (ends.store is None) != (ends.region is None) or ((ends.interface or ends.run) and not ends.store):
         raise InputError(
             "--store and --region go together, and --interface needs both, and so does --run. Give --store and --region to "
@@ -215,10 +210,13 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         raise InputError(
             f"--region {ends.region} of --regions {options.regions} does not exist: regions are numbered from 0. Lower --region."
         )
-    if options.rate_mbit is not None and not options.rate_mbit > 0:
-        raise InputError(
-            f"--rate-mbit {options.rate_mbit:g} must be positive. Omit it if you do not know the rate."
-        )
+    if options.rate_mbit is not None:
+        check("--rate-mbit", options.rate_mbit, 0.01)
+    check("--megabytes", options.megabytes, 0.001)
+    here = options.regions if ends.store is None else 1
+    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
+    from ..bench import link
+
     trial = link.Trial(
         megabytes=options.megabytes,
         codec=options.codec,
@@ -238,10 +236,10 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
 def _wan(options: argparse.Namespace) -> Iterator[Any]:
     from ..emulation import training as wan
 
-    _check("--regions", options.regions, 2, 100)
-    _check("--rtt-ms", options.rtt_ms, 0, 60_000)
-    _check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
-    _check("--loss", options.loss, 0, 0.99)
+    check("--regions", options.regions, 2, 100)
+    check("--rtt-ms", options.rtt_ms, 0, 60_000)
+    check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
+    check("--loss", options.loss, 0, 0.99)
     plan = wan.Plan(
         regions=options.regions,
         rtt_s=options.rtt_ms / 1e3,

@@ -4,6 +4,8 @@ import argparse
 from typing import Any
 
 from ..errors import InputError
+from ..recipes.recipe import Recipe
+from .checks import check
 
 
 def register(subparsers: Any) -> None:
@@ -33,28 +35,31 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--bandwidth", type=float, metavar="MBIT", help="simulated rate at which a region sends, in Mbit/s"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..recipes.recipe import Recipe
-    from ..training.building import output_dir
-    from ..training.preflight import preflight
-    from ..training.simulation import VirtualLink, simulate
-    from ..views.summary import summarise
-
     overrides = [*options.overrides]
     if options.regions is not None:
         overrides.append(f"regions.count={options.regions}")
     times = (options.step_time, options.latency, options.bandwidth)
-    if any(given is not None for given in times) and None in times:
-        raise InputError("--step-time, --latency and --bandwidth go together: give all three or none.")
+    if any(given is not None for given in times):
+        if None in times:
+            raise InputError("--step-time, --latency and --bandwidth go together: give all three or none.")
+        check("--step-time", options.step_time, 1e-9)
+        check("--latency", options.latency, 0)
+        check("--bandwidth", options.bandwidth, 1e-3)
+    recipe = Recipe.load(options.recipe, overrides)
+    from ..training.building import output_dir  # torch takes seconds to import
+    from ..training.preflight import preflight
+    from ..training.simulation import VirtualLink, simulate
+    from ..views.summary import summarise
+
+    preflight(recipe, recipe.regions.count or 1)
     link = None
     if options.step_time is not None:
         bandwidth = options.bandwidth * 1e6 / 8
         link = VirtualLink(step_time_s=options.step_time, latency_s=options.latency, bandwidth=bandwidth)
-    recipe = Recipe.load(options.recipe, overrides)
-    preflight(recipe)
     trainers = simulate(recipe, link=link)
     folders = [output_dir(recipe) / f"region-{region}" for region in range(len(trainers))]
     journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]

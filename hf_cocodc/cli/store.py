@@ -4,6 +4,9 @@ import argparse
 import signal
 from typing import Any
 
+from ..settings import check_host
+from .checks import check
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -17,10 +20,12 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--port", type=int, default=29650, help="port to listen on; 0 takes a free port (default: 29650)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
+    check("--port", options.port, 0, 65_535)
+    check_host("--host", options.host)
     from ..meeting.store import serve_store
 
     server = serve_store(options.host, options.port)

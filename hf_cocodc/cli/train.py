@@ -50,15 +50,10 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="continue from the newest checkpoint that is good in every region, or from the start if there is none",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..meeting.store import connect_store, serve_store
-    from ..training import launch
-    from ..training.building import output_dir
-    from ..training.preflight import preflight
-
     overrides = list(options.overrides)
     recipe = Recipe.load(options.recipe, overrides)
     here = recipe.regions
@@ -87,7 +82,12 @@ def run(options: argparse.Namespace) -> int:
             f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
         )
-    preflight(recipe)
+    from ..meeting.store import connect_store, serve_store  # torch takes seconds to import
+    from ..training import launch
+    from ..training.building import output_dir
+    from ..training.preflight import preflight
+
+    preflight(recipe, len(regions))
     if store is not None and count > 1:
         connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None

@@ -1,5 +1,6 @@
 """Many regions in one process: exactly the numbers of the real link, without sockets."""
 
+import math
 import random
 import sys
 import threading
@@ -45,10 +46,10 @@ class VirtualLink:
 
     def __post_init__(self) -> None:
         for name, value in (("step_time_s", self.step_time_s), ("bandwidth", self.bandwidth)):
-            if value <= 0:
-                raise InputError(f"{name}={value} of a VirtualLink must be positive.")
-        if self.latency_s < 0:
-            raise InputError(f"latency_s={self.latency_s} of a VirtualLink must not be negative.")
+            if not 0 < value < math.inf:
+                raise InputError(f"{name}={value} of a VirtualLink must be positive and finite.")
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError(f"latency_s={self.latency_s} of a VirtualLink must be finite, and not negative.")
 
 
 def loopback() -> "LockstepLink":

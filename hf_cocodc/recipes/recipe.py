@@ -12,6 +12,19 @@ from .parsing import read_file
 from .reading import build, override_key
 
 
+def _need_one(section: Any, name: str, **choices: str) -> None:
+    """Check that exactly one of two keys is given."""
+    first, second = choices
+    if (getattr(section, first) is None) == (getattr(section, second) is None):
+        remedy = (
+            "Give one of them."
+            if getattr(section, first) is None
+            else f"Remove one of them, for example with --set {name}.{first}=null."
+        )
+        described = " and ".join(f"{key} ({meaning})" for key, meaning in choices.items())
+        raise InputError(f"{name} needs exactly one of {described}. {remedy}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
@@ -21,10 +34,7 @@ class ModelSection:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.config is None) == (self.name_or_path is None):
-            raise InputError(
-                "model needs exactly one of config (random weights) and name_or_path (trained weights)."
-            )
+        _need_one(self, "model", config="random weights", name_or_path="trained weights")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise InputError("model.config needs model_type: a word, for example llama.")
         known = ("float32", "bfloat16", "float16")
@@ -40,8 +50,7 @@ class TokenizerSection:
     name_or_path: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.builtin is None) == (self.name_or_path is None):
-            raise InputError("tokenizer needs exactly one of builtin (bytes) and name_or_path.")
+        _need_one(self, "tokenizer", builtin="bytes", name_or_path="a folder, or a name on the Hub")
         if self.builtin not in (None, "bytes"):
             raise InputError(
                 f"tokenizer.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['bytes'])}"
@@ -63,10 +72,7 @@ class DataSection:
     eval_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.builtin is None) == (self.path is None):
-            raise InputError(
-                "data needs exactly one of builtin (python-stdlib) and path (anything datasets loads)."
-            )
+        _need_one(self, "data", builtin="python-stdlib", path="anything datasets loads")
         if self.builtin not in (None, "python-stdlib"):
             raise InputError(
                 f"data.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['python-stdlib'])}"

@@ -45,10 +45,14 @@ def check(recipe: Recipe) -> None:
         _known_fields("peft", recipe.peft, LoraConfig)
 
 
-def preflight(recipe: Recipe) -> None:
+def preflight(recipe: Recipe, regions_here: int = 1) -> None:
     """Check a recipe and build what its regions will build, the model without weights.
 
     Reads the configs and tokenizers that the recipe names, as a region would; no weights, no data.
+
+    Args:
+        recipe: the run.
+        regions_here: number of regions that this machine will train at once.
 
     Raises:
         InputError: the recipe cannot work.
@@ -57,7 +61,7 @@ def preflight(recipe: Recipe) -> None:
     with _quietly():
         _trainer_parts(recipe)
         tokenizer = building.tokenizer(recipe)
-        _model_parts(recipe, len(tokenizer))
+        _model_parts(recipe, len(tokenizer), regions_here)
 
 
 def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
@@ -138,7 +142,7 @@ def _make(tracker: type) -> None:
         raise InputError(f"training.report_to: {problem}.")
 
 
-def _model_parts(recipe: Recipe, vocab_size: int) -> None:
+def _model_parts(recipe: Recipe, vocab_size: int, regions_here: int) -> None:
     """Build the model on the meta device, with its adapter, and cut it into fragments."""
     import torch
     from transformers.utils import find_adapter_config_file
@@ -151,15 +155,15 @@ def _model_parts(recipe: Recipe, vocab_size: int) -> None:
             if find_adapter_config_file(name) is not None:  # its base model is named in there
                 return
     config = building.config(recipe, vocab_size)
-    with torch.device("meta"), _within_memory():
+    with torch.device("meta"), _within_memory(regions_here):
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
     from_config(recipe.outer).fragments(model)
 
 
 @contextlib.contextmanager
-def _within_memory() -> Iterator[None]:
-    """Stop the building of a model in this block once its weights cannot fit into this machine.
+def _within_memory(regions_here: int) -> Iterator[None]:
+    """Stop the building of a model in this block once its weights, in each region here, cannot fit into this machine.
 
     Raises:
         InputError: they cannot, or the model has too many tensors.
@@ -172,11 +176,12 @@ def _within_memory() -> Iterator[None]:
     def count(module: Any, name: str, param: Any) -> None:
         nonlocal tensors, num_bytes
         if param is not None:
-            tensors, num_bytes = tensors + 1, num_bytes + param.nbytes
+            tensors, num_bytes = tensors + 1, num_bytes + param.nbytes * regions_here
         if num_bytes > memory:
             raise InputError(
-                f"model: the weights need more than {num_bytes / 1e9:.1f} GB, but this machine has {memory / 1e9:.1f} GB. Make "
-                "the model smaller, or train it in bfloat16 (model.dtype)."
+                f"model: the weights of {regions_here} region(s) on this machine need more than {num_bytes / 1e9:.1f} GB, but it "
+                f"has {memory / 1e9:.1f} GB. Make the model smaller, train it in bfloat16 (model.dtype), or train fewer regions "
+                "here (--region)."
             )
         if tensors > MOST_TENSORS:
             raise InputError(

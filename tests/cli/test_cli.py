@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+import hf_cocodc
 from hf_cocodc.cli import train
-from hf_cocodc.cli.main import parse
+from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import InputError
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.resolve import from_config
 from hf_cocodc.training import launch
 
+RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"
 ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
 
 
@@ -49,3 +59,137 @@ def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) ->
         launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": "4,6"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what hiding them does
     assert "--cpu" in launch._launcher_arguments(0, 3, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def hf_cocodc_command(*words: str, **streams: Any) -> subprocess.CompletedProcess:
+    """`python -m hf_cocodc`, which is `hf-cocodc`."""
+    return subprocess.run([sys.executable, "-m", "hf_cocodc", *words], text=True, **streams)
+
+
+def test_the_package_is_a_program_with_a_name() -> None:
+    """`python -m hf_cocodc --version` says of what it is the version."""
+    found = hf_cocodc_command("--version", capture_output=True)
+    assert (found.returncode, found.stdout) == (0, f"hf-cocodc {hf_cocodc.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["train", "x.yaml", "--fast"], "usage: hf-cocodc train RECIPE"),
+        (["simulate", "x.yaml", "--fast"], "usage: hf-cocodc simulate "),
+        (["store", "--fast", "5"], "usage: hf-cocodc store "),
+        (["bench", "wan", "--fast"], "usage: hf-cocodc bench wan "),
+    ],
+)
+def test_an_unknown_option_prints_the_usage_of_its_command(
+    words: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of hf-cocodc, which lists no options."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(usage)
+    assert "unrecognized arguments: --fast" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["store", "--port", "99999"], "--port 99999 must lie in 0 .. 65535."),
+        (["store", "--port", "-1"], "--port -1 must lie in 0 .. 65535."),
+        (["store", "--host", "a" * 70], "is not the name of a machine"),
+        (["train", "diloco.yaml", "--region", "0", "--store", "h:99999"], "with a port in 1 .. 65535"),
+        (["train", "diloco.yaml", "--region", "0", "--store", "h:0"], "with a port in 1 .. 65535"),
+        (["train", "diloco.yaml", "--region", "0", "--store", "a..b:1"], "is not the name of a machine"),
+        (["train", "dilocox.yaml", "--set", "outer.codec=int8"], "Remove outer.rank (--set outer.rank=null)"),
+        (
+            ["train", "dilocox.yaml", "--set", "outer.method=co2", "--set", "outer.merge=mix"],
+            "outer.merge=null",
+        ),
+        (["train", "diloco.yaml", "--set", "regions.timeout_s=1e300"], "must be positive, and at most 1e6"),
+        (["train", "diloco.yaml", "--set", "data.path=x"], "--set data.builtin=null"),
+        (["train", "diloco.yaml", "--set", "model.name_or_path=x"], "--set model.config=null"),
+        (
+            ["train", "diloco.yaml", "--set", "regions.count=10000000"],
+            "of 10000000 region(s) on this machine",
+        ),
+        (["simulate", "diloco.yaml", "--regions", "10000000"], "of 10000000 region(s) on this machine"),
+        (
+            ["simulate", "diloco.yaml", "--step-time", "nan", "--latency", "0", "--bandwidth", "1"],
+            "--step-time nan",
+        ),
+        (
+            ["simulate", "diloco.yaml", "--step-time", "1", "--latency", "inf", "--bandwidth", "1"],
+            "--latency inf",
+        ),
+        (
+            ["simulate", "diloco.yaml", "--step-time", "1", "--latency", "0", "--bandwidth", "0"],
+            "--bandwidth 0",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_paragraph(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names the way out: a key that the recipe holds is removed with --set KEY=null."""
+    monkeypatch.chdir(RECIPES)
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_the_ways_out_work() -> None:
+    """A key set to null is as if it were not there."""
+    recipe = Recipe.load(RECIPES / "dilocox.yaml", ["outer.codec=int8", "outer.rank=null"])
+    from_config(recipe.outer)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["bench", "codec", "--millions", "1", "--repeat", "1"]]
+)
+def test_output_that_cannot_be_written(words: list[str]) -> None:
+    """A full disk behind the output is an error, said once."""
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        found = hf_cocodc_command(*words, stdout=full, stderr=subprocess.PIPE, env=buffered)
+    assert found.returncode == 1
+    assert found.stderr == "error: the output cannot be written: No space left on device.\n"
+
+
+def test_no_command_imports_torch_before_it_needs_it(tmp_path: Path) -> None:
+    """Help and most mistakes come at once: torch and transformers take seconds to import."""
+    (tmp_path / "typo.yaml").write_text("modell: 5\n")
+    (tmp_path / "picture.yaml").write_bytes(b"\x89PNG\r\n\x1a\n")
+    words = [
+        *(["--help"], ["--version"], ["train", "--help"], ["bench", "link", "--help"], [], ["nonsense"]),
+        *(
+            ["train", "missing.yaml"],
+            ["simulate", "missing.yaml"],
+            ["train", "typo.yaml"],
+            ["train", "picture.yaml"],
+        ),
+        *(["simulate", "typo.yaml"], ["simulate", "picture.yaml", "--step-time", "nan"]),
+        *(["train", str(RECIPES / "co2.yaml"), "--region", "7"], ["store", "--port", "99999"]),
+        *(["bench", "outer", "--millions", "0"], ["bench", "codec", "--json", "no/such/file"]),
+        *(["bench", "link", "--regions", "0"], ["bench", "outer", "--millions", "99999999"]),
+    ]
+    script = f"""
+import sys
+from hf_cocodc.cli.main import main
+for words in {words!r}:
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == (0 if {{"--help", "--version"}} & set(words) else 2), (words, code)
+    heavy = {{"torch", "transformers", "datasets", "accelerate", "peft"}} & set(sys.modules)
+    assert not heavy, (words, heavy)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr

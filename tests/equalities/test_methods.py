@@ -357,11 +357,14 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
         ({"method": "co2", "clip_momentum": "off"}, "must be none, or a positive number"),
         ({"method": "cocodc", "compensation": "adaptiv"}, "Did you mean 'adaptive'"),
         ({"method": "cocodc", "merge": "mixx"}, "Did you mean 'mix'"),
-        ({"method": "streaming", "rank": 4}, "only with outer.codec=lowrank, .* or set outer.codec=lowrank"),
+        (
+            {"method": "streaming", "rank": 4},
+            r"only with outer.codec=lowrank, .*outer.rank=null\), or set outer.codec=lowrank",
+        ),
         ({"method": "cocodc", "mixing_alpha": 0.4}, "only with outer.merge=mix"),
         (
             {"method": "cocodc", "utilization": 0.4, "sends_per_interval": 8},
-            "only with outer.sends_per_interval=None, but outer.sends_per_interval is 8. Remove one of them",
+            r"only with outer.sends_per_interval=null, but outer.sends_per_interval is 8. .*--set outer.utilization=null",
         ),
     ],
 )

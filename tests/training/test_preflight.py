@@ -36,7 +36,7 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("model.config.hidden_size=130", "The hidden size (130) is not a multiple"),
         ("model.config.hidden_size=-4", "negative dimension"),
-        ("model.config.hidden_size=100000000", "but this machine has"),
+        ("model.config.hidden_size=100000000", "on this machine need more than"),
         (
             "model.config.num_hidden_layers=two",
             "model.config: Validation error for field 'num_hidden_layers'",
