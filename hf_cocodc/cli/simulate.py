@@ -16,7 +16,7 @@ def register(subparsers: Any) -> None:
         "real run. With --step-time, --latency and --bandwidth, the command also simulates how long steps and transfers take.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe file (YAML)")
+    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
     parser.add_argument(
         "--set",

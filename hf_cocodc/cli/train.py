@@ -26,7 +26,7 @@ def register(subparsers: Any) -> None:
         "With --region and --store, this machine runs only one region. Arguments after -- go to accelerate launch.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe file (YAML)")
+    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
     parser.add_argument(
         "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"

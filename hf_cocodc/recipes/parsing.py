@@ -23,22 +23,19 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def read_file(path: str | os.PathLike) -> Any:
-    """Parse the YAML of a recipe's file.
+    """Parse the YAML of a recipe's file, which `files.find` has found.
 
     Raises:
         InputError: the file cannot be read, or it is not valid YAML of a sensible size. The message has the line.
     """
     where = f"recipe {shown(os.fspath(path))}"
     try:
-        file = Path(path)
-        if not file.is_file():
-            raise InputError(f"{where} is not a file. The recipes of this project are in recipes/.")
-        with file.open("rb") as stream:
+        with Path(path).open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
         return read_yaml(content.decode("utf-8"), where)
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{where}: byte {error.start} is not UTF-8. A recipe is a text file in YAML, like those in recipes/."
+            f"{where}: byte {error.start} is not UTF-8. A recipe is a text file in YAML."
         ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

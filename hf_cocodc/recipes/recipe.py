@@ -3,12 +3,11 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, nearest, short, shown
+from ..errors import InputError, nearest, shown
 from ..settings import OuterConfig, RegionConfig, require
-from .parsing import read_file
+from .files import read_recipe
 from .reading import build, override_key
 
 
@@ -115,20 +114,22 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a recipe from a YAML file. Each override is "section.key=value"; the value is YAML too.
+        """Read a recipe: a YAML file, or one that comes with the package, by its name (quickstart/diloco).
+
+        A recipe may extend another one (`extends: other.yaml`): see `files.read_recipe`.
+
+        Args:
+            path: the file or the name.
+            overrides: changes, each "section.key=value"; the value is YAML, too.
 
         Raises:
             InputError: the file does not exist, is not valid YAML, or has an unknown key or an impossible value. The message
                 says where.
         """
-        content = read_file(path)
-        if not isinstance(content, dict):
-            raise InputError(
-                f"recipe {shown(os.fspath(path))} must be a mapping of sections, for example outer: and training:."
-            )
+        content, where = read_recipe(path)
         for override in overrides:
             override_key(content, override)
-        return cls.from_dict(content, f"recipe {short(Path(path).name)}")
+        return cls.from_dict(content, where)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":

@@ -100,7 +100,7 @@ def _first(dataset: Any, blocks: int) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train one region. An error of this package becomes one paragraph and an exit code, never a traceback."""
     parser = argparse.ArgumentParser(prog="hf_cocodc.train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("recipe", help="recipe file (YAML)")
+    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
     parser.add_argument(
         "--set",
         action="append",
