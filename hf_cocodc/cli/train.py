@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from ..errors import InputError
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, from_env
 from .display import Display
+from .report import report
 
 
 def register(subparsers: Any) -> None:
@@ -145,7 +145,8 @@ def _train(
         return _report_failure(failed, processes)
     if not display.has_trained:
         print("the run had already finished: there was nothing left to train")
-    return _report_success(output_dir(recipe), [each.folder for each in processes])
+    report([each.folder for each in processes], output_dir(recipe))
+    return 0
 
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:
@@ -216,19 +217,3 @@ def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
         print(f"error: [{who}] {message}", file=sys.stderr)
     print(f"full output: {failed.folder / 'log.txt'}", file=sys.stderr)
     return exit_code
-
-
-def _report_success(output: Path, folders: Sequence[Path]) -> int:
-    from ..views.summary import summarise
-
-    journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
-    summary = summarise(journals)
-    print("\n".join(summary.lines(folders[0], journals)))
-    if importlib.util.find_spec("matplotlib"):
-        from ..views.pictures import plot_run
-
-        plot_run(journals, output / "run.png")
-        print(f"picture               {output / 'run.png'}")
-    else:
-        print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
-    return 0

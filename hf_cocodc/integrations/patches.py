@@ -7,7 +7,6 @@ private that we need: a test compares them with the installed Transformers.
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,7 +45,7 @@ class Runner(Protocol):
     Attributes:
         outer: the outer optimizer; None before training.
         evaluate_on: "global" or "local".
-        started: when training started, by `time.perf_counter`.
+        started: when training started, by the link's clock.
         blocked_before: seconds that training was blocked before it was resumed.
     """
 
@@ -113,7 +112,7 @@ class Patches:
         outer, callback = self._callback.outer, self._callback
         if outer is not None and "loss" in logs:
             outer.note_loss(logs["loss"])
-            elapsed = max(time.perf_counter() - callback.started, 1e-9)
+            elapsed = max(outer.link.clock() - callback.started, 1e-9)
             blocked = outer.synchronizer.totals.blocked_s - callback.blocked_before
             figures = {f"outer/{name}": value for name, value in outer.report.items()}
             logs = {**logs, **figures, "outer/compute_utilization": 1 - blocked / elapsed}

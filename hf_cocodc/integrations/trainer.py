@@ -7,7 +7,6 @@ import contextlib
 import logging
 import secrets
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class CoCoDCCallback(TrainerCallback):
 
     Attributes:
         outer: the outer optimizer of the run; None before training.
-        started: when training started, by `time.perf_counter`.
+        started: when training started, by the link's clock.
         blocked_before: seconds that training was blocked before it was resumed.
 
     Raises:
@@ -185,7 +184,7 @@ class CoCoDCCallback(TrainerCallback):
         for sentence in self._start.skipped:
             self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._saved = None  # its tensors are the outer optimizer's now
-        self.started = time.perf_counter()
+        self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
 
     def on_epoch_begin(

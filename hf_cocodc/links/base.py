@@ -70,6 +70,11 @@ class Link(Protocol):
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
 
+    @property
+    def timing(self) -> str:
+        """What `clock` shows: "measured" or "simulated" seconds, or "none": it stands still."""
+        ...
+
     def mean(self, parcel: Parcel) -> Handle:
         """Start the mean over the regions that a parcel asks for; returns at once."""
         ...

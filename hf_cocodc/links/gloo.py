@@ -70,6 +70,7 @@ class GlooLink:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, num_lanes
+        self.timing = "measured"
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
         self.wire = Wire(

@@ -65,7 +65,7 @@ def run_in_lockstep(
     Regions take turns: one region runs until it needs something that another region has not sent yet. Each region has its
     own thread, and its own state of the random numbers of torch, NumPy and Python. Only one region runs at a time: results
     do not depend on timing. The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With
-    `link`, time is simulated.
+    `link`, time is simulated; without it clocks stand still, as the time of regions that take turns says nothing.
 
     Raises:
         LinkError: every region waits for another.
@@ -79,6 +79,7 @@ class LockstepHub:
 
     def __init__(self, num_regions: int, virtual: VirtualLink | None = None) -> None:
         self.virtual = virtual
+        self.timing = "measured" if virtual is None else "simulated"
         self._busy_until = 0.0
         self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
         self._open_calls: dict[int, _Call] = {}
@@ -90,6 +91,8 @@ class LockstepHub:
 
     def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
         """See `run_in_lockstep`."""
+        if self.virtual is None:
+            self.timing = "none"
         results: dict[int, T] = {}
         random_state, gradient_state = _random_state(), _gradient_state()
 
@@ -217,6 +220,10 @@ class LockstepLink:
         self.now = 0.0
         """Simulated seconds; stays 0 if time is not simulated."""
 
+    @property
+    def timing(self) -> str:
+        return self._hub.timing
+
     def mean(self, parcel: Parcel) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
         item = (parcel.conversation, parcel.trailer(), self.now)
@@ -232,7 +239,7 @@ class LockstepLink:
         return values
 
     def clock(self) -> float:
-        return time.perf_counter() if self._hub.virtual is None else self.now
+        return time.perf_counter() if self.timing == "measured" else self.now
 
     def tick(self, inner_step: int) -> None:
         if self._hub.virtual is not None:

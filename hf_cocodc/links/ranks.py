@@ -40,6 +40,7 @@ class SharedLink:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
+        self.timing = "measured"
         self._link = leader_link
         self._device, self._home = device, HOST
         self._inside = inside
@@ -167,6 +168,7 @@ class LaneLink:
     def __init__(self, link: Link, lane: int, num_lanes: int, device: torch.device) -> None:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
+        self.timing = link.timing
         self._link = link
         self._device = device
 

@@ -119,10 +119,9 @@ class OuterOptimizer:
         if saved is not None:
             check(saved, self.settings, link)
         continues = saved is not None and not saved.facts.taken_over
-        self.journal = Journal(
-            Path(journal) if journal is not None and accelerator.is_main_process else None,
-            saved.facts.journal if saved is not None and continues else 0,
-        )
+        position = saved.facts.journal if saved is not None and continues else 0
+        path = Path(journal) if journal is not None and accelerator.is_main_process else None
+        self.journal = Journal(path, position, link.clock)
         self.synchronizer = Synchronizer(
             bare,
             method,
@@ -144,6 +143,7 @@ class OuterOptimizer:
             num_params=self.synchronizer.num_params,
             num_fragments=len(self.synchronizer.fragments),
             max_steps=max_steps,
+            timing=link.timing,
             outer=self.settings,
         )
         for sentence in in_words(self.synchronizer.memory()):

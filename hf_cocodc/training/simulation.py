@@ -1,13 +1,15 @@
-"""Train many regions in one process: the numbers of a real run, without a cluster."""
+"""Train many regions in one process, without a cluster."""
 
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from ..recipes.recipe import Recipe
+from .building import output_dir
 
 T = TypeVar("T")
 
@@ -20,14 +22,18 @@ def simulate(
 ) -> list[Any]:
     """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
+    The numbers are exactly those of a real run if the schedule does not follow measured times. Two methods follow them:
+    CoCoDC, unless `overlap_steps` and `sends_per_interval` are given; and DiLoCoX, as soon as its rank has fallen so far that
+    a round would be shorter than a transfer. A recipe's regions write under `{output_dir}/simulated`, apart from those of a
+    real run.
+
     Args:
         what: a recipe, its path, or a function body(region, link) that trains one region. The function may use a Trainer
             with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, or a `Synchronizer`.
         regions: number of regions M; default: the recipe's regions.count.
         overrides: changes to a recipe that is given by its path, each "section.key=value".
         link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer
-            takes no time, and a schedule that follows measured times (CoCoDC's; DiLoCoX's once its rank has fallen) has
-            no times to follow.
+            takes no time, a schedule that follows measured times has no times to follow, and journals have no times.
 
     Returns:
         One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
@@ -48,9 +54,17 @@ def simulate(
     return run_in_lockstep(regions, what, link)
 
 
+def simulated_dir(recipe: Recipe) -> Path:
+    """The folder where simulated regions write, each to `region-{r}`."""
+    return output_dir(recipe) / "simulated"
+
+
 def _simulate_recipe(recipe: Recipe, regions: int | None, virtual: VirtualLink | None) -> list[Any]:
     from . import train
 
     count = regions or recipe.regions.count or 1
-    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, count=count))
+    training = {**recipe.training, "output_dir": str(simulated_dir(recipe))}
+    recipe = dataclasses.replace(
+        recipe, training=training, regions=dataclasses.replace(recipe.regions, count=count)
+    )
     return run_in_lockstep(count, lambda region, link: train.run(recipe, link), virtual)

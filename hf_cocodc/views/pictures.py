@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..run.journal import read
+from .summary import summarise
 
 
 def plot_run(journals: Sequence[Path], path: Path) -> None:
@@ -39,7 +40,10 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
     losses.set_ylabel("loss (nats per token)")
     losses.grid(alpha=0.25)
     losses.legend(frameon=False)
-    losses.set_title(f"{runs[0][0]['outer']['method']}, {runs[0][0]['num_regions']} regions", loc="left")
+    title = f"{runs[0][0]['outer']['method']}, {runs[0][0]['num_regions']} regions"
+    if all(any(event["kind"] == "finish" for event in run) for run in runs):
+        title += f"; blocked on the link: {summarise(journals).blocked()}"
+    losses.set_title(title, loc="left")
     _draw_traffic(traffic, [e for e in runs[0] if e["kind"] == "land"], num_fragments)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

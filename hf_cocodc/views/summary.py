@@ -10,7 +10,10 @@ from ..run.journal import read
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions."""
+    """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions.
+
+    `timing` says what the seconds are: "measured", "simulated", or "none".
+    """
 
     num_regions: int
     inner_steps: int
@@ -20,9 +23,17 @@ class Summary:
     evaluated: str
     blocked_s: float
     training_s: float
+    timing: str
     bytes_sent: int
     data_parallel_bytes: int
     method: str
+
+    def blocked(self) -> str:
+        """How long training waited for the link, in words."""
+        if self.timing == "none":
+            return "unknown (time was not simulated)"
+        unit = "s" if self.timing == "measured" else "s of simulated time"
+        return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {unit}"
 
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
@@ -36,7 +47,7 @@ class Summary:
             f"method                {self.method}",
             f"inner steps           {self.inner_steps} in each of {self.num_regions} region(s)",
             f"outer steps           {self._outer_steps()}",
-            f"blocked on the link   {self.blocked_s:.2f} s of {self.training_s:.1f} s",
+            f"blocked on the link   {self.blocked()}",
         ]
         if self.num_regions > 1:
             ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
@@ -77,6 +88,7 @@ def summarise(journals: Sequence[Path]) -> Summary:
         evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
         blocked_s=max(finish["blocked_s"] for finish in finishes),
         training_s=max(finish["time_s"] for finish in finishes),
+        timing=start.get("timing", "measured"),
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),
         data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
         method=describe(start["outer"]),

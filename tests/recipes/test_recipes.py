@@ -70,7 +70,7 @@ def test_the_readmes_quickstart_runs(
     tokenizer = AutoTokenizer.from_pretrained(folder / "region-1")
     assert tokenizer.decode(tokenizer("    def __init__(self")["input_ids"]) == "    def __init__(self"
 
-    trainers = simulate(ROOT / recipe, overrides=[*SHORT, f"training.output_dir={tmp_path / 'simulated'}"])
+    trainers = simulate(ROOT / recipe, overrides=[*SHORT, f"training.output_dir={folder}"])
     for name, parameter in trainers[1].model.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
 
@@ -109,6 +109,8 @@ def test_every_quickstart_trains(name: str, tmp_path: Path) -> None:
     first, second = simulate(ROOT / "recipes" / "quickstart" / f"{name}.yaml", overrides=overrides)
     for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    kinds = [event["kind"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")]
+    kinds = [
+        event["kind"] for event in read(tmp_path / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
+    ]
     assert kinds[0] == "start"
     assert kinds.count("land") >= 2

@@ -1,0 +1,110 @@
+"""Regions in one process: their folder, their lines, and their time."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.cli.labels import Labelled
+from hf_cocodc.cli.main import main
+from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
+from hf_cocodc.run.journal import read
+from hf_cocodc.views.summary import summarise
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
+STEPS, STEP_S = 4, 0.5
+TINY = [
+    *("model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.num_hidden_layers=2"),
+    *("data.builtin=null", "data.block_size=32", "training.eval_strategy=no", "training.eval_on_start=false"),
+    *(f"training.max_steps={STEPS}", "training.logging_steps=1", "training.save_strategy=no"),
+    *("training.warmup_steps=0", "outer.sync_interval=2"),
+]
+TIMES = ["--step-time", str(STEP_S), "--latency", "1", "--bandwidth", "1"]
+
+
+def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run of `train` in the same output_dir is not touched; waiting never exceeds the time of the run."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
+    real = tmp_path / "run" / "region-0" / "cocodc" / "journal.jsonl"
+    real.parent.mkdir(parents=True)
+    real.write_text("of a real run\n")
+    sets = [*TINY, f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
+    arguments = [RECIPE, *TIMES, *(part for each in sets for part in ("--set", each))]
+    assert main(["simulate", *arguments, "--json", str(tmp_path / "summary.json")]) == 0
+    printed = capsys.readouterr().out
+    assert real.read_text() == "of a real run\n"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["region-0", "simulated"]
+    losses = [line for line in printed.splitlines() if "'loss'" in line]
+    assert len(losses) == 2 * STEPS
+    for region in (0, 1):
+        assert sum(line.startswith(f"[region {region}] {{'loss'") for line in losses) == STEPS
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["timing"] == "simulated"
+    assert found["training_s"] == pytest.approx(STEPS * STEP_S + found["blocked_s"])
+    assert found["blocked_s"] > 2, "two round trips of a second each way, at least"
+    said = f"{found['blocked_s']:.2f} s of {found['training_s']:.1f} s of simulated time"
+    assert f"blocked on the link   {said}\n" in printed
+    [*_, last] = [
+        event
+        for event in read(tmp_path / "run" / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
+        if event["kind"] == "log"
+    ]
+    assert 0 < last["outer/compute_utilization"] < 1
+    assert (tmp_path / "run" / "simulated" / "run.png").is_file()
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after it."""
+    assert main(["simulate", "no-such-recipe.yaml", "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert "x.json cannot be written" in capsys.readouterr().err
+
+
+def test_time_that_no_one_simulates_stands_still() -> None:
+    """A region's clock does not count the time in which other regions have their turn."""
+    assert run_in_lockstep(2, lambda region, link: (link.timing, link.clock())) == [("none", 0.0)] * 2
+    virtual = VirtualLink(step_time_s=2.0, latency_s=0.0, bandwidth=1.0)
+
+    def step(region: int, link) -> tuple[str, float]:
+        link.tick(1)
+        return link.timing, link.clock()
+
+    assert run_in_lockstep(1, step, virtual) == [("simulated", 2.0)]
+
+
+def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
+    """And one from a journal of an earlier version counts as measured."""
+    start = {"kind": "start", "num_regions": 2, "num_params": 1, "num_fragments": 1, "outer": {"method": "x"}}
+    finish = {"kind": "finish", "step": 1, "blocked_s": 0.5, "time_s": 2.0, "bytes_sent": 1}
+    path = tmp_path / "journal.jsonl"
+    for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):
+        path.write_text("\n".join(json.dumps(event) for event in (start | timing, finish)))
+        assert summarise([path]).blocked() == said
+
+
+def test_lines_of_regions_bear_their_names() -> None:
+    """Also lines that are written in pieces by turns; of a bar that was drawn again and again, the last state."""
+    stream = io.StringIO()
+    out = Labelled(stream)
+
+    def write(region: int, text: str) -> None:
+        thread = threading.Thread(target=out.write, args=(text,), name=f"region {region}")
+        thread.start()
+        thread.join()
+
+    write(0, "one ")
+    write(1, "0%\r50%\r100%\nthe rest")
+    write(0, "line\n")
+    out.write("of no region\n")
+    out.end()
+    lines = ["[region 1] 100%", "[region 0] one line", "of no region", "[region 1] the rest"]
+    assert stream.getvalue().splitlines() == lines
