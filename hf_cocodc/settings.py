@@ -177,7 +177,8 @@ class RegionConfig:
         run = self.run or env.get(ENV_RUN)
         if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
             raise InputError(
-                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or unset one."
+                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
+                "unset one."
             )
         count = 1 if count is None else count
         if region is None:
