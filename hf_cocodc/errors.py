@@ -93,7 +93,7 @@ def short(text: object, limit: int = 80) -> str:
     >>> short("sync_interval"), short("a" * 50 + "b" * 50, 11)
     ('sync_interval', 'aaaa...bbbb')
     """
-    line = " ".join(str(text).split())
+    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(str(text).split()))
     kept = (limit - 3) // 2
     return line if len(line) <= limit else f"{line[:kept]}...{line[-kept:]}"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import InputError
+from ..errors import InputError, short
 
 
 def check(flag: str, value: float, least: float, most: float = math.inf) -> None:
@@ -34,5 +34,5 @@ def check_writable(flag: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         rule = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"{flag} {path} cannot be written: {rule}. Name a file in a folder that exists and is yours to write."
+            f"{flag} {short(path)} cannot be written: {rule}. Name a file in a folder that exists and is yours to write."
         ) from error

@@ -83,7 +83,8 @@ def converted(value: Any, hint: Any, name: str) -> Any:
             return [converted(each, inner[0], f"{name}[{place}]") for place, each in enumerate(value)]
         if isinstance(value, dict) and inner:
             for key in value:
-                converted(key, inner[0], f"the key {shown(key)} of {name}")
+                if not isinstance(key, inner[0]):
+                    raise InputError(f"{name}: the key {shown(key)} must be text, not {type(key).__name__}.")
             return {key: converted(each, inner[1], f"{name}.{short(key)}") for key, each in value.items()}
     return value
 

@@ -143,7 +143,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
         ("peft.bias=some", "peft.bias='some' must be 'none' or 'all' or 'lora_only', not str"),
         ("peft.target_modules=[1]", "peft.target_modules[0]=1 must be text, not int"),
         ("evaluation.metrics=[[1]]", "evaluation.metrics[0]=[1] must be text, not list"),
-        ("model.config={1: 2}", "the key 1 of model.config=1 must be text"),
+        ("model.config={1: 2}", "model.config: the key 1 must be text, not int"),
         ("model.config={model_type: [1]}", "model.config needs model_type"),
         ("outer.outer_lr=.inf", "outer.outer_lr=inf must be finite"),
         ("outer.method=" + "d" * 100_000, "outer.method='ddd"),
