@@ -170,7 +170,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
     from ..training import launch
 
     print(
-        "\nstopping: all regions train until the next transfer tells them to stop; then each saves a checkpoint. "
+        "\nstopping: all regions agree on an inner step, train to it, and save a checkpoint there. "
         "Press Ctrl-C again to end them at once.",
         file=sys.stderr,
     )

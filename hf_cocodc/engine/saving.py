@@ -1,5 +1,6 @@
 """Saves and loads the state of a fragment and of its transfers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,14 +51,20 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
 
     while fragment.in_flight:
         transfer = fragment.in_flight.pop()
-        transfer.outcome.awaited = True
-        transfer.handle.wait()
+        _arrival(transfer)
         fragment.drop(transfer)
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
         fragment.in_flight.append(_loaded({**each, **flats}))
+
+
+def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
+    """Wait until the transfers in flight have ended, here and thus in the other regions, which may be about to save them."""
+    for fragment in fragments:
+        for transfer in fragment.in_flight:
+            _arrival(transfer)
 
 
 def make_own(fragment: FragmentState) -> None:
@@ -70,10 +77,14 @@ def make_own(fragment: FragmentState) -> None:
         transfer.outer_grad = None if transfer.outer_grad is None else torch.zeros_like(local)
 
 
+def _arrival(transfer: Transfer) -> Arrival:
+    transfer.outcome.awaited = True
+    return transfer.handle.wait()
+
+
 def _saved(transfer: Transfer) -> dict[str, Any]:
     """A transfer and its result."""
-    transfer.outcome.awaited = True
-    arrival = transfer.handle.wait()
+    arrival = _arrival(transfer)
     return {name: getattr(transfer, name) for name in _OF_A_TRANSFER} | {
         "outer_grad": transfer.outer_grad,
         "mean": arrival.result.mean,

@@ -160,7 +160,7 @@ class Patches:
         outer.seal(checkpoint)
         if trainer.args.should_save:
             best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
-            rotate(folder, limit, outer.saved_everywhere, {int(best)} if best.isdigit() else set())
+            rotate(folder, limit, outer.endings.saved_everywhere, {int(best)} if best.isdigit() else set())
 
     def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
         """Removes an adapter that Trainer loads by mistake from our folder of the global model."""

@@ -197,7 +197,7 @@ class CoCoDCCallback(TrainerCallback):
     ) -> None:
         outer = self._running
         if self._signal is not None:
-            outer.say(Ending.INTERRUPTED)
+            outer.ask_to_stop(self._signal)
         if state.global_step < state.max_steps:
             self.hold(control)
         if not outer.should_stop:
@@ -227,7 +227,7 @@ class CoCoDCCallback(TrainerCallback):
         outer = self._running
         if control.should_training_stop and not outer.should_stop:
             control.should_training_stop = False
-            if outer.ending is Ending.NO:
+            if outer.endings.word.ending is Ending.NO:
                 outer.say(Ending.DONE)
                 logger.info(
                     "region %d is asked to stop at step %d: it trains on until the others have heard of it, and all end "
@@ -244,7 +244,8 @@ class CoCoDCCallback(TrainerCallback):
         if not outer.finished:
             # a region that coasted trained fewer steps than the others
             state.global_step = outer.inner_step
-            control.should_save = outer.saved_at < outer.inner_step
+            control.should_save = outer.endings.word.saved_at < outer.inner_step
+            control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
     @property
     def in_training(self) -> bool:
@@ -344,5 +345,5 @@ class CoCoDCCallback(TrainerCallback):
             "second signal ends this process at once.\n"
         )
         if self.outer is not None:
-            self.outer.say(Ending.INTERRUPTED)
+            self.outer.ask_to_stop(name)
             self.outer.link.leave_note(name)

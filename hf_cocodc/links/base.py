@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Result
 from ..tensors.pools import Pool
 from .records import Record
@@ -69,6 +70,8 @@ class Link(Protocol):
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
+    agreement: StopAgreement | None
+    """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
 
     @property
     def timing(self) -> str:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LinkError, RegionLostError
 from ..meeting.heartbeat import Heartbeat
+from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Message, Reply, Result
 from ..tensors.departures import bring
 from ..tensors.norms import square
@@ -71,6 +72,7 @@ class GlooLink:
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, num_lanes
         self.timing = "measured"
+        self.agreement: StopAgreement | None = None
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
         self.wire = Wire(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, LinkError
+from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..tensors.norms import square
 from ..tensors.pools import Pool
@@ -215,6 +216,7 @@ class LockstepLink:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
+        self.agreement: StopAgreement | None = None
         self._hub = hub
         self._calls = 0
         self.now = 0.0

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..meeting.region_store import RegionStore
+from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
 from .base import Arrival, Handle, Link, Parcel
@@ -42,6 +43,7 @@ class SharedLink:
         self.lane, self.num_lanes = 0, 1
         self.timing = "measured"
         self._link = leader_link
+        self.agreement: StopAgreement | None = None
         self._device, self._home = device, HOST
         self._inside = inside
 
@@ -169,6 +171,7 @@ class LaneLink:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
         self.timing = link.timing
+        self.agreement: StopAgreement | None = None
         self._link = link
         self._device = device
 

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _LONGEST_POLL_S = 0.02
 _CONNECT_S = 60.0
+_LAST_MOMENT_S = 2.0
 
 
 class RegionStore:
@@ -76,8 +77,11 @@ class RegionStore:
         return result
 
     def _tell(self, failure: dict[str, str]) -> None:
-        """Tell the other ranks that the leader's call has ended."""
-        self._store.set(f"ended/{self._turn}", json.dumps(failure))
+        """Tell the other ranks that the leader's call has ended. After a failure, give them a moment to hear of it."""
+        key, until = f"ended/{self._turn}", time.monotonic() + _LAST_MOMENT_S
+        self._store.set(key, json.dumps(failure))
+        while failure and self._store.check([key]) and time.monotonic() < until:
+            time.sleep(_LONGEST_POLL_S)
 
     def _await(self, what: str) -> None:
         """Wait until the leader's call has ended; raise what it raised."""

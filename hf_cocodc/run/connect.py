@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from ..errors import InputError
 from ..links.base import Link
 from ..links.gloo import GlooLink
-from ..links.lockstep import loopback
+from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
 from ..meeting.handshake import hello
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
+from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
 from ..meeting.store import connect_store, serve_store
 from ..resolve import settings
 from ..settings import OuterConfig, RegionConfig
@@ -126,12 +127,29 @@ def connect(
     if num_ranks > 1:
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
+    inside = _region_store(accelerator) if stage is None else None
+
+    def agreement(met: str | None) -> StopAgreement | None:
+        """How this rank agrees with the others on a step to stop at; `met` is known to ranks that reach other regions."""
+        if stage is not None or count == num_ranks == 1:
+            return None
+        leaders = None
+        if met is not None and rank == 0:
+            assert regions.store is not None
+            store = connect_store(regions.store, PATIENCE_S)
+            leaders = Circle(dist.PrefixStore(f"{met}/stop", store), region, count)
+        ranks = None
+        if inside is not None:
+            ranks = Circle(dist.PrefixStore("stop", inside.connect()), rank, num_ranks)
+        return StopAgreement(leaders, ranks)
+
     if count == 1:
         logger.info("training as a single region, without a link (HF_COCODC_REGIONS is not set, or is 1).")
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
-        return LaneLink(alone, rank, num_ranks, device) if sharded else alone
-    inside = _region_store(accelerator)
+        link: LaneLink | LockstepLink = LaneLink(alone, rank, num_ranks, device) if sharded else alone
+        link.agreement = agreement(None)
+        return link
 
     def meet() -> str:
         assert regions.store is not None
@@ -152,8 +170,8 @@ def connect(
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
         return roster.run
 
-    def reach(met: str) -> GlooLink:
-        assert regions.store is not None
+    def reach(met: str | None) -> GlooLink:
+        assert met is not None and regions.store is not None
         store = connect_store(regions.store, regions.timeout_s)
         link = GlooLink(
             store,
@@ -175,14 +193,20 @@ def connect(
         link.lane = lane
         return link
 
-    if inside is None or stage is not None:
-        return reach(meet())
     what = "the meeting of the regions"
-    if not sharded:
-        leader_link = inside.lead(lambda: reach(meet()), what)
-        return SharedLink(leader_link, region, count, device, inside)
-    [met] = broadcast_object_list([inside.lead(meet, what)])
-    return LaneLink(reach(met), lane, num_lanes, device)
+    met: str | None
+    if inside is None:
+        met = meet()
+        found: Link = reach(met)
+    elif sharded:
+        [met] = broadcast_object_list([inside.lead(meet, what)])
+        found = LaneLink(reach(met), lane, num_lanes, device)
+    else:
+        met = inside.lead(meet, what)
+        leader_link = inside.lead(lambda: reach(met), "the connections between the regions")
+        found = SharedLink(leader_link, region, count, device, inside)
+    found.agreement = agreement(met)
+    return found
 
 
 def _region_store(accelerator: Accelerator) -> RegionStore | None:

@@ -1,8 +1,13 @@
 """How a run ends early: what all regions do when one of them ends."""
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..links.trailer import Ending
+from ..links.base import Link
+from ..links.trailer import Ending, Word, Words
+
+logger = logging.getLogger(__name__)
 
 _WORDS = {Ending.DONE: "has completed its training", Ending.INTERRUPTED: "was interrupted"}
 
@@ -43,3 +48,85 @@ def announcement(verdict: str, why: str, step: int, policy: str) -> str:
     """The sentence that tells of a verdict."""
     do = "finish" if verdict == "finish" else "stop, to be resumed from a checkpoint,"
     return f"{why}: all regions {do} here, at step {step} (regions.when_one_ends={policy})."
+
+
+class Endings:
+    """What a region says about its own end, what it hears about the others', and what all regions do then.
+
+    Args:
+        link: reaches the other regions.
+        policy: `regions.when_one_ends`.
+        max_steps: inner steps of the run; None if unknown.
+
+    Attributes:
+        word: what this region tells the others with its next transfers.
+        verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`.
+        why: the reason for the verdict, in words.
+        saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
+    """
+
+    def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
+        self.word = Word()
+        self.verdict: str | None = None
+        self.why = ""
+        self.saved_everywhere = 0
+        self._link, self._policy, self._max_steps = link, policy, max_steps
+
+    def tell(self, **news: Any) -> None:
+        """Change the word: loss, ending or saved_at."""
+        self.word = self.word._replace(**news)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all regions to stop: at a step that they agree on through the store; or else when a transfer tells them."""
+        agreement = self._link.agreement
+        if agreement is not None:
+            agreement.ask(reason)
+        if agreement is None or self._link.num_regions > 1:  # ranks of a lone region must not end one by one
+            self.tell(ending=Ending.INTERRUPTED)
+
+    def before_step(self) -> None:
+        """Pass on what another rank of this region has asked for."""
+        asked = self._link.agreement.asked if self._link.agreement is not None else ""
+        if asked and self._link.num_regions > 1 and self.word.ending is not Ending.INTERRUPTED:
+            self.tell(ending=Ending.INTERRUPTED)
+            self._link.leave_note(asked)
+
+    def after_step(self, inner_step: int, words: Words | None) -> None:
+        """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the store.
+
+        A single region needs no transfer.
+        """
+        if self._link.num_regions == 1:
+            words = (self.word,)
+        if words is not None:
+            self.note_saved_everywhere(words)
+            self._end([word.ending for word in words], self._link.note_of, inner_step)
+        agreement = self._link.agreement
+        if agreement is None or self.verdict is not None or inner_step == self._max_steps:
+            return
+        if not agreement.passes(inner_step):
+            endings = [Ending.INTERRUPTED if reason else Ending.NO for reason in agreement.reasons]
+            self._end(endings, agreement.reasons.__getitem__, inner_step)
+
+    def note_saved_everywhere(self, words: Words | None) -> None:
+        """Learn from the words of all regions which checkpoint is complete everywhere."""
+        if words and len({word.saved_at for word in words}) == 1:
+            self.saved_everywhere = words[0].saved_at
+
+    def continue_from(self, inner_step: int) -> None:
+        """The checkpoint of `inner_step` was just loaded: it is complete in every region, and none of them is about to end."""
+        if self.verdict is not None and self._link.agreement is not None:
+            self._link.agreement.forget()
+        self.verdict, self.why = None, ""
+        self.saved_everywhere = inner_step
+        self.tell(ending=Ending.NO, saved_at=inner_step)
+
+    def _end(self, endings: Sequence[Ending], note_of: Callable[[int], str | None], inner_step: int) -> None:
+        """Find the verdict, and announce it."""
+        self.verdict = verdict(endings, self._policy)
+        if self.verdict is None:
+            return
+        if inner_step == self._max_steps:
+            self.verdict = "finish"  # nothing is left to stop
+        self.why = reasons(endings, note_of)
+        logger.warning(announcement(self.verdict, self.why, inner_step, self._policy))

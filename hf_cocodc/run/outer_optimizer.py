@@ -11,16 +11,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..engine.memory import in_words
+from ..engine.saving import wait_for_transfers
 from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
 from ..links.base import Link
-from ..links.trailer import Ending, Word, Words
+from ..links.trailer import Ending
 from ..resolve import from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from . import checkpoint as disk
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
-from .endings import announcement, reasons, verdict
+from .endings import Endings
 from .journal import Journal
 from .resume import check
 from .saving import hook_into_saving
@@ -103,19 +104,11 @@ class OuterOptimizer:
         self.link = link
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
-        self.verdict: str | None = None
-        """"finish" or "stop" once the regions have agreed to end before max_steps."""
-        self.why = ""
-        """The reason for the verdict, in words."""
+        self.endings = Endings(link, regions.when_one_ends, max_steps)
         self.finished = False
-        self.saved_everywhere = 0
-        """Step of the newest checkpoint that is known to be complete in every region; 0 if there is none."""
         self._accelerator = accelerator
-        self._policy = regions.when_one_ends
         self._max_steps = max_steps
         self._inner_lr = 0.0
-        self._word = Word()
-        """What this region tells the others with its next transfers."""
         if saved is not None:
             check(saved, self.settings, link)
         continues = saved is not None and not saved.facts.taken_over
@@ -132,7 +125,7 @@ class OuterOptimizer:
             device=outer_device(bare, config),
         )
         if saved is not None:
-            self._note_saved()
+            self.endings.continue_from(self.inner_step)
             if not continues:
                 self.synchronizer.take_over()
         self.journal.write(
@@ -150,6 +143,9 @@ class OuterOptimizer:
             logger.info(sentence)
         hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *hook_into_saving(accelerator, self)]
+        if link.agreement is not None:
+            link.agreement.start(self.inner_step)
+            self._undo.append(link.agreement.close)
 
     @property
     def inner_step(self) -> int:
@@ -162,14 +158,14 @@ class OuterOptimizer:
         return self.synchronizer.account.report
 
     @property
-    def ending(self) -> Ending:
-        """What this region tells the others about its end."""
-        return self._word.ending
+    def verdict(self) -> str | None:
+        """ "finish" or "stop" once the regions have agreed to end before max_steps."""
+        return self.endings.verdict
 
     @property
-    def saved_at(self) -> int:
-        """Step of this region's newest complete checkpoint; 0 if there is none."""
-        return self._word.saved_at
+    def why(self) -> str:
+        """The reason for the verdict, in words."""
+        return self.endings.why
 
     @property
     def should_stop(self) -> bool:
@@ -198,22 +194,33 @@ class OuterOptimizer:
             return
         if loss is not None:
             self.note_loss(loss)
-        self._hear(self.synchronizer.step(self._inner_lr, self._word))
+        self._step(self._inner_lr)
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
-        self._word = self._word._replace(loss=float(loss))
+        self.endings.tell(loss=float(loss))
 
     def say(self, ending: Ending) -> None:
         """Tell the others with the next transfer that this region is about to end; train on until `should_stop`."""
-        self._word = self._word._replace(ending=ending)
+        self.endings.tell(ending=ending)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all regions to stop with a checkpoint; train on until `should_stop`, which takes about a second.
+
+        Regions agree on the step through the store. One rank of one region is enough, and a signal's handler may call this.
+        """
+        self.endings.ask_to_stop(reason)
 
     def leave(self, reason: str) -> None:
-        """After an error: tell the others why, and `coast`. Steps since the last sends are lost: they may be incomplete."""
+        """After an error: tell the others why, and `coast`. Steps since the last sends are lost: they may be incomplete.
+
+        The others save the transfers that are in flight then; this region takes part in them to their end.
+        """
         self.link.leave_note(reason)
         self.synchronizer.give_up_unsent()
-        self.say(Ending.INTERRUPTED)
+        self.ask_to_stop(reason)
         self.coast()
+        wait_for_transfers(self.synchronizer.fragments)
 
     def coast(self) -> None:
         """Keep step with the others without training, until they have heard of this region's end and all end together.
@@ -221,7 +228,7 @@ class OuterOptimizer:
         Waits for the transfers that are due until then, at the pace of the others.
         """
         while not self.should_stop and not self._at_the_end:
-            self._hear(self.synchronizer.step(word=self._word, trained=False))
+            self._step(trained=False)
 
     def finish(self) -> None:
         """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
@@ -236,7 +243,7 @@ class OuterOptimizer:
 
     def _finish(self) -> None:
         if not self.finished and self.verdict != "stop":
-            self._note_saved_everywhere(self.synchronizer.finish(self._word))
+            self.endings.note_saved_everywhere(self.synchronizer.finish(self.endings.word))
             self.finished = True
             self.close()
 
@@ -246,27 +253,13 @@ class OuterOptimizer:
         known = self._max_steps is not None and self.inner_step >= self._max_steps
         return known or self.link.num_regions == 1 or self.verdict is not None
 
-    def _hear(self, words: Words | None) -> None:
-        """Act on the words of all regions, from a transfer that has just landed. A single region needs no transfer."""
-        if self.link.num_regions == 1:
-            words = (self._word,)
-        if words is None:
-            return
-        self._note_saved_everywhere(words)
-        endings = [word.ending for word in words]
-        self.verdict = verdict(endings, self._policy)
-        if self.verdict is None:
-            return
-        if self.inner_step == self._max_steps:
-            self.verdict = "finish"  # nothing is left to stop
-        self.why = reasons(endings, self.link.note_of)
-        logger.warning(announcement(self.verdict, self.why, self.inner_step, self._policy))
+    def _step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
+        """Count an inner step, hold its events, and end if the regions have agreed to."""
+        self.endings.before_step()
+        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained)
+        self.endings.after_step(self.inner_step, words)
         if self.verdict == "finish":
             self._finish()
-
-    def _note_saved_everywhere(self, words: Words | None) -> None:
-        if words and len({word.saved_at for word in words}) == 1:
-            self.saved_everywhere = words[0].saved_at
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""
@@ -306,9 +299,9 @@ class OuterOptimizer:
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             disk.seal(Path(checkpoint))
-        self._word = self._word._replace(saved_at=self.inner_step)
+        self.endings.tell(saved_at=self.inner_step)
         if self.link.num_regions == 1:
-            self.saved_everywhere = self.inner_step
+            self.endings.saved_everywhere = self.inner_step
 
     def load(self, saved: Saved) -> None:
         """Continue from a checkpoint whose weights the model already holds. A collective call.
@@ -318,13 +311,7 @@ class OuterOptimizer:
         """
         check(saved, self.settings, self.link)
         self.synchronizer.load_state_dict(saved.state)
-        self.verdict, self.why = None, ""
-        self._note_saved()
-
-    def _note_saved(self) -> None:
-        """The checkpoint that was just loaded is complete in every region; none of them is about to end."""
-        step = self.saved_everywhere = self.inner_step
-        self._word = self._word._replace(ending=Ending.NO, saved_at=step)
+        self.endings.continue_from(self.inner_step)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""

@@ -29,7 +29,7 @@ def test_a_trailer_arrives_as_it_left() -> None:
     "record",
     [
         Standing(10**9, -1),
-        Holding(12, 2**48 - 1, 3),
+        Holding(12, 2**48 - 1, 3, 1),
         Proposal(0),
         Writer(-1),
         Beginning(10**6, 2**48 - 1),

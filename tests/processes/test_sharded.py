@@ -86,7 +86,9 @@ def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "refused"), [((2, 2), True), ((1, 4), False)])
-def test_shards_that_several_ranks_hold_are_refused(shape: tuple[int, int], refused: bool) -> None:
+def test_shards_that_several_ranks_hold_are_refused(
+    shape: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HSDP inside a region: the parameter, the setting and both ways out are named. Replicas of one rank are none."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
@@ -106,6 +108,7 @@ def test_shards_that_several_ranks_hold_are_refused(shape: tuple[int, int], refu
             ):
                 connect(accelerator, model, OuterConfig(), regions, None)
         else:
+            monkeypatch.setattr("hf_cocodc.run.connect._region_store", lambda accelerator: None)
             assert connect(accelerator, model, OuterConfig(), regions, None).num_lanes == 4
     finally:
         dist.destroy_process_group()
