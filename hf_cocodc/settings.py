@@ -20,6 +20,9 @@ ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_STORE = "HF_COCODC_STORE"
 ENV_RUN = "HF_COCODC_RUN"
 DEVICES = ("host", "model")
+ON_NONFINITE = ("restart", "stop")
+OF_EVERY_METHOD = ("method", "digest_interval", "on_nonfinite", "nonfinite_rounds", "device")
+"""Fields of `OuterConfig` that are no settings of a method."""
 ENDINGS = ("auto", "finish", "stop", "continue")
 
 
@@ -71,6 +74,15 @@ class OuterConfig:
         "Rounds between two checks that all regions hold the same global params. A check adds a checksum to the transfer.",
         10,
     )
+    on_nonfinite: str = _help(
+        "What a region does after nonfinite_rounds: restart (take the global params and a fresh state of the inner optimizer) "
+        "or stop (all regions stop with a checkpoint).",
+        "restart",
+    )
+    nonfinite_rounds: int = _help(
+        "Rounds in a row with an outer gradient that is not finite, after which a region does what on_nonfinite says.",
+        3,
+    )
     device: str = _help(
         "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
         "host",
@@ -79,6 +91,10 @@ class OuterConfig:
     def __post_init__(self) -> None:
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
             require(self, name, lambda v: v >= 1, "must be at least 1")
+        require(self, "nonfinite_rounds", lambda v: v >= 1, "must be at least 1")
+        require(
+            self, "on_nonfinite", lambda v: v in ON_NONFINITE, f"must be one of {', '.join(ON_NONFINITE)}"
+        )
         _take_number(self, "overlap_steps")
         _take_number(self, "staleness_penalty")
         _take_number(self, "clip_momentum")
@@ -100,7 +116,7 @@ class OuterConfig:
         return {
             name: value
             for name, value in dataclasses.asdict(self).items()
-            if value is not None and name not in ("method", "digest_interval", "device")
+            if value is not None and name not in OF_EVERY_METHOD
         }
 
 

@@ -1,10 +1,13 @@
 """Counts and records the sends, the landings and the waiting of a run."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..links.base import Arrival
+
+logger = logging.getLogger(__name__)
 
 Record = Callable[..., None]
 """record(kind, **facts): keeps an event of the run."""
@@ -41,6 +44,16 @@ class Account:
         """A transfer has left."""
         self.totals.sends += 1
         self._record("send", step=step, fragment=fragment, numel=numel, blocked_s=round(blocked_s, 6))
+
+    def sat_out(self, step: int, fragment: int, region: int) -> None:
+        """This region sits a transfer out: its outer gradient is not finite."""
+        logger.warning(
+            "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the transfer out, and "
+            "the others continue without it. Look at its loss; a lower learning rate or gradient clipping (max_grad_norm) "
+            "helps.",
+            *(fragment, step, region),
+        )
+        self._record("sit_out", step=step, fragment=fragment)
 
     def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, blocked_s: float) -> None:
         """A transfer has landed; training was blocked on it for `blocked_s` seconds."""

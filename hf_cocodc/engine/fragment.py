@@ -50,6 +50,7 @@ class FragmentState:
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at: inner step of the last send.
         lr_sum: sum of inner learning rates up to the last send.
+        nonfinite_rounds: sends in a row, up to the last one, whose outer gradient was not finite.
     """
 
     fragment: Fragment
@@ -67,6 +68,7 @@ class FragmentState:
     settled_at: int = 0
     sent_at: int = 0
     lr_sum: float = 0.0
+    nonfinite_rounds: int = 0
 
     def __post_init__(self) -> None:
         self._lengths = [sum(cut.sizes) for cut in self.cuts]

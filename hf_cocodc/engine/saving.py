@@ -15,7 +15,18 @@ from .compatibility import same_structure
 from .fragment import FragmentState
 from .transfer import Transfer
 
-_OF_A_FRAGMENT = ("global_params", "outer", "codec", "num_sends", "settled_at", "sent_at", "lr_sum")
+_OF_A_FRAGMENT = (
+    "global_params",
+    "outer",
+    "codec",
+    "num_sends",
+    "settled_at",
+    "sent_at",
+    "lr_sum",
+    "nonfinite_rounds",
+)
+_SINCE_FORMAT_1 = {"nonfinite_rounds": 0}
+"""What a checkpoint without them has."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
 
 
@@ -53,6 +64,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
         transfer = fragment.in_flight.pop()
         _arrival(transfer)
         fragment.drop(transfer)
+    state = {**_SINCE_FORMAT_1, **state}
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
     for each in state["in_flight"]:
@@ -67,14 +79,24 @@ def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
             _arrival(transfer)
 
 
-def make_own(fragment: FragmentState) -> None:
-    """Adapt a fragment from another region's state to this region, which has no part in the transfers in flight."""
-    fragment.local.show(fragment.global_params)
-    fragment.codec = without_residuals(fragment.codec)
-    for transfer in fragment.in_flight:
-        local = fragment.gather()
-        transfer.snapshot = local
-        transfer.outer_grad = None if transfer.outer_grad is None else torch.zeros_like(local)
+@torch.no_grad()
+def take_over(fragments: Sequence[FragmentState]) -> None:
+    """Adapt a state loaded from another region: this region has lost nothing, and has no part in the transfers in flight."""
+    begin_anew(fragments)
+    for fragment in fragments:
+        fragment.codec = without_residuals(fragment.codec)
+        for transfer in fragment.in_flight:
+            transfer.outer_grad = None if transfer.outer_grad is None else torch.zeros_like(transfer.snapshot)
+
+
+@torch.no_grad()
+def begin_anew(fragments: Sequence[FragmentState]) -> None:
+    """Give up the local params for the global ones, also for the transfers in flight when they land."""
+    for fragment in fragments:
+        fragment.local.show(fragment.global_params)
+        fragment.nonfinite_rounds = 0
+        for transfer in fragment.in_flight:
+            fragment.local.gather(transfer.snapshot)
 
 
 def _arrival(transfer: Transfer) -> Arrival:

@@ -232,12 +232,6 @@ class Synchronizer:
         own = self.global_digest() if self.method.outer.regions_agree else -1
         check_same_start(self.link, Standing(self.inner_step, own))
 
-    @torch.no_grad()
-    def take_over(self) -> None:
-        """Adapt a state loaded from another region: local params become the global ones, residuals become zero."""
-        for fragment in self.fragments:
-            saving.make_own(fragment)
-
     def _send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         with torch.profiler.record_function("hf_cocodc::send"):
             index, step = fragment.fragment.index, self.inner_step
@@ -248,13 +242,9 @@ class Synchronizer:
                 arrival, blocked_s = self._wait(fragment.in_flight[-1])
                 fragment.codec = arrival.result.state
             finite = self._everywhere(finite)
+            fragment.nonfinite_rounds = 0 if finite else fragment.nonfinite_rounds + 1
             if not finite and word.ending is Ending.NO:
-                logger.warning(
-                    "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the "
-                    "transfer out, and the others continue without it. Look at its loss; a lower learning rate or gradient "
-                    "clipping (max_grad_norm) helps.",
-                    *(index, step, self.link.region),
-                )
+                self.account.sat_out(step, index, self.link.region)
             shares = finite and self._trained_at > fragment.sent_at
             if not shares:
                 outer_grad.zero_()

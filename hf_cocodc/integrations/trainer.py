@@ -346,4 +346,3 @@ class CoCoDCCallback(TrainerCallback):
         )
         if self.outer is not None:
             self.outer.ask_to_stop(name)
-            self.outer.link.leave_note(name)

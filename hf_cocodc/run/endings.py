@@ -81,15 +81,16 @@ class Endings:
         agreement = self._link.agreement
         if agreement is not None:
             agreement.ask(reason)
-        if agreement is None or self._link.num_regions > 1:  # ranks of a lone region must not end one by one
+            if self._link.num_regions == 1:  # its ranks must not end one by one
+                return
+        if self.word.ending is not Ending.INTERRUPTED:
             self.tell(ending=Ending.INTERRUPTED)
+            self._link.leave_note(reason)
 
     def before_step(self) -> None:
         """Pass on what another rank of this region has asked for."""
-        asked = self._link.agreement.asked if self._link.agreement is not None else ""
-        if asked and self._link.num_regions > 1 and self.word.ending is not Ending.INTERRUPTED:
-            self.tell(ending=Ending.INTERRUPTED)
-            self._link.leave_note(asked)
+        if self._link.agreement is not None and self._link.agreement.asked:
+            self.ask_to_stop(self._link.agreement.asked)
 
     def after_step(self, inner_step: int, words: Words | None) -> None:
         """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the store.

@@ -1,7 +1,8 @@
 """The record of a run: one JSON line per event, in the order of the events.
 
-Kinds: start, resume, note, log, send, land, evaluate, finish, error. Every line has `kind`, `time_s` (seconds since the run
-began, by the clock of the link) and `step` (inner step). The summary and the pictures read only the journal.
+Kinds: start, resume, note, log, send, sit_out, begin_anew, land, evaluate, finish, error. Every line has `kind`, `time_s`
+(seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures read only the
+journal.
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
 all lines of an earlier run in the same folder, or those behind the checkpoint from which a run is resumed.

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..engine.memory import in_words
-from ..engine.saving import wait_for_transfers
+from ..engine.saving import take_over, wait_for_transfers
 from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
 from ..links.base import Link
@@ -23,6 +23,7 @@ from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
 from .endings import Endings
 from .journal import Journal
+from .recovery import recover
 from .resume import check
 from .saving import hook_into_saving
 
@@ -108,6 +109,7 @@ class OuterOptimizer:
         self.finished = False
         self._accelerator = accelerator
         self._max_steps = max_steps
+        self._config = config
         self._inner_lr = 0.0
         if saved is not None:
             check(saved, self.settings, link)
@@ -127,7 +129,7 @@ class OuterOptimizer:
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
-                self.synchronizer.take_over()
+                take_over(self.synchronizer.fragments)
         self.journal.write(
             "resume" if continues else "start",
             step=self.inner_step,
@@ -141,7 +143,8 @@ class OuterOptimizer:
         )
         for sentence in in_words(self.synchronizer.memory()):
             logger.info(sentence)
-        hook = getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._note_lr)
+        self._inner = getattr(optimizer, "optimizer", optimizer)
+        hook = self._inner.register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *hook_into_saving(accelerator, self)]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
@@ -216,7 +219,6 @@ class OuterOptimizer:
 
         The others save the transfers that are in flight then; this region takes part in them to their end.
         """
-        self.link.leave_note(reason)
         self.synchronizer.give_up_unsent()
         self.ask_to_stop(reason)
         self.coast()
@@ -257,6 +259,7 @@ class OuterOptimizer:
         """Count an inner step, hold its events, and end if the regions have agreed to."""
         self.endings.before_step()
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained)
+        recover(self.synchronizer, self._inner, self._config, self.endings, self.journal)
         self.endings.after_step(self.inner_step, words)
         if self.verdict == "finish":
             self._finish()

@@ -13,6 +13,7 @@ class Summary:
     """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions.
 
     `timing` says what the seconds are: "measured", "simulated", or "none".
+    `sat_out` has a sentence about each region that was not finite at times.
     """
 
     num_regions: int
@@ -27,6 +28,7 @@ class Summary:
     bytes_sent: int
     data_parallel_bytes: int
     method: str
+    sat_out: Sequence[str]
 
     def blocked(self) -> str:
         """How long training waited for the link, in words."""
@@ -55,6 +57,7 @@ class Summary:
                 f"sent by a region      {_bytes(self.bytes_sent)}; data-parallel training would have sent "
                 f"{_bytes(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
             )
+        rows += [f"not finite            {sentence}" for sentence in self.sat_out]
         rows.append(f"global model          {model}")
         rows += [f"journal               {journal}" for journal in journals]
         return rows
@@ -92,7 +95,16 @@ def summarise(journals: Sequence[Path]) -> Summary:
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),
         data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
         method=describe(start["outer"]),
+        sat_out=[sentence for run in runs for sentence in _sat_out(run)],
     )
+
+
+def _sat_out(run: Sequence[dict[str, Any]]) -> list[str]:
+    """One sentence about a region that was not finite at times; none about any other."""
+    count = sum(event["kind"] == "sit_out" for event in run)
+    anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
+    after = f", and began anew after step {', '.join(anew)}" if anew else ""
+    return [f"region {run[0]['region']} sat {count} transfers out{after}"] if count else []
 
 
 def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:

@@ -114,6 +114,30 @@ def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> Non
     torch.save({"seen": seen}, Path(folder) / f"region{region}-rank{rank}.pt")
 
 
+def poisoned(folder: str, sharded: bool) -> None:
+    """A plain loop in which one step of region 1 is not finite."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    if sharded:
+        shard(accelerator)
+    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
+    model = llama(layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    config = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
+    journal = Path(folder) / f"region-{region}.jsonl"
+    with OuterOptimizer(accelerator, model, optimizer, config, max_steps=30, journal=journal) as outer:
+        while outer.inner_step < 30:
+            tokens = batch(2 * region + rank, outer.inner_step)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            bad = region == 1 and rank == 1 and outer.inner_step == 5
+            accelerator.backward(loss * float("nan") if bad else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+    own = torch.cat([local_shard(param).detach().flatten() for param in model.parameters()])
+    torch.save({"weights": own}, Path(folder) / f"region{region}-rank{rank}.pt")
+
+
 def main(kind: str, folder: str, mode: str) -> None:
     torch.set_num_threads(1)
     region, rank = os.environ["HF_COCODC_REGION"], os.environ.get("RANK", "0")

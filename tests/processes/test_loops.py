@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.journal import read
 from tests.processes import forks
 from tests.processes.launching import run_regions
-from tests.processes.loop_worker import SAVED_AT, go_back, main
+from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
 
@@ -69,3 +70,19 @@ def test_a_region_of_two_ranks_goes_back_while_it_runs(settings: dict, sharded: 
         (params, digest), (again, same) = each["seen"]
         assert torch.equal(params, again), name
         assert digest == same, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_ranks_of_a_region_begin_anew(sharded: bool, tmp_path: Path) -> None:
+    """One step of one rank is not finite: its region comes back, and all ranks end with finite weights that agree."""
+    found = forks.fork_regions(poisoned, 2, [str(tmp_path), sharded], tmp_path)
+    ours, theirs = (read(tmp_path / f"region-{region}.jsonl") for region in range(2))
+    [anew] = [event["step"] for event in theirs if event["kind"] == "begin_anew"]
+    late = [event["regions"] for event in ours if event["kind"] == "land" and event["sent_at"] > anew]
+    assert late
+    assert set(late) == {2}
+    for rank in range(2):
+        weights = found[f"region0-rank{rank}"]["weights"]
+        assert torch.isfinite(weights).all()
+        assert torch.equal(weights, found[f"region1-rank{rank}"]["weights"])

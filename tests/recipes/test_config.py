@@ -13,7 +13,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
-from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
 
@@ -147,6 +147,6 @@ def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
     import inspect
 
     used = {name for method in METHODS.values() for name in inspect.signature(method).parameters}
-    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | {"method", "digest_interval", "device"}
+    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | set(OF_EVERY_METHOD)
     for name in METHODS:
         from_config(OuterConfig(method=name))

@@ -1,0 +1,123 @@
+"""A region that is not finite for several rounds: it begins anew, or all regions stop."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.resolve import from_config
+from hf_cocodc.run.journal import read
+from hf_cocodc.views.summary import summarise
+from tests.toys import Blocks, batch, llama, params_of
+
+STEPS = 40
+BAD_STEP = 6
+SETTINGS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_interval": 3},
+    "streaming": {
+        "sync_interval": 4,
+        "num_fragments": 2,
+        "overlap_steps": 2,
+        "codec": "int8",
+        "error_feedback": True,
+    },
+    "eager": {"sync_interval": 3},
+    "co2": {"sync_interval": 3},
+    "dilocox": {"sync_interval": 3, "rank": 4},
+    "cocodc": {"sync_interval": 4, "num_fragments": 2, "overlap_steps": 2, "sends_per_interval": 4},
+}
+
+
+def train(folder: Path, region: int, link: Link, config: OuterConfig) -> OuterOptimizer:
+    """A plain loop; one step of region 1 is not finite."""
+    accelerator = Accelerator(cpu=True)
+    model = llama(layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    journal = folder / f"region-{region}.jsonl"
+    with OuterOptimizer(
+        accelerator, model, optimizer, config, max_steps=STEPS, link=link, journal=journal
+    ) as outer:
+        while outer.inner_step < STEPS and not outer.should_stop:
+            tokens = batch(region, outer.inner_step)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            bad = region == 1 and outer.inner_step == BAD_STEP - 1
+            accelerator.backward(loss * float("nan") if bad else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+    return outer
+
+
+def run(folder: Path, config: OuterConfig) -> list[OuterOptimizer]:
+    return run_in_lockstep(2, lambda region, link: train(folder, region, link, config))
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After three rounds it has a share in every transfer again; log, journal and summary tell of it."""
+    with caplog.at_level(logging.WARNING):
+        outers = run(tmp_path, OuterConfig(method=method, **SETTINGS[method]))
+    journals = [tmp_path / f"region-{region}.jsonl" for region in range(2)]
+    ours, theirs = map(read, journals)
+    [anew] = [event for event in theirs if event["kind"] == "begin_anew"]
+    assert anew["rounds"] == 3
+    late = [e for e in ours if e["kind"] == "land" and e["sent_at"] > anew["step"]]
+    assert len(late) >= 3
+    assert all(event["regions"] == 2 for event in late)
+    assert not [event for event in ours if event["kind"] in ("sit_out", "begin_anew")]
+    first, second = (params_of(outer.synchronizer._model) for outer in outers)
+    assert torch.isfinite(first).all()
+    assert torch.equal(first, second)
+    assert "region 1 was not finite in 3 rounds in a row: after step" in caplog.text
+    count = sum(event["kind"] == "sit_out" for event in theirs)
+    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not finite")]
+    assert line.split(maxsplit=2)[2] == (
+        f"region 1 sat {count} transfers out, and began anew after step {anew['step']}"
+    )
+
+
+def test_all_regions_stop(tmp_path: Path) -> None:
+    """on_nonfinite=stop, after the rounds of the setting; the reason says what to do."""
+    outers = run(
+        tmp_path, OuterConfig(method="diloco", sync_interval=3, on_nonfinite="stop", nonfinite_rounds=2)
+    )
+    for outer in outers:
+        assert (outer.verdict, outer.inner_step) == ("stop", BAD_STEP + 6), (
+            "told with the round after the second"
+        )
+        assert "region 1 was interrupted (region 1 was not finite in 2 rounds in a row; go back" in outer.why
+
+
+def test_a_checkpoint_knows_the_rounds() -> None:
+    """Stopped between two rounds that are not finite, a region counts on; a checkpoint of format 1 has no such number."""
+    method = from_config(OuterConfig(method="diloco", sync_interval=2))
+    states = []
+
+    def live(region: int, link: Link) -> list[int]:
+        model = Blocks([torch.ones(8)])
+        synchronizer = Synchronizer(model, method, link)
+        model.vectors()[0].data.fill_(float("nan"))
+        for _ in range(2):
+            synchronizer.step()
+        states.append(synchronizer.state_dict())
+        counts = []
+        for state in (states[0], without_rounds(states[0])):
+            resumed = Synchronizer(model, method, link, state=state)
+            counts.append(resumed.fragments[0].nonfinite_rounds)
+        return counts
+
+    assert run_in_lockstep(1, live) == [[1, 0]]
+
+
+def without_rounds(state: dict[str, Any]) -> dict[str, Any]:
+    fragments = [{k: v for k, v in each.items() if k != "nonfinite_rounds"} for each in state["fragments"]]
+    return {**state, "fragments": fragments}
