@@ -1,16 +1,12 @@
 """Many regions in one process: exactly the numbers of the real link, without sockets."""
 
 import math
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy
-import torch
 from torch import Tensor
 
 from ..errors import InputError, LinkError
@@ -19,6 +15,7 @@ from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, m
 from ..tensors.norms import square
 from ..tensors.pools import Pool
 from .base import Arrival, Handle, Parcel
+from .process_state import process_state, set_process_state
 from .records import Record
 from .trailer import Trailer
 
@@ -95,14 +92,13 @@ class LockstepHub:
         if self.virtual is None:
             self.timing = "none"
         results: dict[int, T] = {}
-        random_state, gradient_state = _random_state(), _gradient_state()
+        state = process_state()
 
         def live(region: int) -> None:
             self._turns[region].acquire()
             try:
                 if not self._errors:
-                    _set_random_state(random_state)
-                    _set_gradient_state(gradient_state)
+                    set_process_state(state)
                     results[region] = body(region, self.links[region])
             except BaseException as error:  # raised again below, in the caller's thread
                 self._errors.append(error)
@@ -119,8 +115,7 @@ class LockstepHub:
         self._over.wait()
         for thread in threads:
             thread.join()
-        _set_random_state(random_state)
-        _set_gradient_state(gradient_state)
+        set_process_state(state)
         if self._errors:
             raise self._errors[0]
         return [results[link.region] for link in self.links]
@@ -143,15 +138,14 @@ class LockstepHub:
     def answer(self, region: int, call: "_Call") -> Any:
         """The answer to region `region`; the other regions run until it is known."""
         if call.answers is None:
-            random_state, gradient_state = _random_state(), _gradient_state()
+            state = process_state()
             self._waits[region] = lambda: call.answers is not None
             self._pass_the_turn(region)
             self._turns[region].acquire()
             if self._errors:
                 raise LinkError(f"another region failed while region {region} waited for {call.what}.")
             self._waits[region] = lambda: True
-            _set_random_state(random_state)
-            _set_gradient_state(gradient_state)
+            set_process_state(state)
         assert call.answers is not None
         return call.answers[region]
 
@@ -320,32 +314,3 @@ def _mean_all(
         (Arrival(result, trailers, count, seconds, square(result.mean)), arrives_at)
         for result, count in zip(results, sent, strict=True)
     ]
-
-
-def _random_state() -> tuple:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda
-
-
-def _set_random_state(state: tuple) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    numpy.random.set_state(state[2])
-    if state[3] is not None:
-        torch.cuda.set_rng_state_all(state[3])
-
-
-def _gradient_state() -> dict[str, Any]:
-    """Accelerate's state of gradient accumulation and data loaders: one per process, but each region needs its own."""
-    accelerate = sys.modules.get("accelerate.state")
-    shared = accelerate.GradientState._shared_state if accelerate else {}
-    return {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
-
-
-def _set_gradient_state(state: dict[str, Any]) -> None:
-    accelerate = sys.modules.get("accelerate.state")
-    if accelerate:
-        accelerate.GradientState._shared_state.clear()
-        accelerate.GradientState._shared_state.update(
-            {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
-        )

@@ -1,0 +1,55 @@
+"""What a process has only once, but every region in lockstep needs for itself: states of random numbers and of Accelerate."""
+
+import random
+import sys
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+
+class ProcessState(NamedTuple):
+    """States of the random numbers of torch, NumPy and Python, and of Accelerate."""
+
+    random: tuple
+    gradients: dict[str, Any]
+
+
+def process_state() -> ProcessState:
+    """The states as they are."""
+    return ProcessState(_random_state(), _gradient_state())
+
+
+def set_process_state(state: ProcessState) -> None:
+    """Go back to these states."""
+    _set_random_state(state.random)
+    _set_gradient_state(state.gradients)
+
+
+def _random_state() -> tuple:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda
+
+
+def _set_random_state(state: tuple) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    numpy.random.set_state(state[2])
+    if state[3] is not None:
+        torch.cuda.set_rng_state_all(state[3])
+
+
+def _gradient_state() -> dict[str, Any]:
+    """Accelerate's state of gradient accumulation and data loaders: one per process, but each region needs its own."""
+    accelerate = sys.modules.get("accelerate.state")
+    shared = accelerate.GradientState._shared_state if accelerate else {}
+    return {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
+
+
+def _set_gradient_state(state: dict[str, Any]) -> None:
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate:
+        accelerate.GradientState._shared_state.clear()
+        accelerate.GradientState._shared_state.update(
+            {n: list(v) if isinstance(v, list) else v for n, v in state.items()}
+        )
