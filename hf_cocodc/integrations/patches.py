@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from transformers import Trainer, TrainerControl
 
-from ..run.checkpoint import EXPORT, PREFIX, remove, rotate
+from ..run.checkpoint import EXPORT, PREFIX, make_room, rotate
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from . import card
@@ -145,7 +145,7 @@ class Patches:
         folder = Path(trainer._get_output_dir(trial=trial))
         checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
         if trainer.args.should_save:
-            remove(checkpoint)  # a process that was killed may have left a part of it
+            make_room(checkpoint)
         trainer.accelerator.wait_for_everyone()
         outer.save(checkpoint)
         with self._own_global_weights() if self._callback.in_training else contextlib.nullcontext():

@@ -12,10 +12,12 @@
 We read no pickle.
 """
 
+import contextlib
 import json
+import logging
 import shutil
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +25,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
+from ..links.base import Link
 from . import manifest
 from .durable import replace, saving
 from .manifest import COMPLETE, FOLDER, FORMAT, damage
 from .trees import put_together, take_apart
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "checkpoint-"
 EXPORT = "global"
 """Folder of the global model in a checkpoint."""
 RUN = f"{FOLDER}/run"
-"""In the folder of the checkpoints: the number of the run that writes there now."""
+"""In the folder of the checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
+_UNSAVED = "unsaved"
+"""Word after the number, as long as the run that began from step 0 has no complete checkpoint in the folder."""
 _TAKEN_OVER = "joining"
 """Name of `Facts.taken_over` in format 1."""
 
@@ -50,6 +57,7 @@ class Facts:
         finished: whether the run had finished.
         journal: bytes of the journal that belong to the run up to here.
         taken_over: whether it was copied from another region, and this region's own part is missing.
+        stopping: whether all regions stopped here, at a step at which no checkpoint was due.
     """
 
     step: int
@@ -60,12 +68,19 @@ class Facts:
     finished: bool
     journal: int
     taken_over: bool = False
+    stopping: bool = False
+
+    @classmethod
+    def of(cls, link: Link, **more: Any) -> "Facts":
+        """The facts that a link knows, and more."""
+        return cls(region=link.region, num_regions=link.num_regions, num_lanes=link.num_lanes, **more)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Facts":
-        """Raises KeyError if a fact is missing."""
+        """Raises KeyError if a fact is missing that every version writes."""
         named = {**content, "taken_over": content.get(_TAKEN_OVER, False)}
-        return cls(**{each.name: named[each.name] for each in fields(cls)})
+        wanted = [each.name for each in fields(cls) if each.name in named or each.default is MISSING]
+        return cls(**{name: named[name] for name in wanted})
 
     def to_json(self) -> dict[str, Any]:
         named = asdict(self)
@@ -103,6 +118,7 @@ def begin(checkpoint: Path) -> None:
     with saving(checkpoint):
         (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
         (checkpoint / COMPLETE).unlink(missing_ok=True)
+    begin_run(checkpoint, run_of(checkpoint.parent))
 
 
 def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
@@ -130,8 +146,11 @@ def seal(checkpoint: Path) -> None:
     Raises:
         CheckpointError: the disk is full or cannot be written.
     """
+    folder = checkpoint.parent
     with saving(checkpoint):
-        manifest.write(checkpoint, run_of(checkpoint.parent))
+        manifest.write(checkpoint, run_of(folder))
+    if is_unsaved(folder):
+        begin_run(folder, run_of(folder))
 
 
 def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
@@ -172,14 +191,14 @@ def mark_taken_over(checkpoint: Path) -> None:
         path.write_text(json.dumps({**content, _TAKEN_OVER: True}), encoding="utf-8")
 
 
-def num_writers(checkpoint: Path) -> int:
-    """Number of regions of the run when it wrote a complete checkpoint.
+def facts_of(checkpoint: Path) -> Facts:
+    """What identifies the run of a complete checkpoint, without reading its tensors.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        return int(json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))["num_regions"])
+        return Facts.from_json(json.loads((checkpoint / state_file()).read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / state_file()} cannot be read: {error}.") from error
 
@@ -212,30 +231,33 @@ def run_of(folder: Path) -> int:
     Raises:
         CheckpointError: the file with the number is damaged.
     """
-    path = folder / RUN
-    if not path.is_file():
-        return 0
-    try:
-        number, *check = path.read_bytes().decode("ascii").split()
-        if not check or check == [_check(int(number))]:  # an older version wrote no check
-            return int(number)
-    except ValueError:
-        pass
-    raise CheckpointError(
-        f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "
-        "region of the run, or give the path of a checkpoint to resume from."
-    )
+    return _run(folder)[0]
 
 
-def begin_run(folder: Path, run: int) -> None:
+def is_unsaved(folder: Path) -> bool:
+    """Whether the run that writes to a folder began there from step 0, and has no complete checkpoint there yet.
+
+    Raises:
+        CheckpointError: the file with the number of the run is damaged.
+    """
+    return _run(folder)[1]
+
+
+def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
     """From now on checkpoints in `folder` belong to `run`. Checkpoints of an earlier run stay, but are not continued from.
+
+    Args:
+        folder: of the checkpoints.
+        run: number of the run.
+        unsaved: see `is_unsaved`.
 
     Raises:
         CheckpointError: the disk refuses.
     """
+    text = f"{run} {_UNSAVED}" if unsaved else f"{run}"
     with saving(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        replace(folder / RUN, lambda path: path.write_text(f"{run} {_check(run)}", encoding="ascii"))
+        replace(folder / RUN, lambda path: path.write_text(f"{text} {_check(text)}", encoding="ascii"))
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -249,7 +271,9 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the oldest checkpoints until `limit` are left, but keep those that a region may still need.
+    """Delete the run's oldest checkpoints until `limit` are left, but keep those that a region may still need.
+
+    Checkpoints of an earlier run in the folder are not counted, and stay.
 
     Args:
         folder: the folder of the checkpoints.
@@ -257,19 +281,61 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
         saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
         keep: further steps that stay.
     """
-    found = checkpoints(folder)
+    run = run_of(folder)
+    found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
     surplus = len(found) - limit if limit else 0
     old = [step for step in found if step < saved_everywhere and step not in keep]
     for step in old[: max(surplus, 0)]:
-        remove(found[step])
+        _remove(found[step])
 
 
-def remove(checkpoint: Path) -> None:
+def make_room(checkpoint: Path, run: int | None = None) -> None:
+    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
+
+    What is complete and of another run is renamed. Anything else is deleted, such as a part that a killed process left.
+    """
+    if not is_of_another_run(checkpoint, run):
+        _remove(checkpoint)
+        return
+    name = f"{checkpoint.name}.run{manifest.read(checkpoint).run}"
+    taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
+    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    logger.warning("%s is of another run: it is renamed to %s.", checkpoint, aside)
+    checkpoint.rename(aside)
+
+
+def _remove(checkpoint: Path) -> None:
     """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
     (checkpoint / COMPLETE).unlink(missing_ok=True)
     if checkpoint.is_dir():
         shutil.rmtree(checkpoint)
 
 
-def _check(run: int) -> str:
-    return f"{zlib.crc32(str(run).encode()):08x}"
+def _writer(checkpoint: Path) -> int | None:
+    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
+    with contextlib.suppress(ValueError):
+        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
+    return None
+
+
+def _run(folder: Path) -> tuple[int, bool]:
+    """The number of the run that writes to a folder, and whether it is unsaved there."""
+    path = folder / RUN
+    if not path.is_file():
+        return 0, False
+    with contextlib.suppress(ValueError):
+        text = path.read_text(encoding="ascii")
+        said, _, check = text.rpartition(" ")
+        if not said:  # an older version wrote the number alone
+            return int(text), False
+        number, *word = said.split(" ")
+        if check == _check(said) and word in ([], [_UNSAVED]):
+            return int(number), bool(word)
+    raise CheckpointError(
+        f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "
+        "region of the run, or give the path of a checkpoint to resume from."
+    )
+
+
+def _check(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"

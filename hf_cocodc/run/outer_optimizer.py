@@ -281,14 +281,13 @@ class OuterOptimizer:
         Raises:
             CheckpointError: the disk refuses.
         """
-        facts = Facts(
+        facts = Facts.of(
+            self.link,
             step=self.inner_step,
-            region=self.link.region,
-            num_regions=self.link.num_regions,
-            num_lanes=self.link.num_lanes,
             settings=self.settings,
             finished=self.finished,
             journal=self.journal.position,
+            stopping=self.verdict == "stop",
         )
         saved = Saved(self.synchronizer.state_dict(), facts)
         if self._accelerator.is_main_process:

@@ -28,12 +28,16 @@ class Holding(NamedTuple):
         run: number of the run that wrote it.
         num_writers: regions that took part when it was written.
         num_damaged: newer checkpoints of the run that have changed since they were saved.
+        stopping: whether all regions stopped at the newest one, at a step at which no checkpoint was due.
+        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
     """
 
     newest: int
     run: int
     num_writers: int
     num_damaged: int
+    stopping: bool
+    is_unsaved: bool
 
 
 class Proposal(NamedTuple):
@@ -52,9 +56,9 @@ class Choice(NamedTuple):
     """The checkpoint that all regions resume from.
 
     Attributes:
-        step: its step; 0 if there is no checkpoint.
+        step: its step; 0 to start from step 0.
         holders: regions that have it, undamaged.
-        run: number of the run that wrote it.
+        run: number of the run that wrote it, or that starts once more; 0 to begin a new run.
     """
 
     step: int
@@ -73,10 +77,12 @@ class Start(NamedTuple):
 
     Attributes:
         checkpoint: to resume from; None to start from step 0.
+        run: number of the run that is resumed, or that starts once more; 0 to begin a new run.
         skipped: sentences about newer checkpoints that cannot be used; only on the main process.
     """
 
     checkpoint: Path | None
+    run: int = 0
     skipped: Sequence[str] = ()
 
 
@@ -87,6 +93,10 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
     regions continue the run that most of them have. Two kinds of checkpoints do not count: those of another run (the folder
     was used before), and those of a region that had left before the newest ones were written.
 
+    A run may have been killed when some regions had their first checkpoint and others did not. All regions then start once
+    more from step 0: this is exact, and a take-over is not. If all regions had stopped there, they may have made many more
+    steps than between two checkpoints: then nobody starts once more.
+
     Args:
         link: reaches the other regions.
         shelf: this region's checkpoints.
@@ -95,7 +105,7 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
         CheckpointError: regions have only damaged checkpoints.
     """
     own = shelf.newest()
-    holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged)
+    holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
     holdings = link.gather(holding, "the newest good checkpoint")
     runs = Counter(holding.run for holding in holdings if holding.newest)
     if not runs:
@@ -114,7 +124,16 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
         counts = False
     steps = [holding.newest if holding.run == chosen else 0 for holding in holdings]
     newest = max(steps)
-    count = holdings[steps.index(newest)].num_writers
+    first_holder = holdings[steps.index(newest)]
+    unsaved = [r for r, other in enumerate(holdings) if other.run == chosen and other.is_unsaved]
+    if unsaved and not first_holder.stopping:
+        logger.warning(
+            "region %d was ended before its first checkpoint of the run was complete: all regions start once more from step 0. "
+            "This is exact, and to go on without the steps of region %d is not.",
+            *(unsaved[0], unsaved[0]),
+        )
+        return Choice(0, [], chosen)
+    count = first_holder.num_writers
     # a region that joined later has the newest one only if it took it over
     first = [step if region < count or step == newest else 0 for region, step in enumerate(steps)]
     if counts and not first[link.region]:
@@ -151,9 +170,9 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     if wanted is True:
         start = agree(link, accelerator, folder)
     else:
-        start = Start(of_path(link, accelerator, of_region(Path(wanted), link.region)))
+        path = of_path(link, accelerator, of_region(Path(wanted), link.region))
+        start = Start(path, manifest.read(path).run)
     if start.checkpoint is None:
-        logger.warning("no region has a complete checkpoint (%s in this one): starting from step 0.", folder)
         return start
     logger.info("region %d resumes from %s", link.region, start.checkpoint)
     if not manifest.read(start.checkpoint).is_hashed:
@@ -175,13 +194,17 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
     shelf = Shelf(folder, link.region, accelerator)
     choice = newest_common(link, shelf)
     if not choice.step:
-        return Start(None, shelf.skipped)
+        if not choice.run:
+            logger.warning(
+                "no region has a complete checkpoint (%s in this one): starting from step 0.", folder
+            )
+        return Start(None, choice.run, shelf.skipped)
     checkpoint = folder / f"{disk.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
             take_over(link, accelerator.is_main_process, checkpoint, choice.holders, choice.run)
         accelerator.wait_for_everyone()
-    return Start(checkpoint, shelf.skipped)
+    return Start(checkpoint, choice.run, shelf.skipped)
 
 
 def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
@@ -214,9 +237,9 @@ def of_region(checkpoint: Path, region: int) -> Path:
 
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
-    """From now on `folder` holds this run, up to `step`. Later checkpoints of the run, if it is resumed, no longer count.
+    """From now on `folder` holds this run, up to `step`. Later checkpoints of the run no longer count.
 
-    Checkpoints of another run stay: the folder may have been given by mistake.
+    Checkpoints of another run stay, and `save_total_limit` does not count them.
 
     Args:
         folder: of this region's checkpoints.
@@ -228,9 +251,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     Raises:
         CheckpointError: the disk refuses.
     """
-    disk.begin_run(folder, run if start.checkpoint is None else manifest.read(start.checkpoint).run)
-    if start.checkpoint is None:
-        return
+    disk.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
     for later, path in disk.checkpoints(folder).items():
         if later > step and disk.unusable(path, hashes=False) is None:
             logger.warning(
@@ -238,6 +259,9 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
+    earlier = [path.name for path in disk.checkpoints(folder).values() if disk.is_of_another_run(path)]
+    if earlier:
+        logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
 
 
 def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:

@@ -23,10 +23,12 @@ class Good(NamedTuple):
     Attributes:
         step: its step; 0 if there is none.
         num_writers: regions that took part when it was written.
+        stopping: whether all regions stopped there, at a step at which no checkpoint was due.
     """
 
     step: int
     num_writers: int
+    stopping: bool
 
 
 class Shelf:
@@ -40,6 +42,7 @@ class Shelf:
 
     Attributes:
         run: number of the run.
+        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
         skipped: one sentence for each checkpoint that was looked at and cannot be used; only on the main process.
         num_damaged: how many of them were saved to their end, and have changed since.
 
@@ -56,7 +59,9 @@ class Shelf:
         self._checked: dict[int, str | None] = {}
         self.skipped: list[str] = []
         self.num_damaged = 0
-        self.run = main_says(accelerator, lambda: _run(folder, beside))
+        self.run, self.is_unsaved = main_says(
+            accelerator, lambda: (_run(folder, beside), disk.is_unsaved(folder))
+        )
 
     def newest(self, bound: int | None = None) -> Good:
         """The newest good checkpoint, of step `bound` at most."""
@@ -66,8 +71,9 @@ class Shelf:
     def _newest(self, bound: int | None) -> Good:
         for step, path in reversed(disk.checkpoints(self._folder).items()):
             if (bound is None or step <= bound) and self._is_good(step, path):
-                return Good(step, disk.num_writers(path))
-        return Good(0, 0)
+                facts = disk.facts_of(path)
+                return Good(step, facts.num_regions, facts.stopping)
+        return Good(0, 0, False)
 
     def _is_good(self, step: int, path: Path) -> bool:
         if step not in self._checked:

@@ -55,12 +55,7 @@ def take_over(link: Link, is_main: bool, checkpoint: Path, holders: Sequence[int
                     file.write(chunk)
     if writes:
         _make_own(half)
-        if disk.damage(checkpoint, hashes=False) is None:
-            aside = checkpoint.with_name(f"{checkpoint.name}.run{disk.run_of(checkpoint.parent)}")
-            logger.warning("%s is of another run: it is renamed to %s.", checkpoint, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-            checkpoint.rename(aside)
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        disk.make_room(checkpoint, run)
         half.rename(checkpoint)
         disk.begin_run(checkpoint.parent, run)
         disk.seal(checkpoint)

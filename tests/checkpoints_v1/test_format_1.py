@@ -74,9 +74,10 @@ def plain(value: Any) -> Any:
 
 
 def facts_of(saved: state.Saved) -> dict[str, Any]:
-    """The facts under their names in format 1; a checkpoint that was taken over is marked there, others are not."""
+    """The facts under their names in format 1. What later versions added has its default."""
     named = dataclasses.asdict(saved.facts)
     assert not named.pop("taken_over")
+    assert not named.pop("stopping")
     return {"format": 1, **named}
 
 

@@ -147,6 +147,37 @@ def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
 
 
 @pytest.mark.slow
+def test_a_kill_before_every_region_has_its_first_checkpoint(
+    train: Callable[[str, Path], str], tmp_path: Path
+) -> None:
+    """SIGKILL to all when region 0 has saved and region 1 has not: resumed, both start once more, and the bits are the same."""
+    again, whole = tmp_path / "again", tmp_path / "whole"
+    again.mkdir()
+    run, begun = start("diloco", again), again / "region-1" / state.RUN
+    deadline = time.monotonic() + TIMEOUT_S
+    while not begun.is_file():
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
+        time.sleep(0.002)
+    training_processes(run.pid)[1].suspend()
+    while newest(again, 0) < 1:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)
+        time.sleep(0.005)
+    everyone = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+    for process in everyone:
+        process.kill()
+    psutil.wait_procs(everyone, timeout=30)
+    run.communicate(timeout=30)
+    assert newest(again, 1) == 0
+
+    assert "training starts from the beginning" in train("diloco", again)
+    simulate(recipe("diloco"), overrides=overrides("diloco", whole))
+    for region in (0, 1):
+        ours, theirs = (folder / f"region-{region}" / "model.safetensors" for folder in (again, whole))
+        assert ours.read_bytes() == theirs.read_bytes()
+        assert sends(again, region) == sends(whole, region)
+
+
+@pytest.mark.slow
 def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], str], tmp_path: Path) -> None:
     """Resumed once more it says so, and how it had ended."""
     folder = tmp_path / "run"

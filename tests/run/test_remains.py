@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import Trainer
 
 from hf_cocodc.cli.display import Display
-from hf_cocodc.errors import RunStopped
+from hf_cocodc.errors import LinkError, RunStopped
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import manifest
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.training.simulation import simulate
-from tests.run.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped
+from tests.run.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped, weights_of
 
 
 def shorten(folder: Path, region: int, step: int) -> None:
@@ -97,6 +101,100 @@ def test_a_region_that_joins_from_a_folder_of_another_run(
     assert state.damage(checkpoint_of(tmp_path, 2, STEPS)) is None
     [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.run*")
     assert state.damage(aside) is None
+
+
+class Killed(BaseException):
+    """Ends a region as SIGKILL does: at once."""
+
+
+def killed_in_the_first_save(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    """A run of two regions that ends when region 0 has its first checkpoint, and region 1 has only a part of it."""
+    seal = state.seal
+
+    def seal_and_die(checkpoint: Path) -> None:
+        if checkpoint.parent.name == "region-0":
+            seal(checkpoint)
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "seal", seal_and_die)
+        with pytest.raises((Killed, LinkError)):
+            simulate(lambda region, link: make(folder, link, **more).train(), regions=2)
+
+
+def test_a_kill_inside_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All regions start from step 0 once more, which is exact, where a take-over is not; with a region that is new, too."""
+    whole = weights_of(resumed(tmp_path / "whole", save_strategy="no"))
+    killed_in_the_first_save(tmp_path / "run", monkeypatch, save_steps=5)
+    assert state.damage(checkpoint_of(tmp_path / "run", 0, 5)) is None
+    assert not manifest.is_sealed(checkpoint_of(tmp_path / "run", 1, 5))
+    run = state.run_of(tmp_path / "run" / "region-0")
+    again = weights_of(resumed(tmp_path / "run", save_steps=5))
+    assert torch.equal(torch.stack(again), torch.stack(whole))
+    assert "region 1 was ended before its first checkpoint of the run was complete" in caplog.text
+    assert "region 0: checkpoint-5 is given up, because all regions continue from step 0" in caplog.text
+    for region in range(2):
+        folder = tmp_path / "run" / f"region-{region}"
+        assert list(state.checkpoints(folder)) == [5, 10, STEPS]
+        assert state.run_of(folder) == run
+        assert not state.is_unsaved(folder)
+
+
+def test_a_region_that_lost_its_checkpoints_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody deleted them, or all are damaged: no reason to give up the steps of the others."""
+    resumed(tmp_path, save_steps=5)
+    shorten(tmp_path, 0, 5)
+    shorten(tmp_path, 1, 0)
+    resumed(tmp_path, save_strategy="no")
+    assert "region 1 has no complete checkpoint of step 5: it takes over region 0's" in caplog.text
+
+
+def test_a_region_that_failed_takes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The others saved when they stopped, perhaps long after the last checkpoint: these steps are not given up."""
+
+    def body(region: int, link: Link) -> None:
+        callbacks = (At(7, fail),) if region else ()
+        with pytest.raises((ValueError, RunStopped)):
+            make(tmp_path, link, callbacks=callbacks, save_strategy="no").train()
+
+    simulate(body, regions=2)
+    [step] = state.checkpoints(tmp_path / "region-0")
+    resumed(tmp_path, save_strategy="no")
+    assert f"region 1 has no complete checkpoint of step {step}: it takes over region 0's" in caplog.text
+
+
+def test_a_save_destroys_nothing_of_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A new run in the same folder that saves at the same step: the earlier checkpoint is renamed, and can be resumed."""
+    [first] = resumed(tmp_path, 1, save_steps=7)
+    simulate(lambda region, link: make(tmp_path, link, save_steps=7, max_steps=7).train(), regions=1)
+    [aside] = (tmp_path / "region-0").glob("checkpoint-7.run*")
+    assert f"{checkpoint_of(tmp_path, 0, 7)} is of another run: it is renamed to {aside}" in caplog.text
+    assert state.damage(aside) is None
+    assert state.unusable(checkpoint_of(tmp_path, 0, 7)) is None
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(tmp_path, link, save_strategy="no")
+        trainer.train(resume_from_checkpoint=str(aside))
+        return trainer
+
+    [again] = weights_of(simulate(body, regions=1))
+    assert torch.equal(again, weights_of([first])[0])
+
+
+def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path: Path) -> None:
+    """They are neither deleted nor counted."""
+    resumed(tmp_path, 1, save_steps=2, max_steps=6)
+    simulate(
+        lambda region, link: make(tmp_path, link, save_steps=5, save_total_limit=2).train(),
+        regions=1,
+    )
+    found = state.checkpoints(tmp_path / "region-0")
+    assert list(found) == [2, 4, 6, 10, STEPS]
+    assert [step for step, path in found.items() if state.is_of_another_run(path)] == [2, 4, 6]
 
 
 def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
