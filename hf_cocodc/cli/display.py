@@ -1,19 +1,27 @@
-"""Show the progress of all regions, read from their journals."""
+"""Show the progress of all regions, read from their journals and from what they say that they are doing."""
 
 import json
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from ..run.status import heard
+
+LINE_S = 60.0
+"""Where the output is not a terminal, lines are at most so far apart."""
+LONG_S = 30.0
+"""A region that makes no step for so long is named."""
 _FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
 
 
 class Display:
-    """Shows a progress bar on a terminal, and elsewhere a line from time to time.
+    """Shows a progress bar on a terminal, and elsewhere a line after each tenth of the run, and once a minute at least.
 
     Args:
         regions: numbers of the regions to show.
@@ -21,10 +29,18 @@ class Display:
         max_steps: inner steps of the run; 0 or negative if unknown.
         resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
             its evaluations.
+        statuses: one per region: files in which regions say what they are doing (see `run.status`).
+        clock: returns seconds since the epoch.
     """
 
     def __init__(
-        self, regions: Sequence[int], journals: Sequence[Path], max_steps: int, resumed: bool = False
+        self,
+        regions: Sequence[int],
+        journals: Sequence[Path],
+        max_steps: int,
+        resumed: bool = False,
+        statuses: Sequence[Path] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
@@ -39,18 +55,20 @@ class Display:
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
-        self._printed_step = -1
+        self._statuses = list(statuses)
+        self._told: list[dict[str, Any]] = [{} for _ in journals]
+        self._clock = clock
+        self._printed_step, self._printed_at = -1, clock()
         self._bar = None
         print("starting: loading the model, packing the text, waiting for all regions", flush=True)
         if sys.stdout.isatty():
-            self._bar = tqdm(
-                total=max_steps if max_steps > 0 else None, unit="step", file=sys.stdout, leave=False
-            )
+            total = max_steps if max_steps > 0 else None
+            self._bar = tqdm(total=total, bar_format="{desc}{bar}", file=sys.stdout, leave=False)
 
     @property
     def step(self) -> int:
         """The inner step that every region has reached."""
-        return min(int(last.get("step", 0)) for last in self._last)
+        return min(self._steps())
 
     @property
     def has_trained(self) -> bool:
@@ -61,14 +79,18 @@ class Display:
         """Read the new events of all journals and show them."""
         for index in range(len(self._journals)):
             self._read(index)
+        if self._statuses:
+            self._told = [heard(status) for status in self._statuses]
+        self._max_steps = max([self._max_steps, *(told.get("max_steps", 0) for told in self._told)])
         if self._bar is not None:
-            self._bar.n = self.step
-            self._bar.set_postfix_str(self._losses(), refresh=False)
+            self._bar.n, self._bar.total = self.step, self._max_steps if self._max_steps > 0 else None
+            self._bar.ncols = shutil.get_terminal_size().columns - 1
+            # the bar takes what the words leave; on a narrow terminal the last words are cut
+            self._bar.set_description_str(self._words(losses=self._short_losses()) + "  ", refresh=False)
             self._bar.refresh()
         elif self._is_line_due():
-            self._printed_step = self.step
-            total = f"/{self._max_steps}" if self._max_steps > 0 else ""
-            print(f"step {self.step}{total}  {self._losses()}", flush=True)
+            self._printed_step, self._printed_at = self.step, self._clock()
+            print(self._words(losses=self._losses()), flush=True)
 
     def close(self) -> None:
         """Remove the bar from the terminal."""
@@ -114,9 +136,53 @@ class Display:
         return [json.loads(line) for line in whole.splitlines()], is_new_file
 
     def _is_line_due(self) -> bool:
-        """Whether there is a loss to show, and a tenth of the run has passed since the last line."""
+        """Whether a minute has passed since the last line, or a tenth of the run if there is a loss to show."""
         next_step = self._printed_step + max(1, self._max_steps // 10)
-        return self.step >= next_step and any("loss" in last for last in self._last)
+        is_far = self.step >= next_step and any("loss" in last for last in self._last)
+        return is_far or self._clock() >= self._printed_at + LINE_S
+
+    def _steps(self) -> list[int]:
+        """The inner step of each region; while it trains, by its own words."""
+        both = zip(self._told, self._last, strict=True)
+        return [int(told.get("step", last.get("step", 0))) for told, last in both]
+
+    def _words(self, losses: str) -> str:
+        """The line to show."""
+        words = []
+        if self.step or any("loss" in last for last in self._last):
+            words.append(f"step {self.step}" + (f"/{self._max_steps}" if self._max_steps > 0 else ""))
+            words.append(losses)
+        return "  ".join([*words, *self._rates(), *self._doings()]) or "starting"
+
+    def _rates(self) -> list[str]:
+        """Tokens per second of all regions shown, time to the end, and the share of the time not spent on the link."""
+        moving = [told for told in self._told if told.get("steps_made") and told.get("trained_s")]
+        if not moving:
+            return []
+        words = []
+        tokens = sum(t["steps_made"] * t["tokens_per_step"] / t["trained_s"] for t in moving)
+        words.append(f"{tokens:.0f} tokens/s")
+        left_s = max((t["max_steps"] - t["step"]) * t["trained_s"] / t["steps_made"] for t in moving)
+        words.append(f"ETA {tqdm.format_interval(max(left_s, 0))}")
+        share = min(1 - t["blocked_s"] / t["trained_s"] for t in moving)
+        words.append(f"utilisation {100 * max(share, 0):.0f} %")
+        return words
+
+    def _doings(self) -> list[str]:
+        """What regions do that do not train, and for which region they wait."""
+        words, now = [], self._clock()
+        for region, told in zip(self._regions, self._told, strict=True):
+            doing, since = told.get("doing"), told.get("stepped_at", told.get("since", now))
+            if doing == "training":
+                doing = "at this step" if told["awaits"] is None else f"waiting for region {told['awaits']}"
+            # a region that trains is worth a word only if it pauses for long
+            if doing is not None and ("stepped_at" not in told or now - since >= LONG_S):
+                words.append(f"region {region}: {doing} for {tqdm.format_interval(max(now - since, 0))}")
+        return words
+
+    def _short_losses(self) -> str:
+        losses = (last.get("loss") for last in self._last)
+        return "loss " + ", ".join("-" if loss is None else f"{loss:.3f}" for loss in losses)
 
     def _losses(self) -> str:
         return "loss " + ", ".join(

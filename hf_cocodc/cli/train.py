@@ -129,6 +129,7 @@ def _train(
         journals,
         int(recipe.training.get("max_steps", -1)),
         options.resume,
+        [each.status for each in processes],
     )
     try:
         _on_signals(_interrupt)

@@ -78,6 +78,11 @@ class Link(Protocol):
         """What `clock` shows: "measured" or "simulated" seconds, or "none": it stands still."""
         ...
 
+    @property
+    def awaits(self) -> int | None:
+        """The region for which this link now waits; None if it waits for none."""
+        ...
+
     def mean(self, parcel: Parcel) -> Handle:
         """Start the mean over the regions that a parcel asks for; returns at once."""
         ...

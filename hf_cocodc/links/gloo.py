@@ -91,6 +91,10 @@ class GlooLink:
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
+    @property
+    def awaits(self) -> int | None:
+        return self._heartbeat.awaits
+
     def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
             row = to_row(parcel.trailer())

@@ -206,6 +206,8 @@ def _from_region(source: int) -> Resolve:
 class LockstepLink:
     """One region's side of a `LockstepHub`; `links.base.Link` describes the calls."""
 
+    awaits: int | None = None
+
     def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
         self.region = region
         self.num_regions = num_regions

@@ -47,6 +47,10 @@ class SharedLink:
         self._device, self._home = device, HOST
         self._inside = inside
 
+    @property
+    def awaits(self) -> int | None:
+        return None if self._link is None else self._link.awaits
+
     def mean(self, parcel: Parcel) -> Handle:
         handle = None if self._link is None else self._link.mean(parcel)
         return _SharedHandle(self, handle, parcel)
@@ -174,6 +178,10 @@ class LaneLink:
         self.agreement: StopAgreement | None = None
         self._link = link
         self._device = device
+
+    @property
+    def awaits(self) -> int | None:
+        return self._link.awaits
 
     def mean(self, parcel: Parcel) -> Handle:
         return _LaneHandle(self, self._link.mean(parcel))

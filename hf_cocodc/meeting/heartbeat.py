@@ -52,6 +52,12 @@ class Heartbeat:
         """Watch `region` until `arrived` is called. Messages call the awaited transfer `what`."""
         self._waits = (region, what, time.monotonic())
 
+    @property
+    def awaits(self) -> int | None:
+        """The region that is watched; None if there is none."""
+        waits = self._waits
+        return None if waits is None else waits[0]
+
     def arrived(self) -> None:
         """End the watch: the awaited transfer is here."""
         self._waits = None

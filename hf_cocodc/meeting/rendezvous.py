@@ -5,6 +5,7 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -30,7 +31,13 @@ class Roster:
 
 
 def rendezvous(
-    store: dist.Store, run: str, region: int, num_regions: int, hello: dict[str, Any], timeout_s: float
+    store: dist.Store,
+    run: str,
+    region: int,
+    num_regions: int,
+    hello: dict[str, Any],
+    timeout_s: float,
+    wait_for: Callable[[list[int]], None] = lambda absent: None,
 ) -> Roster:
     """Meet every other region of a run and exchange hellos.
 
@@ -40,6 +47,7 @@ def rendezvous(
     that no longer exists is never met.
 
     Regions of a run that are on the board at the same time are compared at once, even if others are still missing.
+    `wait_for` is called with the regions that have not come yet, whenever they change.
 
     Returns:
         The roster: a name unique to this run, and the hellos of all regions.
@@ -50,6 +58,7 @@ def rendezvous(
         RegionLostError: a region did not arrive within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
+    absent = None
     try:
         meeting = _Meeting(store, run, region, num_regions, hello)
         try:
@@ -57,6 +66,8 @@ def rendezvous(
                 roster = meeting.proceed()
                 if roster is not None:
                     return roster
+                if absent != (absent := meeting.absent()):
+                    wait_for(absent)
                 time.sleep(POLL_S)
             raise meeting.missing(timeout_s)
         except BaseException:
@@ -106,11 +117,15 @@ class _Meeting:
         with contextlib.suppress(RuntimeError):
             self._store.compare_set(self._place(self._region), str(self._board.ticket), "")
 
-    def missing(self, timeout_s: float) -> RegionLostError:
-        """The error for regions that have not come."""
+    def absent(self) -> list[int]:
+        """The regions that have not come; all others, if all have been seen."""
         others = [r for r in range(self._num_regions) if r != self._region]
         here = {s.entry.region for s in self._board.seen.values() if s.entry.run == self._run and not s.stale}
-        absent = [r for r in others if r not in here] or others
+        return [r for r in others if r not in here] or others
+
+    def missing(self, timeout_s: float) -> RegionLostError:
+        """The error for regions that have not come."""
+        absent = self.absent()
         names = " and ".join(f"region {r}" for r in absent)
         elsewhere = [s for s in self._board.seen.values() if s.entry.run != self._run and _waits(s)]
         return RegionLostError(

@@ -28,6 +28,7 @@ from ..meeting.store import connect_store, serve_store
 from ..resolve import settings
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.pools import HOST
+from .status import tell_whom_we_await
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ def connect(
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
         name = regions.run or run or Path(sys.argv[0]).stem or "script"
         name = name if stage is None else f"{name}, stage {lane}"
-        roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s)
+        roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
         hosts = ", ".join(str(each["host"]) for each in roster.hellos)
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
         return roster.run

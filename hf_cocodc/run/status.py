@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def tell(doing: str, **facts: Any) -> None:
     with contextlib.suppress(OSError):  # progress is not worth the end of a run
         half.write_text(json.dumps({"doing": doing, "since": time.time(), **facts}), encoding="utf-8")
         os.replace(half, path)
+
+
+def tell_whom_we_await(regions: Sequence[int]) -> None:
+    """Say that this region waits for others."""
+    tell("waiting for " + " and ".join(f"region {region}" for region in regions))
 
 
 def heard(path: Path) -> dict[str, Any]:

@@ -48,12 +48,16 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     from ..run.shards import region_shard
     from .data import pack
     from .metrics import causal_lm_metrics
+    from .progress import Progress
 
     set_seed(args.seed)
+    tell("loading the model")
     tokenizer = building.tokenizer(recipe)
     model = building.model(recipe, len(tokenizer))
+    tell("loading the text")
     text = _text(recipe, recipe.data.split)
     text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
+    tell("packing the text")
     train_dataset = pack(
         region_shard(text, callback.region, callback.num_regions),
         tokenizer,
@@ -62,6 +66,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     )
     eval_dataset = None
     if args.eval_strategy != "no" or args.eval_on_start:
+        tell("packing the held-out text")
         held_out = _text(recipe, recipe.data.eval_split)
         eval_dataset = pack(held_out, tokenizer, recipe.data.block_size, recipe.data.text_column)
         if recipe.data.eval_blocks is not None:
@@ -78,6 +83,9 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
         preprocess_logits_for_metrics=preprocess_logits,
         callbacks=[callback],
     )
+    sequences = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))
+    tell("meeting the other regions")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
@@ -115,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_command()
     try:
         recipe = Recipe.load(options.recipe, options.overrides)
+        tell("checking the recipe")
         preflight(recipe)
         run(recipe)
         return 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_cocodc.cli.display import Display
 from hf_cocodc.run.journal import Journal
+from hf_cocodc.run.status import ENV_STATUS, tell
 
 
 def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
@@ -25,3 +30,131 @@ def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
     assert display.step == 20
     assert display.has_trained
     assert "loss region 0: 1.000" not in capsys.readouterr().out
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A display of two regions, and what the regions write."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(time, "time", self.clock)
+        self.monkeypatch = monkeypatch
+        self.statuses = [folder / f"{region}.json" for region in (0, 1)]
+        self.journals = [Journal(folder / f"{region}.jsonl") for region in (0, 1)]
+        paths = [journal.path for journal in self.journals if journal.path is not None]
+        self.display = Display([0, 1], paths, 100, statuses=self.statuses, clock=self.clock)
+
+    def tell(self, region: int, doing: str, **facts: Any) -> None:
+        self.monkeypatch.setenv(ENV_STATUS, str(self.statuses[region]))
+        tell(doing, **facts)
+
+    def train(self, region: int, step: int, awaits: int | None = None) -> None:
+        """A region has trained 10 s on each of its steps, and has just made the last one."""
+        facts = {"max_steps": 100, "steps_made": step, "trained_s": 10.0 * step, "blocked_s": 0.5 * step}
+        self.tell(
+            region,
+            "training",
+            step=step,
+            tokens_per_step=250,
+            stepped_at=self.clock(),
+            awaits=awaits,
+            **facts,
+        )
+
+    def after(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.display.update()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
+
+
+def test_a_line_every_minute_says_what_regions_do_before_they_train(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with its time; and for whom a region waits."""
+    capsys.readouterr()
+    run.tell(0, "packing the text")
+    run.after(59)
+    assert capsys.readouterr().out == ""
+    run.tell(1, "waiting for region 0")
+    run.after(1)
+    assert (
+        capsys.readouterr().out
+        == "region 0: packing the text for 01:00  region 1: waiting for region 0 for 00:01\n"
+    )
+    run.after(59)
+    assert capsys.readouterr().out == ""
+    run.after(1)
+    assert "region 0: packing the text for 02:00" in capsys.readouterr().out
+
+
+def test_a_line_has_step_loss_rate_time_to_the_end_and_utilisation(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the first step on, before the first loss is logged; and each minute, however slow the run is."""
+    capsys.readouterr()
+    for region in (0, 1):
+        run.train(region, 1)
+    run.after(60)
+    line = capsys.readouterr().out
+    assert line.startswith(
+        "step 1/100  loss region 0: -, region 1: -  50 tokens/s  ETA 16:30  utilisation 95 %"
+    )
+    for region, journal in enumerate(run.journals):
+        run.train(region, 7)
+        journal.write("log", step=5, loss=2.5 + region)
+    run.after(1)
+    assert capsys.readouterr().out == "", "a tenth of the run has not passed, nor a minute"
+    run.after(59)
+    line = capsys.readouterr().out
+    assert line.startswith("step 7/100  loss region 0: 2.500, region 1: 3.500  50 tokens/s  ETA 15:30")
+
+
+def test_a_region_that_waits_for_another_is_named(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a while: not for every wait."""
+    run.train(0, 20, awaits=1)
+    run.train(1, 12)
+    run.after(29)
+    run.train(1, 14)
+    capsys.readouterr()
+    run.after(31)
+    line = capsys.readouterr().out
+    assert line.startswith("step 14/100")
+    assert "region 0: waiting for region 1 for 01:00" in line
+    assert "region 1: at this step for 00:31" in line
+
+
+def test_a_narrow_terminal_keeps_the_losses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar goes first, then what stands behind the losses."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for columns, shown in ((34, "step 7/100  loss 2.500, 3.500"), (120, "utilisation 95 %  ")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        paths = [journal.path for journal in run.journals if journal.path is not None]
+        display = Display([0, 1], paths, 100, statuses=run.statuses, clock=run.clock)
+        for region, journal in enumerate(run.journals):
+            run.train(region, 7)
+            journal.write("log", step=5, loss=2.5 + region)
+        display.update()
+        last = terminal.getvalue().rpartition("\r")[2]
+        assert shown in last
+        assert len(last.rstrip()) < columns
+        display.close()
