@@ -64,6 +64,10 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
         _model_parts(recipe, len(tokenizer), regions_here)
 
 
+_ALSO = {"resume_from_checkpoint": bool}
+"""Types that Trainer takes besides those of its hints."""
+
+
 def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     hints = get_type_hints(kind)
@@ -73,7 +77,7 @@ def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
             raise InputError(
                 f"recipe: unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}."
             )
-        converted(value, hints[key], f"{section}.{key}")
+        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}")
 
 
 def _trainer_parts(recipe: Recipe) -> None:

@@ -91,6 +91,7 @@ def test_what_a_region_would_find_after_half_a_minute(
         ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs={min_lr: 1e-5}"],
         ["training.fp16=true", "training.max_steps=-1", "model.dtype=bfloat16"],
         ["training.full_determinism=true", "training.report_to=[]", "training.dataloader_num_workers=2"],
+        ["training.resume_from_checkpoint=true"],  # the command adds it for --resume
     ],
     ids=" ".join,
 )
