@@ -11,11 +11,16 @@ Ranks of a region agree with their leader through the region's own store; leader
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+from .region_store import RegionStore
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 PATIENCE_S = 10.0
@@ -42,15 +47,18 @@ class StopAgreement:
 
     Args:
         regions: the circle of the regions; None on ranks that are not the leader, and in a run of one region.
-        ranks: the circle of this region's ranks; None in a region of one rank.
+        inside: the store of this region's ranks; None in a region of one rank.
 
     Attributes:
         asked: why this region must stop; empty if it need not.
     """
 
-    def __init__(self, regions: Circle | None, ranks: Circle | None) -> None:
+    def __init__(self, regions: Circle | None, inside: RegionStore | None) -> None:
         self.asked = ""
-        self._regions, self._ranks = regions, ranks
+        self._regions, self._ranks = regions, None
+        self._inside = inside  # on the leader, the store lives as long as it is referenced
+        if inside is not None:
+            self._ranks = Circle(dist.PrefixStore("stop", inside.connect()), inside.rank, inside.num_ranks)
         self._passed = 0
         self._promised: int | None = None
         self._decision: dict[str, Any] | None = None
@@ -110,9 +118,14 @@ class StopAgreement:
                 if self._ended.wait(POLL_S):
                     return
             decision = self._agree(time.monotonic() + PATIENCE_S)
-        except RuntimeError:  # without a store, the request travels with a transfer
+        except RuntimeError:  # the store has ended
             pass
         finally:
+            if decision is _NO and self._promised is not None and not self._ended.is_set():
+                logger.warning(
+                    "regions could not agree through the store on a step to stop at: the request to stop travels with the next "
+                    "transfer."
+                )
             self._decide(decision)
             if self._ranks is not None and not self._ranks.member:
                 with contextlib.suppress(RuntimeError):
@@ -155,7 +168,8 @@ class StopAgreement:
         if told is not None:
             _promise(self._regions, own)
             told = self._promises(self._regions, deadline)
-        return json.loads(self._regions.store.compare_set("decision", "", json.dumps(_decision_of(told))))
+        found = self._regions.store.compare_set("decision", "", json.dumps(_decision_of(told)))
+        return _read(found)
 
     def _promises(self, circle: Circle, deadline: float) -> list[dict[str, Any]] | None:
         """The promises of all members; None if one is missing after the deadline."""
@@ -170,11 +184,16 @@ class StopAgreement:
         while not ranks.store.check(["decision"]):
             if self._ended.wait(POLL_S / 4):
                 return _NO
-        return json.loads(ranks.store.get("decision"))
+        return _read(ranks.store.get("decision"))
 
 
 def _promise(circle: Circle, promise: dict[str, Any]) -> None:
     circle.store.set(f"promise/{circle.member}", json.dumps(promise))
+
+
+def _read(decision: bytes) -> dict[str, Any]:
+    found = json.loads(decision)
+    return found if found["step"] else _NO
 
 
 def _decision_of(told: list[dict[str, Any]] | None) -> dict[str, Any]:

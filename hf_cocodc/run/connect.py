@@ -139,10 +139,7 @@ def connect(
             assert regions.store is not None
             store = connect_store(regions.store, PATIENCE_S)
             leaders = Circle(dist.PrefixStore(f"{met}/stop", store), region, count)
-        ranks = None
-        if inside is not None:
-            ranks = Circle(dist.PrefixStore("stop", inside.connect()), rank, num_ranks)
-        return StopAgreement(leaders, ranks)
+        return StopAgreement(leaders, inside)
 
     if count == 1:
         logger.info("training as a single region, without a link (HF_COCODC_REGIONS is not set, or is 1).")

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_cocodc.meeting import stopping
+from hf_cocodc.meeting.region_store import RegionStore
 from hf_cocodc.meeting.stopping import Circle, StopAgreement
 from hf_cocodc.meeting.store import connect_store, serve_store
 
@@ -18,25 +19,21 @@ LAST = 10_000
 
 
 class Place:
-    """Stores for `sizes[r]` ranks in region r, and the agreement of each rank."""
+    """A store for the run, and the agreement of each of `sizes[r]` ranks in region r."""
 
     def __init__(self, *sizes: int) -> None:
-        self.sizes = sizes
         self.run = serve_store("127.0.0.1")
-        self.regions = [serve_store("127.0.0.1") for _ in sizes]
-        self.agreements = {
-            (region, rank): self.agreement(region, rank)
-            for region, size in enumerate(sizes)
-            for rank in range(size)
-        }
-
-    def agreement(self, region: int, rank: int) -> StopAgreement:
-        size = self.sizes[region]
-        regions = (
-            Circle(client(self.run), region, len(self.sizes)) if not rank and len(self.sizes) > 1 else None
-        )
-        ranks = Circle(client(self.regions[region]), rank, size) if size > 1 else None
-        return StopAgreement(regions, ranks)
+        self.agreements = {}
+        for region, size in enumerate(sizes):
+            server = serve_store("127.0.0.1") if size > 1 else None
+            for rank in range(size):
+                leader = not rank and len(sizes) > 1
+                regions = Circle(client(self.run), region, len(sizes)) if leader else None
+                inside = None
+                if server is not None:
+                    address = f"127.0.0.1:{server.port}"
+                    inside = RegionStore(address, rank, size, None if rank else server)
+                self.agreements[region, rank] = StopAgreement(regions, inside)
 
 
 def client(store: dist.TCPStore) -> dist.Store:

@@ -182,6 +182,22 @@ def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
+    """No rank stops before the others."""
+    store, master = (serve_store("127.0.0.1") for _ in range(2))
+    env, log = region_env(store, 0, num_regions=1), tmp_path / "log.txt"
+    body = functools.partial(live, step_s=0.1, save_strategy="steps", save_steps=4)
+    processes = [fork(body, str(tmp_path), log=log, **env, **rank_env(master, rank, 2)) for rank in range(2)]
+    wait_until(lambda: bool(complete(tmp_path, 0)), processes[1], log)
+    processes[1].terminate()
+    first, second = outcomes(tmp_path, processes, ranks=[2])
+    assert first["step"] == second["step"] == max(complete(tmp_path, 0)) < STEPS
+    assert all(
+        each["error"].startswith("RunStopped") and "(SIGTERM)" in each["error"] for each in (first, second)
+    )
+
+
+@pytest.mark.slow
 def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
     """The request travels with a transfer then: both regions save the same step."""
     stores = [serve_store("127.0.0.1")]
