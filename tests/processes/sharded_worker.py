@@ -78,7 +78,7 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
         eval_dataset=Tokens(8, seed=9),
         callbacks=[callback],
     )
-    if stop:
+    if stop and (callback.region, trainer.args.process_index) == (0, 1):
         trainer.add_callback(At(stop, lambda control: callback._note_signal("SIGTERM")))
     result: dict[str, Any] = {}
     try:
