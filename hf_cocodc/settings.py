@@ -145,6 +145,10 @@ class RegionConfig:
     stuck_timeout_s: float = _help(
         "A region that is alive but makes no inner step is lost after this many seconds.", 1200.0
     )
+    may_differ: list[str] | str | None = _help(
+        "Names of training and data settings that may differ between regions, and change at a resume: a list, or separated "
+        "by commas. For example learning_rate,batch."
+    )
     when_one_ends: str = _help(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
         "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
@@ -167,6 +171,13 @@ class RegionConfig:
             require(
                 self, name, lambda v: 0 < v <= 1e6, "must be positive, and at most 1e6 (11 days)", "regions"
             )
+        require(
+            self,
+            "may_differ",
+            lambda v: isinstance(v, str) or all(isinstance(name, str) for name in v),
+            "must be names",
+            "regions",
+        )
         require(self, "run", lambda v: 0 < len(v) <= 100, "must have 1 .. 100 characters", "regions")
         require(self, "region", lambda v: v >= 0, "must not be negative", "regions")
         require(
@@ -179,6 +190,12 @@ class RegionConfig:
                     f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650, with a port in 1 .. 65535."
                 )
             check_host("regions.store", found[1].strip("[]"))
+
+    @property
+    def allowed(self) -> list[str]:
+        """The names in `may_differ`, sorted."""
+        names = self.may_differ.split(",") if isinstance(self.may_differ, str) else self.may_differ or []
+        return sorted({name.strip() for name in names} - {""})
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment fills the fields that are None. A single region needs no store.

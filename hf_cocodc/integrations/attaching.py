@@ -1,15 +1,19 @@
 """Finds the Trainer of a callback, and checks that it can train across regions."""
 
+import logging
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, has_length
+from transformers.trainer_utils import HubStrategy, IntervalStrategy, TrainOutput, has_length
 
 from ..errors import InputError
+from ..links.base import Link
 from ..run.checkpoint import EXPORT, Facts
+
+logger = logging.getLogger(__name__)
 
 
 def find_trainer() -> Trainer | None:
@@ -89,3 +93,12 @@ def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> boo
         return False
     trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     return args.num_train_epochs <= trained.num_train_epochs
+
+
+def leave_as_it_is(trainer: Trainer, link: Link, checkpoint: Path) -> TrainOutput:
+    """A run that had finished needs only its weights."""
+    logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
+    link.close()
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return TrainOutput(trainer.state.global_step, float("nan"), {})

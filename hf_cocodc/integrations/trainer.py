@@ -7,27 +7,28 @@ import contextlib
 import logging
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_utils import TrainOutput
 
 from ..errors import InputError, LinkError, RunStopped
 from ..links.base import Link
 from ..links.trailer import Ending
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import from_config
+from ..run.about import About, refuse_another_run
 from ..run.checkpoint import PREFIX, Saved, read
 from ..run.connect import connect, refuse_unsupported
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
 from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
 from ..settings import OuterConfig, RegionConfig
-from .attaching import find_trainer, has_finished, interval, refuse
+from .about import of_trainer
+from .attaching import find_trainer, has_finished, interval, leave_as_it_is, refuse
 from .patches import Patches
 from .signals import first_signal
 
@@ -52,6 +53,7 @@ class CoCoDCCallback(TrainerCallback):
         regions: which region this is; by default the environment says so.
         evaluate_on: "global" or "local": the weights that `trainer.evaluate()` uses while training.
         link: reaches the other regions; by default it is made from `regions`.
+        facts: more that must be equal in all regions and after a resume, by name, for example {"data.path": ...}; JSON-able.
 
     Attributes:
         outer: the outer optimizer of the run; None before training.
@@ -69,6 +71,7 @@ class CoCoDCCallback(TrainerCallback):
         *,
         evaluate_on: str = "global",
         link: Link | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config or OuterConfig()
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
@@ -84,7 +87,7 @@ class CoCoDCCallback(TrainerCallback):
             raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on
         self.outer: OuterOptimizer | None = None
-        self._given_link = link
+        self._given_link, self._facts, self._about = link, facts or {}, About()
         self._link: Link | None = None
         self._saved: Saved | None = None
         self._start = Start(None)
@@ -98,7 +101,8 @@ class CoCoDCCallback(TrainerCallback):
     def from_recipe(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "CoCoDCCallback":
         """The callback that a recipe's outer, regions and evaluation sections describe."""
         recipe = Recipe.load(path, overrides)
-        return cls(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on)
+        facts = facts_of_data(recipe)
+        return cls(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, facts=facts)
 
     def attach(self, trainer: Trainer) -> "CoCoDCCallback":
         """Serve `trainer`, and add this callback to it if needed. Trainers that were given the callback need no call.
@@ -177,6 +181,7 @@ class CoCoDCCallback(TrainerCallback):
             journal=Path(args.output_dir) / "cocodc" / "journal.jsonl",
             link=self._link,
             saved=self._saved,
+            about=self._about,
         )
         # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
         if args.should_save:
@@ -276,8 +281,11 @@ class CoCoDCCallback(TrainerCallback):
             self._start, path = start, start.checkpoint
             if path is not None:
                 self._saved = read(path, self._link.lane, checked=True)
+                # before Trainer loads weights into another model
+                wrote = self._saved.facts
+                refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
                 if has_finished(self._saved.facts, trainer.args, path):
-                    return self._leave_as_it_is(trainer, str(path))
+                    return leave_as_it_is(trainer, self._link, path)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
             if not self._running.should_stop:
@@ -300,23 +308,14 @@ class CoCoDCCallback(TrainerCallback):
 
     def _meet(self, trainer: Trainer, resumes: bool) -> Link:
         """Meet the other regions."""
+        bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._about = of_trainer(trainer, bare, self._facts)
         if self._given_link is not None:
             return self._given_link
-        bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
-        run = (
-            Path(trainer.args.output_dir or ".").resolve().parent.name
-        )  # `attach` has added the region's own folder
-        return connect(trainer.accelerator, bare, self.config, self.regions, given, resumes, run=run)
-
-    def _leave_as_it_is(self, trainer: Trainer, checkpoint: str) -> TrainOutput:
-        """A run that had finished needs only its weights."""
-        assert self._link is not None
-        logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
-        self._link.close()
-        trainer._load_from_checkpoint(checkpoint)
-        trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-        return TrainOutput(trainer.state.global_step, float("nan"), {})
+        return connect(
+            trainer.accelerator, bare, self.config, self.regions, given, resumes, about=self._about
+        )
 
     def _leave(self, trainer: Trainer, error: BaseException) -> None:
         """An error ends this region: leave in good order if possible, so that the others can stop with a checkpoint."""

@@ -7,13 +7,17 @@ Every region then compares all hellos: if two differ, all regions raise the same
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HandshakeError
+from .. import __version__
+from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.sharding import local_shard
 
@@ -21,8 +25,31 @@ PROTOCOL = 7
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 
+_ONLY_SHOWN = ("host", "versions", "first samples")
+_SEVERAL = ("model", "facts")
+"""Fields of a hello that hold several, by the names that messages call them."""
+
+
+class Difference(NamedTuple):
+    """A field in which two regions differ, with both values in short."""
+
+    field: str
+    mine: str
+    theirs: str
+    free: bool
+    """Whether regions.may_differ may name it."""
+
+
 def hello(
-    model: nn.Module, settings: Mapping[str, Any], max_steps: int | None, num_lanes: int
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    max_steps: int | None,
+    num_lanes: int,
+    *,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    first_samples: str = "",
+    allowed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Describe this region (JSON-able).
 
@@ -31,24 +58,47 @@ def hello(
         settings: settings of the method and the link, by their names in OuterConfig and RegionConfig.
         max_steps: inner steps of the run; None if unknown.
         num_lanes: number of lanes of this region.
+        config: the model's config, as far as it changes the model's function.
+        facts: the training and the data.
+        first_samples: digest of the first samples that this region trains on; empty if unknown.
+        allowed: names of the facts in which regions may differ.
+
+    Raises:
+        InputError: `allowed` names no fact.
     """
+    facts = {"torch": torch.__version__.split("+")[0], **facts}
+    for name in allowed:
+        if not any(may_differ(fact, [name]) for fact in facts):
+            raise InputError(
+                f"regions.may_differ={name!r} is not a setting in which regions may differ.{nearest(name, list(facts))}"
+            )
     trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return {
         "protocol": PROTOCOL,
-        "torch": torch.__version__.split("+")[0],
-        "byte order": __import__("sys").byteorder,
+        "hf_cocodc": __version__,
+        "byte order": sys.byteorder,
         **{_in_recipe(name): value for name, value in settings.items()},
+        "regions.may_differ": list(allowed),
         "max_steps": max_steps,
         "lanes": num_lanes,
+        "model": dict(config),
+        "facts": facts,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
         "frozen parameters and buffers (digest)": _frozen_digest(model),
         "adapter settings": _adapter_settings(model),
+        "first samples": first_samples,
+        "versions": {name: version(name) for name in ("transformers", "accelerate")},
         "host": platform.node(),
     }
 
 
+def may_differ(fact: str, allowed: Collection[str]) -> bool:
+    """Whether `allowed` has the name of a fact: in full, or without its section."""
+    return fact in allowed or fact.rpartition(".")[2] in allowed
+
+
 def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all hellos, in the order of regions, agree in every field except the host.
+    """Check that all hellos, in the order of regions, agree in all that must be equal.
 
     Raises:
         HandshakeError: two hellos differ; the message names the two regions, the field and both values.
@@ -59,21 +109,63 @@ def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
 
 def compare_two(first: int, mine: Mapping[str, Any], second: int, theirs: Mapping[str, Any]) -> None:
     """Check that the hellos of two regions agree. Raises HandshakeError like `compare`."""
-    for field, own, other in differences(mine, theirs):
+    allowed = mine.get("regions.may_differ", ())
+    for field, own, other, free in differences(mine, theirs):
+        if free and may_differ(field, allowed):
+            continue
+        remedy = (
+            f" If regions shall differ in it, set regions.may_differ={','.join([*allowed, field])} in all."
+            if free
+            else ""
+        )
         raise HandshakeError(
             f"region {first} and region {second} disagree on {field}: region {first} has {own}, region {second} has {other}. "
-            "Start every region with the same recipe or options, the same weights and the same package versions. If these are "
-            "two runs on one store, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
+            f"Start every region with the same recipe or options, the same weights and the same package versions.{remedy} If "
+            "these are two runs on one store, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
         )
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Fields in which two hellos differ but must agree, each with both values in short."""
-    return [
-        (field, *_show(mine.get(field), theirs.get(field)))
-        for field in {**mine, **theirs}
-        if field != "host" and mine.get(field) != theirs.get(field)
-    ]
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
+    """What must be equal in two hellos, or allowed to differ, and is not."""
+    found = []
+    same_versions = mine.get("versions") == theirs.get("versions")
+    for name in {**mine, **theirs}:
+        ours, other = mine.get(name), theirs.get(name)
+        if name in _ONLY_SHOWN or ours == other:
+            continue
+        if name not in _SEVERAL or not (isinstance(ours, Mapping) and isinstance(other, Mapping)):
+            found.append(Difference(name, *_show(ours, other), free=False))
+            continue
+        # another version of Transformers may know more fields of a config
+        fields = {**ours, **other} if same_versions else [field for field in ours if field in other]
+        found += [
+            Difference(field, *_show(ours.get(field), other.get(field)), free=name == "facts")
+            for field in fields
+            if ours.get(field) != other.get(field)
+        ]
+    return found
+
+
+def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences about what regions have otherwise than region 0, and about regions that train on the same samples."""
+    said = []
+    for region, other in enumerate(hellos[1:], start=1):
+        for field, mine, theirs, _ in differences(hellos[0], other):
+            said.append(f"{field}, which may differ: {mine} in region 0, {theirs} in region {region}.")
+        for name, mine in hellos[0]["versions"].items():
+            theirs = other["versions"].get(name)
+            if mine != theirs:
+                said.append(f"other versions of {name}: {mine} in region 0, {theirs} in region {region}.")
+    samples = [each["first samples"] for each in hellos]
+    for sample in sorted(set(samples) - {""}):
+        same = [region for region, each in enumerate(samples) if each == sample]
+        if len(same) > 1:
+            said.append(
+                f"regions {' and '.join(map(str, same))} begin with the same training samples: do they train on the same data? "
+                "Give each region its own part: train_dataset=region_shard(dataset), or region_shard(dataset, regions) where "
+                "a RegionConfig, not the environment, says which region this is."
+            )
+    return said
 
 
 def _in_recipe(setting: str) -> str:

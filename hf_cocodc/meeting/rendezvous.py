@@ -245,7 +245,7 @@ class _Meeting:
         """What another run at this store has other than this one."""
         entry = sighting.entry
         found = differences(self._hello, self._board.hello_of(sighting.ticket) or {})
-        shown = "; ".join(f"{field} ({mine} here, {theirs} there)" for field, mine, theirs in found[:3])
+        shown = "; ".join(f"{field} ({mine} here, {theirs} there)" for field, mine, theirs, _ in found[:3])
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return (
             f"Region {entry.region} of {entry.count} of run {entry.run!r} waits at this store too, on host {entry.host}; this is "

@@ -138,3 +138,13 @@ class Recipe:
             return build(cls, content)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+
+
+def facts_of_data(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of its training data and tokenizer, by names in the recipe. Regions compare it before they train."""
+    kept = ("builtin", "path", "name", "split", "text_column", "streaming", "block_size")
+    return {
+        **{f"data.{name}": getattr(recipe.data, name) for name in kept},
+        "tokenizer.builtin": recipe.tokenizer.builtin,
+        "tokenizer.name_or_path": recipe.tokenizer.name_or_path,
+    }

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 import zlib
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,8 @@ class Facts:
         journal: bytes of the journal that belong to the run up to here.
         taken_over: whether it was copied from another region, and this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
+        model: `About.model` of the run; empty in checkpoints of older versions, as is the next.
+        facts: `About.facts` of the run.
     """
 
     step: int
@@ -69,6 +71,8 @@ class Facts:
     journal: int
     taken_over: bool = False
     stopping: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, link: Link, **more: Any) -> "Facts":
@@ -79,8 +83,10 @@ class Facts:
     def from_json(cls, content: dict[str, Any]) -> "Facts":
         """Raises KeyError if a fact is missing that every version writes."""
         named = {**content, "taken_over": content.get(_TAKEN_OVER, False)}
-        wanted = [each.name for each in fields(cls) if each.name in named or each.default is MISSING]
-        return cls(**{name: named[name] for name in wanted})
+        always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
+        return cls(
+            **{each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
+        )
 
     def to_json(self) -> dict[str, Any]:
         named = asdict(self)

@@ -20,7 +20,7 @@ from ..links.gloo import GlooLink
 from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
-from ..meeting.handshake import hello
+from ..meeting.handshake import hello, side_by_side
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
@@ -28,11 +28,13 @@ from ..meeting.store import connect_store, serve_store
 from ..resolve import settings
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.pools import HOST
+from .about import About
 from .status import tell_whom_we_await
 
 logger = logging.getLogger(__name__)
 
 _GLOO_END_S = 0.1
+_NOTHING = About()
 
 
 def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
@@ -87,11 +89,9 @@ def connect(
     max_steps: int | None,
     resumes: bool = False,
     stage: tuple[int, int] | None = None,
-    run: str | None = None,
+    about: About = _NOTHING,
 ) -> Link:
     """Meet the other regions, compare settings and connect.
-
-    `run` is the name of the run where `regions` has none; by default the name of the script.
 
     If all ranks hold the same parameters, only the leader connects. A rank that holds shards (FSDP2) or a stage of its own
     connects to the same rank of every other region.
@@ -159,13 +159,24 @@ def connect(
             # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
             "device": (device if config.device == "model" else HOST).type,
         }
-        mine = hello(model, {**settings(config), **shared}, max_steps, num_lanes)
+        mine = hello(
+            model,
+            {**settings(config), **shared},
+            max_steps,
+            num_lanes,
+            config=about.model,
+            facts=about.facts,
+            first_samples=about.first_samples,
+            allowed=regions.allowed,
+        )
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
-        name = regions.run or run or Path(sys.argv[0]).stem or "script"
+        name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
         name = name if stage is None else f"{name}, stage {lane}"
         roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
         hosts = ", ".join(str(each["host"]) for each in roster.hellos)
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
+        for sentence in side_by_side(roster.hellos):
+            logger.warning(sentence)
         return roster.run
 
     def reach(met: str | None) -> GlooLink:

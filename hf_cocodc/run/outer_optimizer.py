@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..engine.memory import in_words
 from ..engine.saving import take_over, wait_for_transfers
 from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
@@ -19,6 +18,7 @@ from ..links.trailer import Ending
 from ..resolve import from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from . import checkpoint as disk
+from .about import About, of_loop
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
 from .endings import Endings
@@ -26,6 +26,7 @@ from .journal import Journal
 from .recovery import recover
 from .resume import check
 from .saving import hook_into_saving
+from .starting import note_start
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class OuterOptimizer:
         journal: file for one JSON line per event; none by default.
         link: reaches the other regions; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
+        about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that
             stage, not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual
             optimizer, 2506.21263). See below.
@@ -94,25 +96,28 @@ class OuterOptimizer:
         journal: str | Path | None = None,
         link: Link | None = None,
         saved: Saved | None = None,
+        about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
         method = from_config(config)
         refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self._about = about or of_loop(accelerator, bare, optimizer)
         if link is None:
-            link = connect(accelerator, bare, config, regions, max_steps, stage=stage)
+            link = connect(accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
         self.link = link
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
         self.endings = Endings(link, regions.when_one_ends, max_steps)
         self.finished = False
         self._accelerator = accelerator
+        self._allowed = regions.allowed
         self._max_steps = max_steps
         self._config = config
         self._inner_lr = 0.0
         if saved is not None:
-            check(saved, self.settings, link)
+            check(saved, self.settings, link, self._about, self._allowed)
         continues = saved is not None and not saved.facts.taken_over
         position = saved.facts.journal if saved is not None and continues else 0
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
@@ -130,19 +135,7 @@ class OuterOptimizer:
             self.endings.continue_from(self.inner_step)
             if not continues:
                 take_over(self.synchronizer.fragments)
-        self.journal.write(
-            "resume" if continues else "start",
-            step=self.inner_step,
-            region=link.region,
-            num_regions=link.num_regions,
-            num_params=self.synchronizer.num_params,
-            num_fragments=len(self.synchronizer.fragments),
-            max_steps=max_steps,
-            timing=link.timing,
-            outer=self.settings,
-        )
-        for sentence in in_words(self.synchronizer.memory()):
-            logger.info(sentence)
+        note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
         self._inner = getattr(optimizer, "optimizer", optimizer)
         hook = self._inner.register_step_post_hook(self._note_lr)
         self._undo = [hook.remove, *hook_into_saving(accelerator, self)]
@@ -288,6 +281,8 @@ class OuterOptimizer:
             finished=self.finished,
             journal=self.journal.position,
             stopping=self.verdict == "stop",
+            model=dict(self._about.model),
+            facts=dict(self._about.facts),
         )
         saved = Saved(self.synchronizer.state_dict(), facts)
         if self._accelerator.is_main_process:
@@ -311,7 +306,7 @@ class OuterOptimizer:
         Raises:
             CheckpointError: it is of another run.
         """
-        check(saved, self.settings, self.link)
+        check(saved, self.settings, self.link, self._about, self._allowed)
         self.synchronizer.load_state_dict(saved.state)
         self.endings.continue_from(self.inner_step)
 

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
 from . import manifest
+from .about import About, refuse_another_run
 from .checkpoint import Saved
 from .shelf import Shelf, main_says
 from .take_over import take_over
@@ -264,12 +265,12 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
         logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
 
 
-def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
+def check(saved: Saved, settings: dict[str, Any], link: Link, about: About, allowed: Collection[str]) -> None:
     """Compare the run that wrote a checkpoint with this one; warn if this run cannot be exact. A collective call.
 
     Raises:
-        CheckpointError: the checkpoint is of another method, is used by two regions, or is of a region with another number
-            of lanes.
+        CheckpointError: the checkpoint is of another method, model or training, is used by two regions, or is of a region with
+            another number of lanes.
     """
     facts = saved.facts
     writer = -1 if facts.taken_over else facts.region
@@ -298,6 +299,8 @@ def check(saved: Saved, settings: dict[str, Any], link: Link) -> None:
             "differs from the run that was stopped.",
             *(name, theirs.get(name), settings.get(name)),
         )
+    for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
+        logger.warning(sentence)
     if facts.num_regions != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "

@@ -1,9 +1,16 @@
 """Regions agree on a run's length and intervals before step 1 of training."""
 
-from typing import NamedTuple
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ..engine.memory import in_words
+from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
+from .journal import Journal
+
+logger = logging.getLogger(__name__)
 
 
 class Beginning(NamedTuple):
@@ -55,3 +62,26 @@ def check_same_interval(link: Link, own: Interval, verb: str, setting: str) -> N
                 f"must do it together. If the interval is an epoch, their shards differ in length: set "
                 f"{setting}_strategy=steps and {setting}_steps={min(found.values())} in every region."
             )
+
+
+def note_start(
+    journal: Journal,
+    synchronizer: Synchronizer,
+    continues: bool,
+    max_steps: int | None,
+    settings: Mapping[str, Any],
+) -> None:
+    """Write into the journal what begins, or continues, and into the log what it keeps in memory."""
+    journal.write(
+        "resume" if continues else "start",
+        step=synchronizer.inner_step,
+        region=synchronizer.link.region,
+        num_regions=synchronizer.link.num_regions,
+        num_params=synchronizer.num_params,
+        num_fragments=len(synchronizer.fragments),
+        max_steps=max_steps,
+        timing=synchronizer.link.timing,
+        outer=settings,
+    )
+    for sentence in in_words(synchronizer.memory()):
+        logger.info(sentence)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CocodcError
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import Recipe, facts_of_data
 from ..run.lock import hold, region_lock
 from ..run.status import tell
 from . import building
@@ -33,7 +33,9 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     from ..integrations.trainer import CoCoDCCallback
 
     check(recipe)
-    callback = CoCoDCCallback(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link)
+    callback = CoCoDCCallback(
+        recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link, facts=facts_of_data(recipe)
+    )
     args = building.arguments(recipe, TrainingArguments)
     is_writer = os.environ.get("RANK", "0") == "0"
     folder = output_dir(recipe) / f"region-{callback.region}"

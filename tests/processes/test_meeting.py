@@ -31,3 +31,32 @@ def test_two_runs_of_one_store_keep_to_themselves(tmp_path: Path) -> None:
     for ours, theirs in ends.values():
         assert torch.equal(ours, theirs)
     assert not torch.equal(ends["first"][0], ends["second"][0])
+
+
+def test_another_learning_rate_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    """Both regions name the field and both values; with regions.may_differ they train, and the log shows both."""
+    for allowed in (None, "learning_rate"):
+        store, folder = serve_store("127.0.0.1"), tmp_path / str(allowed)
+        folder.mkdir()
+        log = folder / "log.txt"
+        processes = [
+            fork(
+                functools.partial(live, learning_rate=rate, may_differ=allowed),
+                str(folder),
+                log=log,
+                **region_env(store, region),
+            )
+            for region, rate in enumerate((1e-3, 2e-3))
+        ]
+        for process in processes:
+            process.join(TIMEOUT_S)
+        said = log.read_text()
+        if allowed is None:
+            assert [process.exitcode for process in processes] == [1, 1]
+            assert (
+                said.count("disagree on training.learning_rate: region 0 has 0.001, region 1 has 0.002") >= 2
+            )
+        else:
+            assert [process.exitcode for process in processes] == [0, 0], said[-4000:]
+            assert "training.learning_rate, which may differ: 0.001 in region 0, 0.002 in region 1." in said
+            assert "regions 0 and 1 begin with the same training samples" not in said

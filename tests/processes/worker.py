@@ -25,7 +25,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, region_shard
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.gloo import GlooLink
@@ -87,7 +87,7 @@ def _counted(call: Any, name: str, calls: Counter) -> Any:
 def with_trainer(folder: Path, config: OuterConfig, link: Link | None = None) -> dict:
     """Trainer with nothing but the callback (and a look at the process from outside)."""
     calls = count_link_calls() if link is None else Counter()
-    callback, watch = CoCoDCCallback(config, link=link), Watch()
+    callback, watch = CoCoDCCallback(config, RegionConfig(may_differ="batch"), link=link), Watch()
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,

@@ -1,0 +1,128 @@
+"""What a region's training is, beside the method: what must be equal in all regions, and after a resume."""
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from ..errors import CheckpointError
+from ..meeting.handshake import may_differ
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "model.config"
+_NOT_THE_FUNCTION = {
+    *(
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "gradient_checkpointing",
+        "id2label",
+        "label2id",
+    ),
+    *("name_or_path", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params"),
+    *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_cache"),
+}
+"""Fields of a model's config that change neither its outputs nor its loss."""
+_OF_OPTIMIZERS = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas", "eps": "eps"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a region's training is, beside the method.
+
+    Attributes:
+        run: name of the run where regions.run has none; None for the name of the script.
+        model: the config of the model, as far as it changes its function; by names in a recipe.
+        facts: the training and the data, by names in a recipe. JSON-able. Regions, and a resumed run, must have equal values
+            unless regions.may_differ has the name.
+        first_samples: digest of the first samples that this region trains on; empty if unknown.
+    """
+
+    run: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    first_samples: str = ""
+
+
+def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About:
+    """What an ordinary Accelerate loop shows of its training."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    facts = {
+        "training.optimizer": type(inner).__name__,
+        "training.gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "training.mixed_precision": accelerator.mixed_precision,
+    }
+    for key, name in _OF_OPTIMIZERS.items():
+        # a schedule keeps the first learning rate beside the present one
+        values = [
+            group.get("initial_lr", group[key]) if key == "lr" else group[key]
+            for group in inner.param_groups
+            if key in group
+        ]
+        facts[f"training.{name}"] = [list(v) if isinstance(v, tuple) else float(v) for v in values]
+    return About(model=function_of(model), facts=facts)
+
+
+def function_of(model: nn.Module) -> dict[str, Any]:
+    """The config of a Transformers model, without what changes neither its outputs nor its loss; flat, by dotted names."""
+    config = getattr(model, "config", None)
+    return {} if config is None or not hasattr(config, "to_dict") else dict(_flat(_MODEL, config.to_dict()))
+
+
+def refuse_another_run(
+    model: Mapping[str, Any], facts: Mapping[str, Any], about: About, allowed: Collection[str]
+) -> list[str]:
+    """Check that a checkpoint is of this model and this training; return the differences that `allowed` names, in words.
+
+    Args:
+        model: `About.model` of the run that wrote the checkpoint.
+        facts: its `About.facts`. Fields that only one of the two runs has are not compared: versions may differ.
+        about: this run.
+        allowed: regions.may_differ.
+
+    Raises:
+        CheckpointError: they differ in something else.
+    """
+    notes = []
+    for theirs, ours, free in ((model, about.model, False), (facts, about.facts, True)):
+        for name in theirs.keys() & ours.keys():
+            if theirs[name] == ours[name]:
+                continue
+            if free and may_differ(name, allowed):
+                notes.append(
+                    f"{name} was {theirs[name]!r} when the checkpoint was written and is {ours[name]!r} now."
+                )
+                continue
+            way_out = (
+                f"Set it back, or allow the change: regions.may_differ={name}."
+                if free
+                else (
+                    "Set it back, or start a new run from the checkpoint's global model (checkpoint-N/global)."
+                )
+            )
+            raise CheckpointError(
+                f"the checkpoint was written with {name}={theirs[name]!r}, this run has {ours[name]!r}. {way_out}"
+            )
+    return sorted(notes)
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        return [
+            pair
+            for key, part in value.items()
+            if not str(key).startswith("_") and key not in _NOT_THE_FUNCTION
+            for pair in _flat(f"{prefix}.{key}", part)
+        ]
+    return [(prefix, jsonable(value))]
+
+
+def jsonable(value: Any) -> Any:
+    """`value` as it comes back from JSON; what JSON does not know becomes the name of its type."""
+    return json.loads(json.dumps(value, default=lambda other: getattr(other, "value", type(other).__name__)))
