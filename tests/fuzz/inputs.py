@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 QUICKSTARTS = [path for path in RECIPES if path.parent.name == "quickstart"]
+[BASE] = [path for path in QUICKSTARTS if path.name == "diloco.yaml"]
 
 Case = tuple[list[str], dict[str, str]]
 """Arguments of hf-cocodc, and changes of the environment."""
@@ -272,17 +273,20 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
 
 
 def damaged_recipe(number: int) -> Case:
-    """A recipe with one to four damages: to its bytes, to its lines, or to its values."""
+    """A recipe with one to four damages to its bytes, lines or values; or a good one that extends such a recipe."""
     chance = random.Random(f"recipe {number}")
-    path = chance.choice(QUICKSTARTS if chance.random() < 0.8 else RECIPES)
+    for path in QUICKSTARTS:  # beside each other: one extends another
+        Path(path.name).write_bytes(path.read_bytes())
+    path = chance.choice((*QUICKSTARTS, BASE, BASE, BASE) if chance.random() < 0.8 else RECIPES)
     content = path.read_bytes()
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         content = chance.choice((_damage_bytes, _damage_lines, _damage_values, _damage_values))(
             content, chance
         )
-    file = Path("mutant.yaml")
+    file = Path(path.name if path == BASE else "mutant.yaml")
     file.write_bytes(content)
-    return ["simulate" if chance.random() < 0.1 else "train", str(file)], {}
+    started = chance.choice(QUICKSTARTS).name if path == BASE and chance.random() < 0.5 else str(file)
+    return ["simulate" if chance.random() < 0.1 else "train", started], {}
 
 
 def wrong_set(number: int) -> Case:
@@ -370,7 +374,8 @@ def _damage_lines(content: bytes, chance: random.Random) -> bytes:
         lines[at] = lines[at].lstrip()
     else:
         key = chance.choice(_keys()).rpartition(".")[2]
-        lines.insert(at, f"  {key}: {chance.choice(VALUES)}".encode("utf-8", "surrogateescape"))
+        indent = chance.choice(("", "  ", "  ", "  "))
+        lines.insert(at, f"{indent}{key}: {chance.choice(VALUES)}".encode("utf-8", "surrogateescape"))
     return b"\n".join(lines)
 
 
@@ -410,4 +415,8 @@ def _keys() -> Sequence[str]:
         f"model.config.{key}" for key in (*LlamaConfig().to_dict(), "model_type") if not key.startswith("_")
     ]
     often = [key for key in keys if key.partition(".")[0] not in ("training", "peft")]
-    return keys + 2 * often + ["model", "outer", "training.a.b.c", "data..", "nowhere.x", "peft"]
+    return (
+        keys
+        + 2 * often
+        + ["model", "outer", "training.a.b.c", "data..", "nowhere.x", "peft", "extends", "extends.x"]
+    )
