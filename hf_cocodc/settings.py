@@ -7,6 +7,8 @@ This module must not import torch.
 
 import contextlib
 import dataclasses
+import functools
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import InputError, shown
+
+logger = logging.getLogger(__name__)
 
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
@@ -213,7 +217,9 @@ class RegionConfig:
                 f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
                 "unset one."
             )
-        count = 1 if count is None else count
+        if count is None:
+            check_alone(region, store)
+            count = 1
         if region is None:
             if count > 1:
                 raise InputError(
@@ -232,6 +238,32 @@ class RegionConfig:
                 f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
             )
         return dataclasses.replace(self, region=region, count=count, store=store, run=run)
+
+
+def check_alone(region: int | None, store: str | None) -> None:
+    """Check a region that was not told how many regions there are: it is alone, with a warning.
+
+    Raises:
+        InputError: it was told its number, or a store: it is meant to have company.
+    """
+    told = f"which region this is ({region})" if region is not None else f"a store ({store})"
+    if region is not None or store is not None:
+        raise InputError(
+            f"{told} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
+            f"(regions.count) in every region; to train alone, set it to 1."
+        )
+    _say_alone()
+
+
+@functools.cache
+def _say_alone() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "
+            "regions, set in each of them:\n    export %s=2\n    export %s=0    # 1 in the next region\n    export %s=HOST:PORT"
+            "    # of `hf-cocodc store`\nIf you mean to train alone, say so: %s=1, or RegionConfig(count=1).",
+            *(ENV_REGIONS, ENV_REGION, ENV_STORE, ENV_REGIONS),
+        )
 
 
 def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:

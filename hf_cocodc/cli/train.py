@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..recipes.recipe import Recipe
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, from_env
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
 from .display import Display
 from .report import report
 
@@ -58,9 +58,12 @@ def run(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe, overrides)
     here = recipe.regions
     store = options.store or here.store or os.environ.get(ENV_STORE)
-    count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count") or 1
+    told = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
+    if told is None:
+        check_alone(region, store)
+    count = told or 1
     if store is not None:
         overrides.append(f"regions.store={store}")
     if options.run_name is not None:

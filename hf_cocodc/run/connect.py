@@ -142,7 +142,6 @@ def connect(
         return StopAgreement(leaders, inside)
 
     if count == 1:
-        logger.info("training as a single region, without a link (HF_COCODC_REGIONS is not set, or is 1).")
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
         link: LaneLink | LockstepLink = LaneLink(alone, rank, num_ranks, device) if sharded else alone

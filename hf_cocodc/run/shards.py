@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
-from ..settings import ENV_REGION, ENV_REGIONS
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, RegionConfig, check_alone, from_env
 
 
-def region_shard(dataset: Any, region: int | None = None, num_regions: int | None = None) -> Any:
+def region_shard(
+    dataset: Any, region: int | RegionConfig | None = None, num_regions: int | None = None
+) -> Any:
     """Return the part of `dataset` that belongs to one region. Every sample is in exactly one part, in a fixed order.
 
     All regions must pass the same samples in the same order. To shuffle, use the same seed in all regions before this
@@ -26,8 +28,10 @@ def region_shard(dataset: Any, region: int | None = None, num_regions: int | Non
         dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if the number of files is
             a multiple of num_regions, else strided), torch map-style dataset (strided Subset), or torch iterable
             dataset (strided, no length). Strided: every num_regions-th sample.
-        region: 0 .. num_regions - 1; default: environment HF_COCODC_REGION.
-        num_regions: number of regions; default: environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1.
+        region: 0 .. num_regions - 1; or the RegionConfig of this region, which also has the number of regions. Default:
+            environment HF_COCODC_REGION.
+        num_regions: number of regions; default: environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1,
+            with a warning.
 
     Raises:
         InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
@@ -59,11 +63,23 @@ def region_shard(dataset: Any, region: int | None = None, num_regions: int | Non
     return Subset(dataset, range(region, len(dataset), num_regions))
 
 
-def _place(region: int | None, num_regions: int | None) -> tuple[int, int]:
+def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[int, int]:
     """Take missing arguments from the environment, and check both."""
+    store = os.environ.get(ENV_STORE)
+    if isinstance(region, RegionConfig):
+        if num_regions is not None:
+            raise InputError(
+                f"num_regions={num_regions} beside a RegionConfig: it has the number of regions. Remove num_regions."
+            )
+        config, store = region, region.store or store
+        region = from_env(config.region, os.environ, ENV_REGION, "regions.region")
+        num_regions = from_env(config.count, os.environ, ENV_REGIONS, "regions.count")
+        if num_regions == 1 and region is None:
+            region = 0
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
+        check_alone(None, store)
         return 0, 1
     with contextlib.suppress(TypeError, ValueError):
         if 0 <= int(place) < int(count):  # type: ignore[arg-type]  # one may be None, which int() refuses

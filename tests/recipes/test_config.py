@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
+from hf_cocodc import settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
@@ -140,6 +141,53 @@ def test_regions_come_from_the_environment() -> None:
         RegionConfig(count=2, region=0).resolved({})
     with pytest.raises(InputError, match="region 3 of 3"):
         RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
+
+
+@pytest.mark.parametrize(
+    ("given", "env"),
+    [
+        ({"store": "h:1"}, {}),
+        ({"region": 0}, {}),
+        ({}, {"HF_COCODC_STORE": "h:1"}),
+        ({}, {"HF_COCODC_REGION": "0"}),
+    ],
+)
+def test_a_region_that_was_meant_to_have_company_does_not_train_alone(given: dict, env: dict) -> None:
+    """A store or a number, wherever it is given, without a number of regions is an error that names the missing setting."""
+    with pytest.raises(
+        InputError, match=r"not how many regions there are.*Set HF_COCODC_REGIONS \(regions.count\)"
+    ):
+        RegionConfig(**given).resolved(env)
+    assert RegionConfig(**given, count=1).resolved(env).count == 1
+
+
+def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning with the lines to set; none where one region is what the user asked for."""
+    settings._say_alone.cache_clear()
+    RegionConfig(count=1).resolved({})
+    RegionConfig().resolved({"HF_COCODC_REGIONS": "1"})
+    assert not caplog.records
+    for _ in range(2):
+        RegionConfig().resolved({})
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert all(
+        f"export {name}=" in record.getMessage()
+        for name in (settings.ENV_REGION, settings.ENV_REGIONS, settings.ENV_STORE)
+    )
+
+
+@pytest.mark.parametrize("flags", [["--store", "127.0.0.1:1"], ["--region", "0"]])
+def test_the_command_does_not_train_alone_by_mistake(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe without regions.count, given a store or a region, is one paragraph and exit code 2."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.read_text(encoding="utf-8").split("\nregions:")[0], encoding="utf-8")
+    assert main(["train", str(recipe), *flags]) == 2
+    assert "not how many regions there are" in capsys.readouterr().err
 
 
 def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:

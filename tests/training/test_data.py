@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, default_data_collator
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.run import shards
+from hf_cocodc.settings import RegionConfig
 from hf_cocodc.training import data
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,21 @@ def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(shards.region_shard(range(7))) == [1, 4]
     assert list(shards.region_shard(range(7), region=0)) == [0, 3, 6]
     assert list(shards.region_shard(range(7), num_regions=2)) == [1, 3, 5]
+
+
+def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A RegionConfig, as HfArgumentParser makes it, chooses the shard; the environment fills what it leaves out."""
+    assert list(shards.region_shard(range(7), RegionConfig(region=1, count=3))) == [1, 4]
+    assert list(shards.region_shard(range(7), RegionConfig(count=1))) == list(range(7))
+    with pytest.raises(InputError, match="num_regions=3 beside a RegionConfig"):
+        shards.region_shard(range(7), RegionConfig(region=1, count=3), 3)
+    with pytest.raises(InputError, match="a store .* is given, but not how many regions there are"):
+        shards.region_shard(range(7), RegionConfig(store="10.0.0.1:29650"))
+    monkeypatch.setenv("HF_COCODC_REGION", "1")
+    monkeypatch.setenv("HF_COCODC_REGIONS", "3")
+    assert list(shards.region_shard(range(7), RegionConfig())) == [1, 4]
+    with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
+        shards.region_shard(range(7), RegionConfig(region=1, count=2))
 
 
 @pytest.mark.parametrize(
