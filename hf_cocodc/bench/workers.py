@@ -94,7 +94,7 @@ def store_in_region_0(address: str, region: int, regions: int) -> Iterator[None]
     """Region 0 serves the store inside the block, because only regions reach each other. It leaves the block last."""
     server = None
     if region == 0:
-        server = serve_store(port=int(address.rpartition(":")[2]))
+        server = serve_store("0.0.0.0", int(address.rpartition(":")[2]))
     yield
     store = server or connect_store(address, TIMEOUT_S)
     store.set(f"left/{region}", "")

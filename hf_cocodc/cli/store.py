@@ -16,7 +16,12 @@ def register(subparsers: Any) -> None:
         "carries no training traffic. One store can serve many runs, also at the same time.",
         allow_abbrev=False,
     )
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all addresses)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine to listen on, for example that of the VPN; 0.0.0.0 for all of them (default: 127.0.0.1, "
+        "which no other machine reaches)",
+    )
     parser.add_argument(
         "--port", type=int, default=29650, help="port to listen on; 0 takes a free port (default: 29650)"
     )

@@ -11,7 +11,7 @@ from ..errors import InputError, LinkError
 CONNECT_S = 10.0
 
 
-def serve_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
     """Start a store in this process, for as long as the returned object exists. Port 0 takes a free port (`.port`).
 
     Raises:
@@ -27,9 +27,11 @@ def serve_store(host: str = "0.0.0.0", port: int = 0) -> dist.TCPStore:
         raise InputError(
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
         ) from error
-    port = listener.getsockname()[1]
+    bound, port = listener.getsockname()[:2]
+    # the object connects to its own store; where it listens on all addresses, the loopback's is one of them
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
     return dist.TCPStore(
-        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        reached, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
@@ -55,7 +57,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             if time.monotonic() + 0.5 > deadline:
                 raise LinkError(
                     f"no store answers at {address} ({error.strerror or error}). Start one there with `hf-cocodc store "
-                    f"--port {port}`, and check that no firewall keeps a region from it."
+                    f"--host {host} --port {port}`, and check that no firewall keeps a region from it."
                 ) from error
             time.sleep(0.5)
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))

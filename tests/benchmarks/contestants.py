@@ -162,7 +162,7 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
     from hf_cocodc.meeting.store import serve_store
     from hf_cocodc.settings import RegionConfig
 
-    server = serve_store(port=place.port) if place.region == 0 else None
+    server = serve_store("0.0.0.0", place.port) if place.region == 0 else None
     accelerator = Accelerator(cpu=True)
     bare = model_of(shape)
     model, optimizer = accelerator.prepare(bare, inner_optimizer(bare))
