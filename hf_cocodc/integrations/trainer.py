@@ -3,7 +3,6 @@
 The callback finds its Trainer and wraps some methods of that object (see `patches`). The rest of Trainer stays as it is.
 """
 
-import contextlib
 import logging
 import secrets
 import sys
@@ -21,8 +20,9 @@ from ..links.trailer import Ending
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import from_config
 from ..run.about import About, refuse_another_run
-from ..run.checkpoint import PREFIX, Saved, read
+from ..run.checkpoint import Saved, read
 from ..run.connect import connect, refuse_unsupported
+from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
 from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
@@ -297,12 +297,9 @@ class CoCoDCCallback(TrainerCallback):
             self._link = self._saved = None
         if not self._running.finished:
             self._running.close()
-            stopped = RunStopped(
-                f"all regions stopped at step {self._running.inner_step}: {self._running.why}. Each has saved "
-                f"{PREFIX}{self._running.inner_step} in its folder; continue with trainer.train(resume_from_checkpoint=True) "
-                "or hf-cocodc train RECIPE --resume."
-            )
-            self._running.journal.write_error(self._running.inner_step, stopped)
+            outer = self._running
+            stopped = RunStopped(farewell(outer.inner_step, outer.why, outer.endings.word.saved_at))
+            outer.journal.write_error(outer.inner_step, stopped)
             raise stopped
         return result
 
@@ -332,8 +329,10 @@ class CoCoDCCallback(TrainerCallback):
                 "at once.",
                 *(self.region, reason),
             )
-            with contextlib.suppress(LinkError):
+            try:
                 outer.leave(reason)
+            except Exception as second:  # after a CUDA error nothing works on that device
+                logger.warning("region %d cannot keep in step (%s): it leaves at once.", self.region, second)
         outer.close(reason)
         outer.journal.write_error(outer.inner_step, error)
 

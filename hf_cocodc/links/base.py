@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from ..parts.codecs.base import Conversation, Result
 from ..tensors.pools import Pool
 from .records import Record
 from .trailer import Trailer
+
+T = TypeVar("T")
 
 
 class Arrival(NamedTuple):
@@ -113,6 +115,13 @@ class Link(Protocol):
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         """Every region's record, in order; blocks until all regions have called. See `records`."""
+        ...
+
+    def lead(self, call: Callable[["Link"], T], what: str) -> T | None:
+        """Let the region's leader make a call with its own link, for as long as it needs.
+
+        Other ranks of the region wait, without a time-out, and return None. Messages call it `what`.
+        """
         ...
 
     def leave_note(self, reason: str) -> None:

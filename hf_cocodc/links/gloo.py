@@ -19,7 +19,7 @@ from ..parts.codecs.base import Message, Reply, Result
 from ..tensors.departures import bring
 from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Parcel, drive
+from .base import Arrival, Handle, Link, Parcel, T, drive
 from .exchange import Exchange
 from .records import Record, from_row, to_row
 from .trailer import Trailer
@@ -157,6 +157,9 @@ class GlooLink:
             return _records(type(record), values)
 
         return self._submit(swap, what).wait()
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T:
+        return call(self)
 
     def leave_note(self, reason: str) -> None:
         self.wire.leave_note(reason)

@@ -14,7 +14,7 @@ from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..tensors.norms import square
 from ..tensors.pools import Pool
-from .base import Arrival, Handle, Parcel
+from .base import Arrival, Handle, Link, Parcel
 from .process_state import process_state, set_process_state
 from .records import Record
 from .trailer import Trailer
@@ -253,6 +253,9 @@ class LockstepLink:
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         all_records = _from_all(lambda records: [tuple(records)] * len(records))
         return self._hub.answer(self.region, self._bring(what, record, all_records))
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T:
+        return call(self)
 
     def leave_note(self, reason: str) -> None:
         self._hub.notes[self.region] = reason

@@ -169,15 +169,23 @@ class LaneLink:
         lane: this rank in its region.
         num_lanes: ranks of the region.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
+        inside: the region's own store, where the other ranks wait for the leader; None if there is only one rank.
     """
 
-    def __init__(self, link: Link, lane: int, num_lanes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        link: Link,
+        lane: int,
+        num_lanes: int,
+        device: torch.device,
+        inside: RegionStore | None = None,
+    ) -> None:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
         self._link = link
-        self._device = device
+        self._device, self._inside = device, inside
 
     @property
     def awaits(self) -> int | None:
@@ -206,6 +214,9 @@ class LaneLink:
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         return self._link.gather(record, what)
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T | None:
+        return call(self._link) if self._inside is None else self._inside.lead(lambda: call(self._link), what)
 
     def leave_note(self, reason: str) -> None:
         self._link.leave_note(reason)

@@ -50,11 +50,12 @@ def hello(
     facts: Mapping[str, Any] = MappingProxyType({}),
     first_samples: str = "",
     allowed: Sequence[str] = (),
+    frozen: str | None = None,
 ) -> dict[str, Any]:
     """Describe this region (JSON-able).
 
     Args:
-        model: unwrapped. The hello lists its trainable parameters and contains a digest of the rest.
+        model: unwrapped. The hello lists its trainable parameters.
         settings: settings of the method and the link, by their names in OuterConfig and RegionConfig.
         max_steps: inner steps of the run; None if unknown.
         num_lanes: number of lanes of this region.
@@ -62,6 +63,7 @@ def hello(
         facts: the training and the data.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
         allowed: names of the facts in which regions may differ.
+        frozen: digest of the rest of the model, of all ranks if they hold shards; by default that of `model`.
 
     Raises:
         InputError: `allowed` names no fact.
@@ -84,7 +86,7 @@ def hello(
         "model": dict(config),
         "facts": facts,
         "trainable parameters": [f"{name} {list(p.shape)} {p.dtype}" for name, p in trainable.items()],
-        "frozen parameters and buffers (digest)": _frozen_digest(model),
+        "frozen parameters and buffers (digest)": frozen or frozen_digest(model),
         "adapter settings": _adapter_settings(model),
         "first samples": first_samples,
         "versions": {name: version(name) for name in ("transformers", "accelerate")},
@@ -199,10 +201,11 @@ def _adapter_settings(model: nn.Module) -> list[str]:
 _MAY_DIFFER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
 
-def _frozen_digest(model: nn.Module) -> str:
+def frozen_digest(model: nn.Module) -> str:
     """Digest of everything that regions do not synchronise but that must be equal.
 
-    This includes frozen parameters, saved buffers, and other saved tensors, for example the scales of quantised weights.
+    Of a sharded tensor, only this rank's shard. This includes frozen parameters, saved buffers, and other saved tensors, for
+    example the scales of quantised weights.
     """
     sha = hashlib.sha256()
     saved = model.state_dict(keep_vars=True)

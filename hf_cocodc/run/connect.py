@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +20,7 @@ from ..links.gloo import GlooLink
 from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
-from ..meeting.handshake import hello, side_by_side
+from ..meeting.handshake import frozen_digest, hello, side_by_side
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
@@ -144,9 +144,12 @@ def connect(
     if count == 1:
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
-        link: LaneLink | LockstepLink = LaneLink(alone, rank, num_ranks, device) if sharded else alone
+        link: LaneLink | LockstepLink = LaneLink(alone, rank, num_ranks, device, inside) if sharded else alone
         link.agreement = agreement(None)
         return link
+
+    # of shards, each rank has its own; before the model is sharded, the leader has all of it
+    frozen = " ".join(gather_object([frozen_digest(model)])) if parts and sharded else None
 
     def meet() -> str:
         assert regions.store is not None
@@ -167,6 +170,7 @@ def connect(
             facts=about.facts,
             first_samples=about.first_samples,
             allowed=regions.allowed,
+            frozen=frozen,
         )
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
         name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
@@ -208,7 +212,7 @@ def connect(
         found: Link = reach(met)
     elif sharded:
         [met] = broadcast_object_list([inside.lead(meet, what)])
-        found = LaneLink(reach(met), lane, num_lanes, device)
+        found = LaneLink(reach(met), lane, num_lanes, device, inside)
     else:
         met = inside.lead(meet, what)
         leader_link = inside.lead(lambda: reach(met), "the connections between the regions")

@@ -50,6 +50,19 @@ def announcement(verdict: str, why: str, step: int, policy: str) -> str:
     return f"{why}: all regions {do} here, at step {step} (regions.when_one_ends={policy})."
 
 
+def farewell(step: int, why: str, saved_at: int) -> str:
+    """What a region says when all regions have stopped at `step`: whether it has saved there, and how to go on.
+
+    >>> farewell(7, "region 1 was interrupted", 5)[:90]
+    'all regions stopped at step 7: region 1 was interrupted. This region has not saved checkpo'
+    """
+    saved = "has" if saved_at == step else "has not"
+    return (
+        f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder; continue with "
+        "trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume."
+    )
+
+
 class Endings:
     """What a region says about its own end, what it hears about the others', and what all regions do then.
 

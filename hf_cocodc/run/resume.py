@@ -202,9 +202,10 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
         return Start(None, choice.run, shelf.skipped)
     checkpoint = folder / f"{disk.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
-        if accelerator.is_main_process or link.num_lanes == 1:  # of several lanes one is enough
-            take_over(link, accelerator.is_main_process, checkpoint, choice.holders, choice.run)
-        accelerator.wait_for_everyone()
+        link.lead(
+            lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
+            "another region's checkpoint",
+        )
     return Start(checkpoint, choice.run, shelf.skipped)
 
 

@@ -17,8 +17,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
-from hf_cocodc import CoCoDCCallback, OuterConfig
-from hf_cocodc.errors import RunStopped
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer
+from hf_cocodc.errors import HandshakeError, RunStopped
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At
 from tests.toys import llama
@@ -100,3 +100,22 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
     torch.save(
         result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
     )
+
+
+def meet(folder: Path) -> None:
+    """Regions meet with sharded models whose frozen rows differ in region 1, in rank 1's shard alone."""
+    accelerator = Accelerator(cpu=True)
+    shard(accelerator)
+    model = llama()
+    frozen = model.model.embed_tokens.weight.requires_grad_(False)
+    if os.environ["HF_COCODC_REGION"] == "1":
+        with torch.no_grad():
+            frozen[-1] += 1
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    said = ""
+    try:
+        OuterOptimizer(accelerator, model, optimizer, OuterConfig(sync_interval=2), max_steps=2)
+    except HandshakeError as error:
+        said = str(error)
+    torch.save({"said": said}, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ['RANK']}.pt")

@@ -85,6 +85,13 @@ def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
     assert (folder / state.tensors_file(1)).is_file()
 
 
+@pytest.mark.slow
+def test_frozen_shards_of_every_rank_are_compared(tmp_path: Path) -> None:
+    """They differ only where rank 0, which meets the others for its region, holds nothing of them."""
+    for found in fork_regions(sharded_worker.meet, 2, [tmp_path], tmp_path).values():
+        assert "disagree on frozen parameters and buffers (digest)" in found["said"]
+
+
 @pytest.mark.parametrize(("shape", "refused"), [((2, 2), True), ((1, 4), False)])
 def test_shards_that_several_ranks_hold_are_refused(
     shape: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch

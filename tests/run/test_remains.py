@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 from pathlib import Path
@@ -12,13 +13,23 @@ import torch
 from transformers import Trainer
 
 from hf_cocodc.cli.display import Display
-from hf_cocodc.errors import LinkError, RunStopped
+from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import manifest
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.training.simulation import simulate
-from tests.run.test_resuming import STEPS, At, checkpoint_of, fail, make, resumed, stopped, weights_of
+from tests.run.test_resuming import (
+    STEPS,
+    At,
+    callback_of,
+    checkpoint_of,
+    fail,
+    make,
+    resumed,
+    stopped,
+    weights_of,
+)
 
 
 def shorten(folder: Path, region: int, step: int) -> None:
@@ -195,6 +206,24 @@ def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path: Path) -> None:
     found = state.checkpoints(tmp_path / "region-0")
     assert list(found) == [2, 4, 6, 10, STEPS]
     assert [step for step, path in found.items() if state.is_of_another_run(path)] == [2, 4, 6]
+
+
+def test_a_resume_that_is_refused_leaves_the_journal(tmp_path: Path) -> None:
+    """The fragments differ from those that were saved, and the journal goes beyond the checkpoint."""
+    resumed(tmp_path, 1, save_steps=5)
+    shorten(tmp_path, 0, 5)
+    journal = tmp_path / "region-0" / "cocodc" / "journal.jsonl"
+    before = journal.read_bytes()
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link)
+        callback = callback_of(trainer)
+        callback.config = dataclasses.replace(callback.config, num_fragments=2)
+        trainer.train(resume_from_checkpoint=True)
+
+    with pytest.raises(CheckpointError, match="the checkpoint has 3 fragments, this run 2"):
+        simulate(body, regions=1)
+    assert journal.read_bytes()[: len(before)] == before
 
 
 def test_a_run_that_stops_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,36 @@ def test_an_error_in_one_region_costs_the_others_nothing(policy: str, tmp_path: 
         assert survivor == "finished"
     else:
         assert "region 1 was interrupted (ValueError at step 5: the data is broken)" in survivor
-        assert list(state.checkpoints(tmp_path / "region-0"))
+        [step] = state.checkpoints(tmp_path / "region-0")
+        assert f"This region has saved checkpoint-{step}" in survivor  # the other has not
+        assert not state.checkpoints(tmp_path / "region-1")
+
+
+def test_a_region_that_cannot_keep_in_step_tells_the_others_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a CUDA error every call on the device fails, the steps without training too."""
+    told = []
+
+    def body(region: int, link: Link) -> None:
+        trainer = make(tmp_path, link, save_strategy="no")
+        callback = callback_of(trainer)
+
+        def break_down(control: TrainerControl) -> None:
+            def out_of_order(*args: Any, **kwargs: Any) -> None:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            callback.outer.synchronizer.step = out_of_order
+            close = link.close
+            link.close = lambda reason=None: (told.append(reason), close(reason))
+            raise ValueError("the data is broken")
+
+        trainer.add_callback(At(6, break_down))
+        with pytest.raises(ValueError, match="the data is broken"):
+            trainer.train()
+
+    simulate(body, regions=1)
+    assert told == ["ValueError at step 5: the data is broken"]
 
 
 class Dry(IterableDataset):

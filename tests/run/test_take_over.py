@@ -1,0 +1,137 @@
+"""Taking over another region's checkpoint: what crosses the link, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from hf_cocodc.errors import CheckpointError
+from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import take_over
+from tests.run.test_checkpoints import FACTS
+
+RUN = 7
+ADAM = {
+    "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(4.0)}, 2: {"step": torch.tensor(3.0)}},
+    "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 2], "foreach": None}],
+}
+WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Region 0's checkpoint of step 3, as Trainer and we write it, with an adapter in a folder of its own."""
+    folder = tmp_path / "region-0" / "checkpoint-3"
+    state.begin_run(folder.parent, RUN)
+    state.begin(folder)
+    state.write(folder, state.Saved({"tensor": torch.ones(2)}, FACTS))
+    for place in (folder, folder / "global"):
+        (place / "extra").mkdir(parents=True)
+        save_file(WEIGHTS, place / "model.safetensors")
+        save_file(WEIGHTS, place / "extra" / "adapter_model.safetensors")
+        (place / "config.json").write_text("{}")
+        torch.save({"a": 1}, place / "training_args.bin")
+    torch.save(ADAM, folder / "optimizer.pt")
+    torch.save({"last_epoch": 3, "_last_lr": [1e-3], "lr_lambdas": [None]}, folder / "scheduler.pt")
+    torch.save({"python": [1, 2]}, folder / "rng_state.pth")
+    (folder / "trainer_state.json").write_text("{}")
+    state.seal(folder)
+    return folder
+
+
+def taken_over(checkpoint: Path) -> Path:
+    """Region 1's copy."""
+
+    def body(region: int, link: Link) -> Path:
+        own = checkpoint.parent.with_name(f"region-{region}") / checkpoint.name
+        own.parent.mkdir(exist_ok=True)
+        take_over.take_over(link, own, [0], RUN)
+        return own
+
+    return run_in_lockstep(2, body)[1]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs
+
+
+def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With subfolders of global/; without local weights and random numbers; and no pickle was on the way."""
+    travelled: set[str] = set()
+    travel = take_over._travel
+
+    def look(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
+        travelled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
+        travel(link, source, files, into)
+
+    monkeypatch.setattr(take_over, "_travel", look)
+    own = taken_over(checkpoint)
+    assert state.damage(own) is None
+    assert state.unusable(own) is None
+    assert state.facts_of(own).taken_over
+    assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
+    scheduler = torch.load(own / "scheduler.pt", weights_only=True)
+    assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
+    assert torch.equal(load_file(own / "extra" / "adapter_model.safetensors")["weight"], WEIGHTS["weight"])
+    assert not (own / "rng_state.pth").exists()
+    assert not (own / "trees").exists()
+    assert travelled
+    zip_or_pickle = ("504b", "8002", "8003", "8004", "8005")
+    assert not [name for name in travelled if name.startswith(zip_or_pickle)]
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
+
+
+def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) -> None:
+    """FSDP2 writes folders with a pickle in them: the optimizer's is written anew, the weights are the global ones."""
+    whole = tmp_path / "whole.pt"
+    adam = {"optimizer": {"state": {"weight": WEIGHTS["weight"]}}}
+    for name, content in (
+        ("optimizer_0", adam),
+        ("pytorch_model_fsdp_0", {"model": {"weight": torch.zeros(2, 3)}}),
+    ):
+        torch.save(content, whole)
+        torch_save_to_dcp(whole, checkpoint / name)
+    state.seal(checkpoint)
+    own = taken_over(checkpoint)
+    dcp_to_torch_save(own / "optimizer_0", whole)
+    assert same(torch.load(whole), adam)
+    dcp_to_torch_save(own / "pytorch_model_fsdp_0", whole)
+    assert torch.equal(torch.load(whole)["model"]["weight"], WEIGHTS["weight"])
+
+
+NAMES = [
+    "/tmp/evil.json",
+    "../evil.json",
+    "global/../../evil.json",
+    "optimizer.pt",
+    "cocodc/COMPLETE",
+    "trees/x.json",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_checkpoint_has_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing is written, inside the folder or elsewhere."""
+    (tmp_path / "file").write_text(json.dumps({}))
+
+    def body(region: int, link: Link) -> None:
+        into = tmp_path / "deep" / "into" if region else None
+        take_over._travel(link, 0, {} if region else {name: tmp_path / "file"}, into)
+
+    with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
+        run_in_lockstep(2, body)
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
