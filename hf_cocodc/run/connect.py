@@ -226,11 +226,15 @@ def _region_store(accelerator: Accelerator) -> RegionStore | None:
     num_ranks = accelerator.num_processes
     if num_ranks == 1:
         return None
-    server = None
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(
+        num_ranks
+    ):  # all on one machine: nobody else need reach the store
+        host = "127.0.0.1"
+    everywhere, here = ("::", "::1") if ":" in host else ("0.0.0.0", "127.0.0.1")
+    server = None
     if accelerator.is_main_process:
-        one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks)
-        server = serve_store("127.0.0.1" if one_machine else "::" if ":" in host else "0.0.0.0")
-        host = "127.0.0.1" if one_machine or ":" not in host else "::1"
+        server = serve_store(here if host == here else everywhere)
+        host = here
     [port] = broadcast_object_list([server and server.port])
     return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server)

@@ -28,8 +28,8 @@ CONFIG = {
     "codec": "bf16",
 }
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
-# to the other region for payloads and for control messages, and one each to the store to set them up
-CONNECTIONS = 4
+# to the other region for payloads and for control messages; to the store two to set them up, and one to agree on where to stop
+CONNECTIONS = 5
 # max_steps and the steps at which to save, then whether all came to the same end
 GATHERS = 3
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
@@ -50,7 +50,7 @@ def assert_promise_kept(promise: dict, world_size: int, connections: int | None,
     """Nothing but our link leaves the region, and it makes one mean a fragment and round.
 
     torch.distributed has no group beyond the region (none at all with one rank), and the process has no TCP connection but
-    the link's to the other region and one to the store.
+    the link's to the other region and those to the store.
     """
     fragments = CONFIG["num_fragments"]
     assert promise["calls"] == {"mean": SENDS + fragments, "broadcast": fragments, "gather": gathers}
