@@ -97,8 +97,9 @@ def run(options: argparse.Namespace) -> int:
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
-    with launch.sole_writer([output_dir(recipe) / f"region-{each}" for each in regions]):
-        return _train(options, recipe, overrides, regions, address)
+    machine = launch.machine_of(options.launcher)
+    with launch.sole_writer([output_dir(recipe) / f"region-{each}" for each in regions], machine):
+        return _train(options, recipe, overrides, regions, address, machine)
 
 
 def _train(
@@ -107,8 +108,9 @@ def _train(
     overrides: Sequence[str],
     regions: Sequence[int],
     address: str | None,
+    machine: int,
 ) -> int:
-    """Start `regions`, show their progress, and report."""
+    """Start `regions`, or this machine's part of one, show their progress, and report."""
     from ..training import launch
     from ..training.train import output_dir
 
@@ -125,6 +127,7 @@ def _train(
         options.launcher,
         options.resume,
         outlive_us=options.region is not None,
+        machine=machine,
     )
     journals = [each.journal for each in processes]
     display = Display(
@@ -142,14 +145,22 @@ def _train(
     except KeyboardInterrupt:
         _stop(processes, display, timeout_s)
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
-        print(_saved(output_dir(recipe)), file=sys.stderr)
+        if machine == 0:
+            print(_saved(output_dir(recipe)), file=sys.stderr)
         return 130
     display.close()
     if failed is not None:
         return _report_failure(failed, processes)
+    if machine:
+        print(
+            f"machine {machine} of region {regions[0]} has ended. The summary is at the region's machine 0."
+        )
+        return 0
     if not display.has_trained:
         print("the run had already finished: there was nothing left to train")
-    report([each.folder for each in processes], output_dir(recipe))
+    folders = [each.folder for each in processes]
+    # commands that run one region each may share a folder: each draws a picture of its own
+    report(folders, output_dir(recipe) if len(regions) == recipe.regions.count else folders[0])
     return 0
 
 
@@ -219,5 +230,5 @@ def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
     for message, regions in said.items():
         who = "all regions" if len(regions) == len(processes) > 1 else f"region {regions[0]}"
         print(f"error: [{who}] {message}", file=sys.stderr)
-    print(f"full output: {failed.folder / 'log.txt'}", file=sys.stderr)
+    print(f"full output: {failed.log.name}", file=sys.stderr)
     return exit_code

@@ -70,18 +70,42 @@ class RegionProcess:
             os.killpg(self.process.pid, sig)
 
 
+def machine_of(launcher_args: Sequence[str]) -> int:
+    """Which machine of its region this is, by the arguments or the configuration of accelerate launch; 0 if it is the only one.
+
+    Machine 0 has the region's rank 0, which writes the journal. Only its command shows a summary and draws the picture.
+    """
+    if not launcher_args:
+        return 0
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    given, _ = launch_command_parser().parse_known_args([*launcher_args, "-m", "hf_cocodc.train"])
+    if given.machine_rank is not None:
+        return given.machine_rank
+    if given.config_file is not None or (Path(default_config_file).is_file() and not given.cpu):
+        return load_config_from_file(given.config_file).machine_rank
+    return 0
+
+
+def log_name(machine: int) -> str:
+    """The log of one machine of a region. Machines may share the region's folder."""
+    return f"log-machine-{machine}" if machine else "log"
+
+
 @contextlib.contextmanager
-def sole_writer(folders: Sequence[Path]) -> Iterator[None]:
-    """Inside the block, no other command starts regions in these folders.
+def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[None]:
+    """Inside the block, no other command of this machine of a region starts it in one of these folders.
 
     Raises:
         InputError: another command has started them, or they are training without one.
     """
     with contextlib.ExitStack() as locks:
         for folder in folders:
-            locks.enter_context(hold(folder / "cocodc" / "log.lock"))
-            with hold(region_lock(folder)):
-                pass
+            locks.enter_context(hold(folder / "cocodc" / f"{log_name(machine)}.lock"))
+            if machine == 0:
+                with hold(region_lock(folder)):
+                    pass
         yield
 
 
@@ -94,11 +118,12 @@ def start(
     launcher_args: Sequence[str] = (),
     resume: bool = False,
     outlive_us: bool = False,
+    machine: int = 0,
 ) -> list[RegionProcess]:
     """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
     A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
-    regions end when this process is gone, unless they may `outlive_us`.
+    regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
     count = recipe.regions.count or 1
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
@@ -129,7 +154,7 @@ def start(
             ]
             command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
             command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-            log = _open_log(folder / "log.txt", resume)
+            log = _open_log(folder / f"{log_name(machine)}.txt", resume)
             log_begins_at = log.tell()
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

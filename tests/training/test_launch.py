@@ -69,3 +69,21 @@ def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.
     tell("has ended with an error", error="not to be heard", exit_code=9)
     assert first.error() is None
     assert second.error() == ("it broke", 2)
+
+
+def test_the_launchers_arguments_say_which_machine_this_is(tmp_path: Path) -> None:
+    """Or the configuration that they name."""
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmachine_rank: 3\nnum_machines: 4\nnum_processes: 8\n"
+        "mixed_precision: 'no'\nuse_cpu: false\ndebug: false\n"
+    )
+    for arguments, machine in (
+        ([], 0),
+        (["--cpu", "--num_processes", "1"], 0),
+        (["--multi_gpu", "--num_machines", "2", "--machine_rank", "1"], 1),
+        (["--machine_rank=1"], 1),
+        (["--config_file", str(config)], 3),
+        (["--config_file", str(config), "--machine_rank", "0"], 0),
+    ):
+        assert launch.machine_of(arguments) == machine
