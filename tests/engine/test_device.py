@@ -224,5 +224,5 @@ def test_regions_keep_outer_state_on_devices_of_one_kind() -> None:
         HandshakeError, match=r"disagree on outer\.device: region 0 has 'cpu', region 1 has 'privateuseone'"
     ):
         compare([said(config), said(replace(config, device="model"))])
-    with pytest.raises(InputError, match=r"outer\.device=gpu must be one of host, model"):
+    with pytest.raises(InputError, match=r"outer\.device='gpu' must be one of host, model"):
         OuterConfig(device="gpu")

@@ -10,7 +10,7 @@ from hf_cocodc.engine.agreement import Standing
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links.records import ROW, from_numbers, from_row, to_row
 from hf_cocodc.links.trailer import Ending, Trailer, Word
-from hf_cocodc.run.resume import Holding, Proposal, Writer
+from hf_cocodc.run.resume import Holding, Proposal, Verdict, Writer
 from hf_cocodc.run.starting import Beginning, Interval
 
 
@@ -29,9 +29,10 @@ def test_a_trailer_arrives_as_it_left() -> None:
     "record",
     [
         Standing(10**9, -1),
-        Holding(12, 2**48 - 1, 3, 1),
+        Holding(12, 2**48 - 1, 3, 1, True, False),
         Proposal(0),
         Writer(-1),
+        Verdict(1),
         Beginning(10**6, 2**48 - 1),
         Interval(5),
     ],
