@@ -1,12 +1,14 @@
 """The store: a TCP key-value server that every region reaches. Regions meet there and write why they left."""
 
+import queue
 import socket
+import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..errors import InputError, LinkError
+from ..errors import InputError, MeetingError
 
 CONNECT_S = 10.0
 
@@ -40,7 +42,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
     Raises:
         InputError: the host name is unknown.
-        LinkError: no store answers there within `timeout_s` (10 s at most).
+        MeetingError: no store answers there within `timeout_s` (10 s at most).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -55,9 +57,28 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             ) from error
         except OSError as error:
             if time.monotonic() + 0.5 > deadline:
-                raise LinkError(
+                raise MeetingError(
                     f"no store answers at {address} ({error.strerror or error}). Start one there with `hf-cocodc store "
                     f"--host {host} --port {port}`, and check that no firewall keeps a region from it."
                 ) from error
             time.sleep(0.5)
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    # TCPStore would wait for ever for another kind of server to answer
+    answer: queue.SimpleQueue[dist.TCPStore | RuntimeError] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answer.put(dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s)))
+        except RuntimeError as error:
+            answer.put(error)
+
+    threading.Thread(target=connect, name="hf_cocodc-connect", daemon=True).start()
+    try:
+        found = answer.get(timeout=min(timeout_s, CONNECT_S))
+    except queue.Empty:
+        found = RuntimeError("it does not answer as a store does")
+    if isinstance(found, RuntimeError):
+        raise MeetingError(
+            f"what listens at {address} is not a store ({str(found).splitlines()[0][:200]}). Correct the address "
+            "(regions.store, --store), or start a store there with `hf-cocodc store`."
+        )
+    return found

@@ -79,6 +79,12 @@ def test_only_facts_may_differ(name: str) -> None:
         says([name])
 
 
+def test_a_setting_has_the_name_that_it_has_in_a_recipe() -> None:
+    """What a message names can be found in the recipe."""
+    theirs = hello(MODEL, {"sync_interval": 10, "timeout_s": 5.0, "device": "cpu"}, 100, 1)
+    assert {"outer.sync_interval", "regions.timeout_s", "outer.device"} <= theirs.keys()
+
+
 def test_the_version_of_the_package_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of hf_cocodc is refused; another version of Transformers, with new fields in its configs, is shown."""
     ours = says()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hf_cocodc.cli.main import parse
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import InputError, MeetingError
 from hf_cocodc.meeting.store import connect_store, serve_store
 
 
@@ -25,6 +27,27 @@ def test_a_store_of_one_address_comes_up(host: str) -> None:
 def test_the_command_serves_no_other_machine_unless_told() -> None:
     """hf-cocodc store listens on the loopback by default."""
     assert parse(["store"]).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["nothing", "http"])
+def test_another_server_is_not_taken_for_a_store(says: bytes) -> None:
+    """One paragraph within the time-out, whatever listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(answer_all, server, says)
+            with pytest.raises(MeetingError, match=f"what listens at {address} is not a store") as caught:
+                connect_store(address, 1.0)
+            server.shutdown(socket.SHUT_RDWR)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def answer_all(server: socket.socket, says: bytes) -> None:
+    """Accept every connection, say the same to each, and keep it open."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as kept:
+        while True:
+            kept.enter_context(server.accept()[0]).sendall(says)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

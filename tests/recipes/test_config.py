@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -127,12 +128,26 @@ def test_hf_argument_parser_gives_every_script_our_flags(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("given", [["b", " a"], "b, a", "a,b,"])
+def test_names_of_what_may_differ_are_a_list_or_a_line(given: list[str] | str) -> None:
+    """A recipe has a list, a flag has commas; both mean the same."""
+    assert RegionConfig(may_differ=given).allowed == ["a", "b"]
+    line = given if isinstance(given, str) else ",".join(given)
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(["--may_differ", line])
+    assert regions.allowed == ["a", "b"]
+    recipe = Recipe.load(RECIPE, [f"regions.may_differ={json.dumps(given)}"])
+    assert recipe.regions.allowed == ["a", "b"]
+
+
 def test_regions_come_from_the_environment() -> None:
     """None is filled from HF_COCODC_*; contradictions and gaps are errors that name both sides."""
     env = {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "3", "HF_COCODC_STORE": "h:1"}
     resolved = RegionConfig().resolved(env)
     assert (resolved.region, resolved.count, resolved.store) == (1, 3, "h:1")
     assert RegionConfig().resolved({}).count == 1
+    with pytest.raises(InputError, match="regions.run='a' but the environment says HF_COCODC_RUN='b'"):
+        RegionConfig(run="a").resolved({**env, "HF_COCODC_RUN": "b"})
+    assert RegionConfig().resolved({**env, "HF_COCODC_RUN": "b"}).run == "b"
     with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
         RegionConfig(count=2).resolved(env)
     with pytest.raises(InputError, match="does not know which region it is"):
