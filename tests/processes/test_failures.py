@@ -142,12 +142,12 @@ def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_region_that_never_comes(tmp_path: Path) -> None:
-    """One region of two, alone at the store, ends after timeout_s and names the one that is missing."""
+    """One region of two, alone at the store, ends after start_timeout_s and names the one that is missing."""
     store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
     try:
         assert store.stdout is not None
         address = store.stdout.readline().split()[3].rstrip(";")
-        run = start(tmp_path, "--region", "0", "--store", address, "--set", "regions.timeout_s=3")
+        run = start(tmp_path, "--region", "0", "--store", address, "--set", "regions.start_timeout_s=3")
         _, errors = run.communicate(timeout=TIMEOUT_S)
     finally:
         store.send_signal(signal.SIGINT)
