@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..meeting.handshake import may_differ
@@ -60,12 +60,13 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
     }
     for key, name in _OF_OPTIMIZERS.items():
         # a schedule keeps the first learning rate beside the present one
+        first = [f"initial_{key}", key]
         values = [
-            group.get("initial_lr", group[key]) if key == "lr" else group[key]
+            next(group[name] for name in first if name in group)
             for group in inner.param_groups
             if key in group
         ]
-        facts[f"training.{name}"] = [list(v) if isinstance(v, tuple) else float(v) for v in values]
+        facts[f"training.{name}"] = jsonable([v.item() if isinstance(v, Tensor) else v for v in values])
     return About(model=function_of(model), facts=facts)
 
 

@@ -62,7 +62,8 @@ class OuterOptimizer:
         journal: file for one JSON line per event; none by default.
         link: reaches the other regions; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
-        about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show.
+        about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show,
+            which is nothing of the data.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that
             stage, not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual
             optimizer, 2506.21263). See below.

@@ -31,6 +31,19 @@ def test_a_loop_shows_its_optimizer() -> None:
     assert facts["training.optimizer"] == "AdamW"
 
 
+@pytest.mark.parametrize("rate", [None, 0.5, torch.tensor(0.5)])
+def test_any_optimizer_can_be_shown(rate: Any) -> None:
+    """A learning rate may be a tensor, or be left to the optimizer, as Adafactor's may."""
+
+    class Optimizer(torch.optim.Optimizer):
+        pass
+
+    optimizer = Optimizer([torch.nn.Parameter(torch.zeros(1))], {"lr": rate, "eps": (1e-30, 1e-3)})
+    facts = of_loop(Accelerator(cpu=True), torch.nn.Linear(1, 1), optimizer).facts
+    assert facts["training.learning_rate"] == [None if rate is None else 0.5]
+    assert facts["training.eps"] == [[1e-30, 1e-3]]
+
+
 def test_the_function_of_a_model_has_no_names_and_paths() -> None:
     """What differs between machines without changing the function is left out; nested fields are there."""
     config = function_of(llama())
