@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from transformers import Trainer, TrainerControl
 
+from ..errors import CheckpointError
 from ..run.checkpoint import EXPORT, PREFIX, make_room, rotate
+from ..run.durable import saving
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from . import card
@@ -122,7 +124,8 @@ class Patches:
     def save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
         """Saves and pushes the global weights; only Trainer's own checkpoints need the local ones."""
         swap = self._callback.in_training and not (_internal_call and output_dir)
-        with self._own_global_weights() if swap else contextlib.nullcontext():
+        folder = Path(output_dir or self._trainer.args.output_dir or ".")
+        with saving(folder), self._own_global_weights() if swap else contextlib.nullcontext():
             save_model(output_dir, _internal_call)
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
@@ -147,20 +150,29 @@ class Patches:
         if trainer.args.should_save:
             make_room(checkpoint)
         trainer.accelerator.wait_for_everyone()
-        outer.save(checkpoint)
-        with self._own_global_weights() if self._callback.in_training else contextlib.nullcontext():
-            _export(trainer, str(checkpoint / EXPORT))
-        if trainer.args.should_save:
-            card.write(checkpoint / EXPORT, card.section(outer))
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         try:
-            save_checkpoint(model, trial, *args, **kwargs)
+            with saving(checkpoint):
+                self._fill(checkpoint, outer, lambda: save_checkpoint(model, trial, *args, **kwargs))
+        except CheckpointError:
+            if trainer.args.should_save:
+                make_room(checkpoint)  # a part of a checkpoint only takes room, which the log needs now
+            raise
         finally:
             trainer.args.save_total_limit = limit
-        outer.seal(checkpoint)
         if trainer.args.should_save:
             best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
             rotate(folder, limit, outer.endings.saved_everywhere, {int(best)} if best.isdigit() else set())
+
+    def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
+        """Writes all parts of a checkpoint; `save` writes Trainer's."""
+        outer.save(checkpoint)
+        with self._own_global_weights() if self._callback.in_training else contextlib.nullcontext():
+            _export(self._trainer, str(checkpoint / EXPORT))
+        if self._trainer.args.should_save:
+            card.write(checkpoint / EXPORT, card.section(outer))
+        save()
+        outer.seal(checkpoint)
 
     def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
         """Removes an adapter that Trainer loads by mistake from our folder of the global model."""

@@ -301,6 +301,7 @@ class CoCoDCCallback(TrainerCallback):
             stopped = RunStopped(farewell(outer.inner_step, outer.why, outer.endings.word.saved_at))
             outer.journal.write_error(outer.inner_step, stopped)
             raise stopped
+        self._running.journal.check()
         return result
 
     def _meet(self, trainer: Trainer, resumes: bool) -> Link:

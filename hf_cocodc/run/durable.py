@@ -18,14 +18,23 @@ _MOST_THREADS = 4
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into a CheckpointError that says what to do."""
+    """Turn an error of the disk into a CheckpointError that says what to do, whichever library has met it."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if not is_of_the_disk(error):
+            raise
         raise CheckpointError(
             f"{folder} could not be saved: {error}. Earlier checkpoints are untouched; make room or change "
             "training.output_dir, then resume."
         ) from error
+
+
+def is_of_the_disk(error: BaseException) -> bool:
+    """Whether a file could not be written or read. An error of the network has no number; torch tells by a word."""
+    if isinstance(error, OSError):
+        return error.errno is not None
+    return isinstance(error, SafetensorError) or "inline_container" in str(error)
 
 
 def replace(path: Path, save: Callable[[Path], Any]) -> None:

@@ -8,7 +8,6 @@ No line is ever deleted. Lines that do not belong to the run move to `journal.1.
 all lines of an earlier run in the same folder, or those behind the checkpoint from which a run is resumed.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -17,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ..errors import InputError
 
 
 class Journal:
@@ -35,6 +36,21 @@ class Journal:
         self._clock = clock
         self._began = clock()
         self._to_keep: int | None = position
+        self._failure: OSError | None = None
+
+    def check(self) -> None:
+        """Check that the disk has taken all events. After the first that it refuses, none is written.
+
+        An event may come in the middle of an outer step, which an error would leave half done: `write` does not raise.
+
+        Raises:
+            InputError: the disk has refused an event.
+        """
+        if self._failure is not None:
+            raise InputError(
+                f"the journal {self.path} cannot be written: {self._failure.strerror or self._failure}. Make room or change "
+                "training.output_dir, then resume."
+            ) from self._failure
 
     @property
     def position(self) -> int:
@@ -43,20 +59,23 @@ class Journal:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
-        if self.path is None:
+        if self.path is None or self._failure is not None:
             return
-        if self._to_keep is not None:
-            self._open(self.path, self._to_keep)
-            self._to_keep = None
-        line = {"kind": kind, "time_s": round(self._clock() - self._began, 4), **facts}
+        line = {"kind": kind, "time_s": 0.0, **facts}
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(clean) + "\n")
+        try:
+            if self._to_keep is not None:
+                self._open(self.path, self._to_keep)
+                self._to_keep = None
+            clean["time_s"] = round(self._clock() - self._began, 4)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(clean) + "\n")
+        except OSError as error:
+            self._failure = error
 
     def write_error(self, step: int, error: BaseException) -> None:
         """Append the error that ends the run. A disk that refuses does not hide the error."""
-        with contextlib.suppress(OSError):
-            self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
+        self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
 
     def _open(self, path: Path, to_keep: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

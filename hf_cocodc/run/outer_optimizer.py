@@ -192,6 +192,7 @@ class OuterOptimizer:
         if loss is not None:
             self.note_loss(loss)
         self._step(self._inner_lr)
+        self.journal.check()
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""

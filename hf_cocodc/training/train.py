@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import CocodcError
+from ..errors import CocodcError, InputError
 from ..recipes.recipe import Recipe, facts_of_data
 from ..run.lock import hold, region_lock
 from ..run.status import tell
@@ -130,17 +131,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(recipe)
         return 0
     except CocodcError as error:
-        sys.stderr.write(f"error: {error}\n")
-        tell("has ended with an error", error=str(error), exit_code=error.exit_code)
-        return error.exit_code
+        return _report(error)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        return _report(
+            InputError(f"the disk refuses: {error}. Make room or change training.output_dir, then resume.")
+        )
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         return 130
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""The numbers of errors of a disk that takes no more."""
+
+
+def _report(error: CocodcError) -> int:
+    """Say the error where people look, even if the log is on a disk that is full; its exit code."""
+    tell("has ended with an error", error=str(error), exit_code=error.exit_code)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: {error}\n")
+    return error.exit_code
+
+
 def end(code: int) -> None:
     """End the process; after an error, at once: a broken gloo group would delay the exit until its operations time out."""
     if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
