@@ -227,10 +227,8 @@ def _region_store(accelerator: Accelerator) -> RegionStore | None:
     if num_ranks == 1:
         return None
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(
-        num_ranks
-    ):  # all on one machine: nobody else need reach the store
-        host = "127.0.0.1"
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks):
+        host = "127.0.0.1"  # nobody else need reach the store
     everywhere, here = ("::", "::1") if ":" in host else ("0.0.0.0", "127.0.0.1")
     server = None
     if accelerator.is_main_process:

@@ -112,6 +112,7 @@ def live(
         model=llama(layers=2),
         args=TrainingArguments(output_dir=folder, **(common | training)),
         train_dataset=data,
+        eval_dataset=Tokens(2) if "eval_strategy" in training else None,
         callbacks=[callback, At(at, happens, step_s)],
     )
     start, error = time.monotonic(), ""

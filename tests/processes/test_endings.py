@@ -199,10 +199,10 @@ def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
-    """The request travels with a transfer then: both regions save the same step."""
+    """The request travels with a transfer then: both regions save the same step. An evaluation due there is left out."""
     stores = [serve_store("127.0.0.1")]
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    processes = start(tmp_path, stores[0], step_s=0.1)
+    processes = start(tmp_path, stores[0], step_s=0.1, eval_strategy="steps", eval_steps=1)
     wait_until(functools.partial(has_come_to, 6, journal), processes[1], tmp_path / "log.txt")
     stores.clear()
     processes[1].terminate()
@@ -211,6 +211,8 @@ def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
     assert 6 <= step < STEPS
     assert all(each["error"].startswith("RunStopped") for each in found)
     assert [complete(tmp_path, region) for region in range(2)] == [[step]] * 2
+    evaluated = [event["step"] for event in read(journal) if event["kind"] == "evaluate"]
+    assert max(evaluated) == step - 1
 
 
 def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
