@@ -104,6 +104,8 @@ def reason(error: BaseException) -> str:
     >>> reason(ValueError("wrong value:\\n  it is 5\\nSee also ..."))
     'wrong value: it is 5'
     """
+    if isinstance(error, KeyError):  # says only the key
+        return short(f"{error} is not known", 400)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     last = next((place for place, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     return short(" ".join(lines[: last + 1]), 400).rstrip(". ")

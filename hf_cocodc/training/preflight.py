@@ -22,6 +22,14 @@ from .building import blaming
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
 
+MISFITS = (
+    "must match the size of tensor",
+    "shapes cannot be multiplied",
+    "is invalid for input of size",
+    "probability has to be between",
+)
+"""What torch says about tensors that do not fit together, and about a wrong dropout."""
+
 
 def check(recipe: Recipe) -> None:
     """Check a recipe as far as possible without building anything.
@@ -162,7 +170,21 @@ def _model_parts(recipe: Recipe, vocab_size: int, regions_here: int) -> None:
     with torch.device("meta"), _within_memory(regions_here):
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
+        _forward(model)
     from_config(recipe.outer).fragments(model)
+
+
+def _forward(model: Any) -> None:
+    """Pass a few tokens through a model on meta: shapes that do not fit together show only there."""
+    import torch
+
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    except Exception as error:
+        # other errors may come from the meta device, or from inputs that the model wants; they say nothing about its config
+        if any(words in str(error) for words in MISFITS):
+            raise InputError(f"model.config: the model cannot compute: {reason(error)}.") from error
 
 
 @contextlib.contextmanager

@@ -75,17 +75,18 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
         if recipe.data.eval_blocks is not None:
             eval_dataset = _first(eval_dataset, recipe.data.eval_blocks)
     compute_metrics, preprocess_logits = causal_lm_metrics(recipe.evaluation.metrics)
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        data_collator=default_data_collator,
-        compute_metrics=compute_metrics,
-        preprocess_logits_for_metrics=preprocess_logits,
-        callbacks=[callback],
-    )
+    with building.blaming("training"):
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            data_collator=default_data_collator,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits,
+            callbacks=[callback],
+        )
     sequences = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))
     tell("meeting the other regions")

@@ -42,6 +42,9 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
             "model.config: Validation error for field 'num_hidden_layers'",
         ),
         ("model.config.vocab_size=256", "model.config: Padding_idx must be within"),
+        ("model.config.num_key_value_heads=3", "model.config: the model cannot compute: The size of tensor"),
+        ("model.config.attention_dropout=5.0", "the model cannot compute: dropout probability"),
+        ("model.config.hidden_act=gellu", "model.config: 'gellu' is not known"),
         ("model.config.model_type=lama", "model.config: Unrecognized model identifier"),
         ("training.report_to=wandbb", "training.report_to: wandbb is not supported"),
         ("training.report_to=mlflow", "training.report_to: MLflowCallback requires mlflow"),
@@ -90,6 +93,8 @@ def test_what_a_region_would_find_after_half_a_minute(
         ["training.optim=adafactor", "training.lr_scheduler_type=reduce_lr_on_plateau"],
         ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs={min_lr: 1e-5}"],
         ["training.fp16=true", "training.max_steps=-1", "model.dtype=bfloat16"],
+        ["model.config={model_type: mamba, hidden_size: 16, num_hidden_layers: 1}"],
+        ["model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1}"],
         ["training.full_determinism=true", "training.report_to=[]", "training.dataloader_num_workers=2"],
         ["training.resume_from_checkpoint=true"],  # the command adds it for --resume
     ],
