@@ -251,8 +251,11 @@ FILES = ["out.json", "no/such/folder/x.json", ".", "/proc/x", "/dev/full", "a" *
 NAMES = ["fp32", "int8", "lowrank", "topk", "diloco", "co2", "wg0", "bbr", "auto", "many", "", "x" * 5000]
 _BENCH = {"--json": FILES, "--repeat": NUMBERS}
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "train": {"--region": NUMBERS, "--store": ADDRESSES, "--resume": []},
-    "simulate": dict.fromkeys(("--regions", "--step-time", "--latency", "--bandwidth"), NUMBERS),
+    "train": {"--region": NUMBERS, "--store": ADDRESSES, "--resume": [], "--run": NAMES},
+    "simulate": {
+        **dict.fromkeys(("--regions", "--step-time", "--latency", "--bandwidth"), NUMBERS),
+        **{"--json": FILES},
+    },
     "store": {"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
     "bench outer": {**_BENCH, "--millions": NUMBERS, "--threads": NUMBERS},
     "bench codec": {**_BENCH, "--millions": NUMBERS, "--only": NAMES},
