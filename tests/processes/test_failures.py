@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_cocodc.run.journal import read
+from hf_cocodc.run.journal import Journal, read
 from tests.processes.launching import ROOT, environment
 
 RECIPE = str(ROOT / "recipes" / "quickstart" / "diloco.yaml")
@@ -178,10 +178,25 @@ def test_regions_that_disagree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_empty_share_of_data_is_said(tmp_path: Path) -> None:
-    """Text that does not fill one block is an input error (exit code 2), said once for both regions."""
+def test_an_empty_share_of_data_is_said_and_destroys_nothing(tmp_path: Path) -> None:
+    """Text that does not fill one block is an input error (exit code 2), said once for both regions.
+
+    They find it late, in their own processes. The record of the run before, in the same folders, is all there.
+    """
+    before = {}
+    for region in (0, 1):
+        folder = tmp_path / f"region-{region}"
+        Journal(folder / "cocodc" / "journal.jsonl").write("finish", step=800)
+        (folder / "log.txt").write_text("the log of the run before\n")
+        (folder / "model.safetensors").write_bytes(b"the model of the run before")
+        (folder / "checkpoint-9").mkdir()
+        (folder / "cocodc" / "run").write_text("7")
+        before.update({path: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
     run = start(tmp_path, "--set", "data.block_size=100000000")
     _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 2
     assert "do not fill one block of block_size=100000000" in errors
     assert "Traceback" not in errors
+    for path, held in before.items():
+        now = path.with_name("log.1.txt") if path.name == "log.txt" else path
+        assert now.read_bytes() == held
