@@ -127,7 +127,9 @@ class _Meeting:
         """The error for regions that have not come."""
         absent = self.absent()
         names = " and ".join(f"region {r}" for r in absent)
-        elsewhere = [s for s in self._board.seen.values() if s.entry.run != self._run and _waits(s)]
+        elsewhere = [
+            s for s in self._board.seen.values() if s.entry.run != self._run and s.alive and not s.stale
+        ]
         return RegionLostError(
             absent[0],
             f"{names} did not arrive within {timeout_s:g} s (regions.start_timeout_s). Region {self._region} of "
@@ -247,9 +249,10 @@ class _Meeting:
         found = differences(self._hello, self._board.hello_of(sighting.ticket) or {})
         shown = "; ".join(f"{field} ({mine} here, {theirs} there)" for field, mine, theirs, _ in found[:3])
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        waits = "waited until a moment ago" if entry.left else "waits"
         return (
-            f"Region {entry.region} of {entry.count} of run {entry.run!r} waits at this store too, on host {entry.host}; this is "
-            f"run {self._run!r}. It differs in {shown or 'nothing else'}{more}. If both belong to one run, give them the same "
+            f"Region {entry.region} of {entry.count} of run {entry.run!r} {waits} at this store too, on host {entry.host}; this "
+            f"is run {self._run!r}. It differs in {shown or 'nothing else'}{more}. If both belong to one run, give them the same "
             "name: set regions.run (--run, HF_COCODC_RUN) in every region."
         )
 
@@ -261,10 +264,6 @@ class _Meeting:
     @staticmethod
     def _place(region: int) -> str:
         return f"place/{region}"
-
-
-def _waits(sighting: Sighting) -> bool:
-    return sighting.alive and not sighting.entry.left and not sighting.stale
 
 
 def _address(store: dist.Store) -> str:
