@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import tempfile
@@ -50,10 +51,13 @@ def stubbed() -> Iterator[None]:
     def hang(number: int, frame: Any) -> None:
         raise Hung
 
-    here = Path.cwd()
+    here, logger = Path.cwd(), logging.getLogger("hf_cocodc")
+    listener = logging.NullHandler()  # a warning is not an error: a paragraph may follow it
     with contextlib.ExitStack() as undo:
         for name in STARTS:
             undo.enter_context(mock.patch(name, start))
+        logger.addHandler(listener)
+        undo.callback(logger.removeHandler, listener)
         undo.enter_context(mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True))
         undo.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, hang))
         os.chdir(undo.enter_context(tempfile.TemporaryDirectory()))
