@@ -31,10 +31,8 @@ def first_samples(dataset: Any) -> str:
                 return ""
         for sample in samples:
             _feed(sha, sample)
-    except (
-        Exception
-    ):  # the digest only serves a warning: training itself finds what is wrong with the dataset
-        return ""
+    except Exception:
+        return ""  # the digest only serves a warning: training itself finds what is wrong with the dataset
     return sha.hexdigest()[:16] if samples else ""
 
 
