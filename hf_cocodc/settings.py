@@ -211,12 +211,6 @@ class RegionConfig:
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         store = self.store or env.get(ENV_STORE)
-        run = self.run or env.get(ENV_RUN)
-        if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
-            raise InputError(
-                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
-                "unset one."
-            )
         if count is None:
             check_alone(region, store)
             count = 1
@@ -237,7 +231,20 @@ class RegionConfig:
                 f"{count} regions need a store to find each other. Start one with `hf-cocodc store` on a "
                 f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
             )
-        return dataclasses.replace(self, region=region, count=count, store=store, run=run)
+        return dataclasses.replace(self, region=region, count=count, store=store, run=self.name_of_run(env))
+
+    def name_of_run(self, env: Mapping[str, str]) -> str | None:
+        """`run`, or the name in the environment if it is None.
+
+        Raises:
+            InputError: the two names differ.
+        """
+        if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
+            raise InputError(
+                f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
+                "unset one."
+            )
+        return self.run or env.get(ENV_RUN)
 
 
 def check_alone(region: int | None, store: str | None) -> None:

@@ -65,10 +65,14 @@ def run(options: argparse.Namespace) -> int:
         check_alone(region, store)
     count = told or 1
     if store is not None:
-        overrides.append(f"regions.store={store}")
+        overrides.append(f"regions.store={json.dumps(store)}")  # [::1]:29650 is no text in YAML
     if options.run_name is not None:
         overrides.append(f"regions.run={json.dumps(options.run_name)}")
-    recipe = dataclasses.replace(recipe, regions=dataclasses.replace(here, count=count, store=store))
+    run_name = here.run if options.run_name is None else options.run_name
+    recipe = dataclasses.replace(
+        recipe, regions=dataclasses.replace(here, count=count, store=store, run=run_name)
+    )
+    recipe.regions.name_of_run(os.environ)
     if options.launcher and region is None and count > 1:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "

@@ -14,23 +14,33 @@ T = TypeVar("T")
 
 
 def override_key(content: dict, override: str) -> None:
-    """Apply one "section.key=value" to a recipe in place. Raises InputError if it does not fit the recipe."""
-    key, equals, value = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and dot and section and name):
+    """Apply one "section.key=value" to a recipe in place; null removes the key, and "section=null" a section.
+
+    Raises:
+        InputError: it does not fit the recipe.
+    """
+    key, equals, text = override.partition("=")
+    *parents, last = key.strip().split(".")
+    value = read_yaml(text, f"--set {shown(override)}") if equals and last else None
+    removes = bool(equals) and value is None
+    if not (equals and last and all(parents) and (parents or removes)):
         raise InputError(
             f"--set {shown(override)} must be SECTION.KEY=VALUE, for example outer.sync_interval=50."
         )
-    target = content.setdefault(section, {})
-    *parents, last = name.split(".")
+    target = content
     for parent in parents:
+        if removes and isinstance(target, dict) and target.get(parent) is None:
+            return
         if isinstance(target, dict):
             target = target.setdefault(parent, {})
     if not isinstance(target, dict):
         raise InputError(
-            f"--set {shown(override)}: {short(key.rpartition('.')[0])} is not a mapping in the recipe."
+            f"--set {shown(override)}: {short('.'.join(parents))} is not a mapping in the recipe."
         )
-    target[last] = read_yaml(value, f"--set {shown(override)}")
+    if removes:
+        target.pop(last, None)
+    else:
+        target[last] = value
 
 
 def build(cls: type[T], content: Any, section: str = "") -> T:

@@ -13,6 +13,7 @@ import torch
 
 import hf_cocodc
 from hf_cocodc.cli import train
+from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import InputError
 from hf_cocodc.recipes.recipe import Recipe
@@ -114,6 +115,7 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
             ["train", "diloco.yaml", "--set", "regions.count=10000000"],
             "of 10000000 region(s) on this machine",
         ),
+        (["train", "diloco.yaml", "--run", ""], "regions.run='' must have 1 .. 100 characters"),
         (["simulate", "diloco.yaml", "--regions", "10000000"], "of 10000000 region(s) on this machine"),
         (
             ["simulate", "diloco.yaml", "--step-time", "nan", "--latency", "0", "--bandwidth", "1"],
@@ -193,3 +195,36 @@ for words in {words!r}:
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
+
+
+def test_a_name_of_the_run_that_the_environment_contradicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before a region is started."""
+    monkeypatch.setenv("HF_COCODC_RUN", "other")
+    assert main(["train", str(RECIPES / "diloco.yaml"), "--run", "mine"]) == 2
+    assert "regions.run='mine' but the environment says HF_COCODC_RUN='other'" in capsys.readouterr().err
+
+
+def test_an_ipv6_address_reaches_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text: in YAML it would be the beginning of a list."""
+    given: list[str] = []
+
+    def start(recipe: Recipe, path: str, overrides: list[str], *args: object, **kwargs: object) -> None:
+        given.extend(overrides)
+        raise InputError("that is all")
+
+    monkeypatch.setattr("hf_cocodc.meeting.store.connect_store", lambda *args: None)
+    monkeypatch.setattr("hf_cocodc.training.launch.start", start)
+    assert main(["train", str(RECIPES / "diloco.yaml"), "--region", "1", "--store", "[::1]:29650"]) == 2
+    assert Recipe.load(RECIPES / "diloco.yaml", given).regions.store == "[::1]:29650"
+
+
+def test_a_check_of_a_file_leaves_a_link(tmp_path: Path) -> None:
+    """Its target may not be there yet."""
+    link = tmp_path / "latest.json"
+    link.symlink_to(tmp_path / "today.json")
+    check_writable("--json", link)
+    assert link.is_symlink()
+    check_writable("--json", tmp_path / "new.json")
+    assert not (tmp_path / "new.json").exists()

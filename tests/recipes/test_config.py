@@ -13,11 +13,23 @@ from hf_cocodc import settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.recipes.recipe import DataSection, Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
+
+
+def test_null_removes_what_a_recipe_holds() -> None:
+    """A key, whatever its type; a section; and nothing where there is nothing: no section appears."""
+    overrides = ["training.max_steps=null", "outer=null", "data.block_size=null", "peft.r=null"]
+    recipe = Recipe.load(RECIPE, [*overrides, "model.config.rope_theta=null"])
+    assert "max_steps" not in recipe.training
+    assert recipe.outer == OuterConfig()
+    assert recipe.data.block_size == DataSection.block_size
+    assert recipe.peft is None
+    assert recipe.model.config is not None
+    assert "rope_theta" not in recipe.model.config
 
 
 @pytest.mark.parametrize(
@@ -27,7 +39,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
         ("outr.sync_interval=5", "unknown key outr. Did you mean 'outer'"),
         ("training.max_step=5", "unknown key training.max_step. Did you mean 'max_steps'"),
         ("training.max_steps=abc", "training.max_steps='abc' must be a whole number, not str"),
-        ("training.max_steps=null", "training.max_steps=None must be a whole number, not NoneType"),
+        ("training=null", "section training is missing"),
+        ("outer.method.x=null", "outer.method is not a mapping"),
         ("training.learning_rate=fast", "training.learning_rate='fast' must be a number, not str"),
         ("peft.rank=5", "unknown key peft.rank"),
         ("outer.sync_interval=0", "outer.sync_interval=0 must be at least 1"),
