@@ -1,6 +1,7 @@
 """Checks of options, before anything heavy is imported or measured. Each error names the option."""
 
 import math
+import os
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,7 @@ def check_memory(flag: str, value: float, num_bytes: float) -> None:
 def check_writable(flag: str, path: Path) -> None:
     """Check that a file can be written, without changing it."""
     try:
-        is_new = not path.exists()
+        is_new = not os.path.lexists(path)  # a link whose file is not there yet stays
         path.open("ab").close()
         if is_new:
             path.unlink()

@@ -7,6 +7,7 @@ file is no record: the journal is.
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,13 @@ from typing import Any
 
 ENV_STATUS = "HF_COCODC_STATUS"
 
+_turn = threading.Lock()
+_has_ended: set[str] = set()
+"""Files that hold the error of this process: nothing is told after it."""
+
 
 def tell(doing: str, **facts: Any) -> None:
-    """Say what this region is doing. Only one rank of a machine speaks, and only if a command listens.
+    """Say what this region is doing. Only one rank of a machine speaks, and only if a command listens; an error is the last word.
 
     Args:
         doing: words that follow the name of the region ("packing the text").
@@ -26,7 +31,11 @@ def tell(doing: str, **facts: Any) -> None:
     if path is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     half = Path(f"{path}.half")
-    with contextlib.suppress(OSError):  # progress is not worth the end of a run
+    with _turn, contextlib.suppress(OSError):  # progress is not worth the end of a run
+        if path in _has_ended:
+            return
+        if "error" in facts:
+            _has_ended.add(path)
         half.write_text(json.dumps({"doing": doing, "since": time.time(), **facts}), encoding="utf-8")
         os.replace(half, path)
 

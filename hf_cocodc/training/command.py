@@ -1,5 +1,6 @@
 """A region ends when the command that started all regions is gone: no process trains on that no one watches."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,8 +12,9 @@ import psutil
 ENV_COMMAND = "HF_COCODC_COMMAND"
 """Number of the process to watch. A region that was started on its own has none."""
 POLL_S = 1.0
-PATIENCE_S = 60.0
-"""Time for a last checkpoint. Without the command there is no store, and regions hear of a signal only with a transfer."""
+PATIENCE_S = 600.0
+"""Time for a last checkpoint. Without the command there is no store, and regions hear of a signal only with a transfer: that may
+be a round away."""
 
 
 def end_with_command() -> None:
@@ -29,7 +31,10 @@ def _watch(command: int) -> None:
             time.sleep(POLL_S)
     except psutil.NoSuchProcess:
         pass
-    sys.stderr.write(f"the command that started this region (process {command}) is gone: the region stops.\n")
     os.kill(os.getpid(), signal.SIGTERM)
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        sys.stderr.write(
+            f"the command that started this region (process {command}) is gone: the region stops.\n"
+        )
     time.sleep(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGKILL)

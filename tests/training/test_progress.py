@@ -8,7 +8,7 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
-from hf_cocodc.run.status import ENV_STATUS, heard
+from hf_cocodc.run.status import ENV_STATUS, heard, tell
 from hf_cocodc.training.progress import Progress
 from tests.processes.worker import Tokens
 from tests.toys import llama
@@ -44,3 +44,12 @@ def test_progress_is_told_from_the_first_step(tmp_path: Path, monkeypatch: pytes
     assert (end["doing"], end["step"], end["max_steps"]) == ("saving the model", STEPS, STEPS)
     assert (end["tokens_per_step"], end["awaits"]) == (96, None)
     assert 0 <= end["blocked_s"] <= end["trained_s"]
+
+
+def test_an_error_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that still tells how far training has come must not hide why it has ended."""
+    status = tmp_path / "status.json"
+    monkeypatch.setenv(ENV_STATUS, str(status))
+    tell("has ended with an error", error="no space", exit_code=2)
+    tell("training", step=5)
+    assert heard(status)["error"] == "no space"
