@@ -27,7 +27,11 @@ class CocodcError(Exception):
 
 
 class InputError(CocodcError, ValueError):
-    """An input from the user cannot work. Raised before anything is trained or written."""
+    """An input from the user cannot work: a value, a file, or a disk that takes no more.
+
+    Values are refused before anything is trained or written. A disk may refuse at any time; a run then resumes from its last
+    checkpoint.
+    """
 
     exit_code = 2
 

@@ -20,10 +20,17 @@ def output_dir(recipe: Recipe) -> Path:
 
 @contextlib.contextmanager
 def blaming(section: str) -> Iterator[None]:
-    """Turn an exception of a library inside the block into an InputError about a section of the recipe."""
+    """Turn an exception of a library inside the block into an InputError about a section of the recipe.
+
+    A GPU that is full or broken is no fault of a value: its exception passes through, with the traceback that shows where.
+    """
+    import torch
+
+    # torch before 2.8 has no AcceleratorError
+    not_blamed = CocodcError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", CocodcError)
     try:
         yield
-    except CocodcError:
+    except not_blamed:
         raise
     except Exception as error:
         raise InputError(f"{section}: {reason(error)}.") from error
