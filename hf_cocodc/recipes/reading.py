@@ -61,11 +61,18 @@ def build(cls: type[T], content: Any, section: str = "") -> T:
     return cls(**{key: converted(value, hints[key], f"{dot}{key}") for key, value in content.items()})
 
 
-def converted(value: Any, hint: Any, name: str) -> Any:
+def converted(value: Any, hint: Any, name: str, *, is_ours: bool = True) -> Any:
     """`value` as a type hint wants it: an int becomes a float where only a float fits, a mapping becomes its dataclass.
 
     A hint may be a class, a union, a Literal, list[X] or dict[str, X]. Where it names a dataclass beside other types, a
     mapping is taken as it is: the library that has this hint knows what it does with it.
+
+    Args:
+        value: from the recipe.
+        hint: the type that is wanted.
+        name: what a message calls the value.
+        is_ours: whether this package knows all words that a Literal should list. Where another library has the hint, any text
+            is taken: its Literal may stand for more, like PEFT's "pissa_niter_[number of iters]".
 
     Raises:
         InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
@@ -76,6 +83,8 @@ def converted(value: Any, hint: Any, name: str) -> Any:
     if Any in options:
         return value
     if any(get_origin(option) is Literal and _is_among(value, get_args(option)) for option in options):
+        return value
+    if not is_ours and isinstance(value, str) and any(_is_of_words(option) for option in options):
         return value
     if isinstance(value, Mapping) and any(dataclasses.is_dataclass(option) for option in options):
         return value
@@ -90,17 +99,27 @@ def converted(value: Any, hint: Any, name: str) -> Any:
     for option in fitting:
         inner = get_args(option)
         if isinstance(value, list) and inner:
-            return [converted(each, inner[0], f"{name}[{place}]") for place, each in enumerate(value)]
+            return [
+                converted(each, inner[0], f"{name}[{place}]", is_ours=is_ours)
+                for place, each in enumerate(value)
+            ]
         if isinstance(value, dict) and inner:
             for key in value:
                 if not isinstance(key, inner[0]):
                     raise InputError(f"{name}: the key {shown(key)} must be text, not {type(key).__name__}.")
-            return {key: converted(each, inner[1], f"{name}.{short(key)}") for key, each in value.items()}
+            return {
+                key: converted(each, inner[1], f"{name}.{short(key)}", is_ours=is_ours)
+                for key, each in value.items()
+            }
     return value
 
 
 def _is_among(value: Any, literals: tuple) -> bool:
     return any(value == each and type(value) is type(each) for each in literals)
+
+
+def _is_of_words(option: Any) -> bool:
+    return get_origin(option) is Literal and any(isinstance(each, str) for each in get_args(option))
 
 
 def _is_a(value: Any, kind: Any) -> bool:

@@ -5,9 +5,10 @@ section of the recipe.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from ..errors import CocodcError, InputError, reason, shown
 from ..recipes.recipe import Recipe
@@ -117,11 +118,21 @@ def finished(recipe: Recipe, model: Any, vocab_size: int) -> Any:
 
     with blaming("peft"):
         adapter = LoraConfig(**{"task_type": "CAUSAL_LM", **recipe.peft})
-        if next(model.parameters()).is_meta and isinstance(adapter.init_lora_weights, str):
-            adapter.init_lora_weights = (
-                True  # some initialisations need values, which a model on meta has not
-            )
+        if next(model.parameters()).is_meta and _is_known_start(adapter):
+            adapter.init_lora_weights = True  # some starts need values, which a model on meta has not
         return get_peft_model(model, adapter)
+
+
+def _is_known_start(adapter: Any) -> bool:
+    """Whether PEFT names this word in its hint. It refuses other words itself, on meta, too."""
+    words = [
+        word
+        for option in get_args(get_type_hints(type(adapter))["init_lora_weights"])
+        for word in get_args(option)
+    ]
+    # in "pissa_niter_[number of iters]" the brackets stand for a number
+    patterns = [re.sub(r"\[.*?\]", "[0-9]+", word) for word in words if isinstance(word, str)]
+    return any(re.fullmatch(each, str(adapter.init_lora_weights), re.IGNORECASE) for each in patterns)
 
 
 def _dtype(recipe: Recipe) -> Any:
