@@ -96,12 +96,16 @@ def config(recipe: Recipe, vocab_size: int) -> Any:
 
 
 def random_weights(recipe: Recipe, config: Any) -> Any:
-    """A model of this config with random weights, in the recipe's dtype or fp32."""
+    """A model of this config with random weights, in the recipe's dtype or fp32.
+
+    The config of trained weights may name the dtype in which they are loaded: it then comes before fp32.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    of_config = config.dtype if recipe.model.config is None else None
     with blaming("model.config"):
-        return AutoModelForCausalLM.from_config(config, dtype=_dtype(recipe) or torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=_dtype(recipe) or of_config or torch.float32)
 
 
 def finished(recipe: Recipe, model: Any, vocab_size: int) -> Any:

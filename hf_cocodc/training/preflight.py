@@ -67,13 +67,16 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
     """
     check(recipe)
     with _quietly():
-        _trainer_parts(recipe)
+        args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)
-        _model_parts(recipe, len(tokenizer), regions_here)
+        model = _model(recipe, len(tokenizer), regions_here)
+        if model is not None:
+            with blaming("training"):
+                _optimizer(args, model)
 
 
-_ALSO = {"resume_from_checkpoint": bool}
-"""Types that Trainer takes besides those of its hints."""
+_ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
+"""Types that Trainer and PEFT take besides those of their hints."""
 
 
 def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
@@ -82,17 +85,15 @@ def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
     for key, value in given.items():
         if key not in known:
             close = nearest(key, known).split(" Known:")[0]
-            raise InputError(
-                f"recipe: unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}."
-            )
-        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}")
+            raise InputError(f"unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}.")
+        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}", is_ours=False)
 
 
-def _trainer_parts(recipe: Recipe) -> None:
-    """Build what Trainer makes of its arguments: trackers, loader, optimizer and learning rate schedule."""
+def _arguments(recipe: Recipe) -> Any:
+    """The arguments of Trainer, after building what it makes of them without a model: trackers and loaders."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
-    from transformers import Trainer, TrainingArguments, get_scheduler, set_seed
+    from transformers import TrainingArguments, set_seed
     from transformers.integrations import get_reporting_integration_callbacks
 
     from ..integrations.attaching import refuse_arguments
@@ -105,7 +106,8 @@ def _trainer_parts(recipe: Recipe) -> None:
             self._n_gpu, self.distributed_state = 0, None
             return torch.device("cpu")
 
-    args = building.arguments(recipe, Arguments)
+    with _without_cuda():
+        args = building.arguments(recipe, Arguments)
     refuse_arguments(args)
     if args.gradient_accumulation_steps < 1:
         raise InputError(
@@ -127,16 +129,54 @@ def _trainer_parts(recipe: Recipe) -> None:
                 persistent_workers=args.dataloader_persistent_workers,
                 multiprocessing_context=args.dataloader_multiprocessing_context,
             )
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
-        steps = max(args.max_steps, 1)
-        get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            args.get_warmup_steps(steps),
-            steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-        )
+    return args
+
+
+def _optimizer(args: Any, model: Any) -> None:
+    """Build the optimizer and the learning rate schedule, as Trainer does."""
+    import torch
+    from transformers import Trainer, get_scheduler
+
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    parameters: Any = [torch.nn.Parameter(torch.zeros(1))]
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not is_class or "model" in settings:
+        kind, settings = torch.optim.SGD, {"lr": args.learning_rate}  # it takes a whole model, not on meta
+    for name in ("params", "optimizer_dict"):  # GaLore and its like choose the parameters themselves
+        parameters = settings.pop(name, parameters)
+    optimizer = kind(parameters, **settings)
+    steps = max(args.max_steps, 1)
+    get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        args.get_warmup_steps(steps),
+        steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+@contextlib.contextmanager
+def _without_cuda() -> Iterator[None]:
+    """Let TrainingArguments believe that a CUDA device knows bf16 and TF32.
+
+    It would ask the device. That starts CUDA, which holds some memory of the GPU until the process ends, and the command lives
+    as long as its regions. They ask themselves.
+    """
+    import torch
+    from transformers import training_args
+
+    asked = {
+        name: getattr(training_args, name)
+        for name in ("is_torch_bf16_gpu_available", "is_torch_tf32_available")
+    }
+    has_gpu = torch.cuda.device_count() > 0  # counts without starting CUDA
+    try:
+        for name, ask in asked.items():
+            setattr(training_args, name, (lambda: True) if has_gpu else ask)
+        yield
+    finally:
+        for name, ask in asked.items():
+            setattr(training_args, name, ask)
 
 
 def _make(tracker: type) -> None:
@@ -154,8 +194,8 @@ def _make(tracker: type) -> None:
         raise InputError(f"training.report_to: {problem}.")
 
 
-def _model_parts(recipe: Recipe, vocab_size: int, regions_here: int) -> None:
-    """Build the model on the meta device, with its adapter, and cut it into fragments."""
+def _model(recipe: Recipe, vocab_size: int, regions_here: int) -> Any:
+    """The model on the meta device, with its adapter, after cutting it into fragments. None if only its region finds it."""
     import torch
     from transformers.utils import find_adapter_config_file
 
@@ -165,13 +205,20 @@ def _model_parts(recipe: Recipe, vocab_size: int, regions_here: int) -> None:
     if name is not None:
         with blaming(f"model.name_or_path={shown(name)}"):
             if find_adapter_config_file(name) is not None:  # its base model is named in there
-                return
+                return None
     config = building.config(recipe, vocab_size)
-    with torch.device("meta"), _within_memory(regions_here):
+    has_known_size = recipe.model.config is not None or (
+        getattr(config, "quantization_config", None) is None
+        and (recipe.model.dtype or config.dtype) is not None
+    )
+    with torch.device("meta"), _few_tensors():
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
         _forward(model)
+    if has_known_size:
+        _refuse_too_large(recipe, model, regions_here)
     from_config(recipe.outer).fragments(model)
+    return model
 
 
 def _forward(model: Any) -> None:
@@ -188,27 +235,15 @@ def _forward(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _within_memory(regions_here: int) -> Iterator[None]:
-    """Stop the building of a model in this block once its weights, in each region here, cannot fit into this machine.
-
-    Raises:
-        InputError: they cannot, or the model has too many tensors.
-    """
+def _few_tensors() -> Iterator[None]:
+    """Stop the building of a model in this block once it has too many tensors. Raises InputError then."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    memory = psutil.virtual_memory().total
-    tensors = num_bytes = 0
+    tensors = 0
 
     def count(module: Any, name: str, param: Any) -> None:
-        nonlocal tensors, num_bytes
-        if param is not None:
-            tensors, num_bytes = tensors + 1, num_bytes + param.nbytes * regions_here
-        if num_bytes > memory:
-            raise InputError(
-                f"model: the weights of {regions_here} region(s) on this machine need more than {num_bytes / 1e9:.1f} GB, but it "
-                f"has {memory / 1e9:.1f} GB. Make the model smaller, train it in bfloat16 (model.dtype), or train fewer regions "
-                "here (--region)."
-            )
+        nonlocal tensors
+        tensors += param is not None
         if tensors > MOST_TENSORS:
             raise InputError(
                 f"model: the model has more than {MOST_TENSORS} parameter tensors. Make it smaller (num_hidden_layers)."
@@ -219,6 +254,47 @@ def _within_memory(regions_here: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _refuse_too_large(recipe: Recipe, model: Any, regions_here: int) -> None:
+    """Refuse a model whose weights alone surely do not fit into the memory of this machine.
+
+    On a machine without a GPU each region here keeps its own copy of the weights that it trains. Frozen weights may be pages
+    of a file that regions share: they are counted once. With a GPU, host memory holds the weights only while they are built:
+    those of one region must fit if they are random; trained ones are read from files, without a limit. DeepSpeed divides
+    weights among ranks and disks: no limit either.
+
+    Raises:
+        InputError: they do not fit.
+    """
+    import torch
+
+    has_gpu = not recipe.training.get("use_cpu") and _has_accelerator()
+    if recipe.training.get("deepspeed") or (has_gpu and recipe.model.config is None):
+        return
+    copies = 1 if has_gpu else regions_here
+    params = list(model.parameters())  # each tensor once, even if modules share it
+    num_bytes = sum(param.nbytes * (copies if param.requires_grad else 1) for param in params)
+    memory = psutil.virtual_memory().total
+    if num_bytes <= memory:
+        return
+    remedies = ["Take a smaller model"]
+    if recipe.model.dtype in (None, "float32") and any(param.dtype == torch.float32 for param in params):
+        remedies.append("use bfloat16 (model.dtype)")
+    if copies > 1:
+        remedies.append("train fewer regions here (--region, regions.count)")
+    raise InputError(
+        f"model: the weights of {copies} region(s) on this machine need {num_bytes / 1e9:.1f} GB, but it has "
+        f"{memory / 1e9:.1f} GB. {', or '.join(remedies)}."
+    )
+
+
+def _has_accelerator() -> bool:
+    """Whether this machine has a GPU or its like. Does not start it."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()  # the one that torch was built for
+    return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, trainer_optimizer, training_args
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
@@ -36,7 +39,7 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("model.config.hidden_size=130", "The hidden size (130) is not a multiple"),
         ("model.config.hidden_size=-4", "negative dimension"),
-        ("model.config.hidden_size=100000000", "on this machine need more than"),
+        ("model.config.hidden_size=100000000", "on this machine need"),
         (
             "model.config.num_hidden_layers=two",
             "model.config: Validation error for field 'num_hidden_layers'",
@@ -61,6 +64,13 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("training.seed=-1", "training: Seed must be between"),
         ("training.load_best_model_at_end=true", "load_best_model_at_end=True would load the best local"),
         ("peft.r=0", "peft: `r` should be a positive integer"),
+        ("peft.init_lora_weights=pisa", "peft: Unknown initialization init_lora_weights='pisa'"),
+        ("peft.init_lora_weights=pissa_niter_x", "peft: "),
+        ("peft.init_lora_weights=1.5", "peft.init_lora_weights=1.5 must be true or false or "),
+        ("peft.lora_alpha=.nan", ".nan is not a number"),
+        ("peft.lora_alpha=[1]", "peft.lora_alpha=[1] must be a whole number or a number, not list"),
+        ("training.fsdp=5", "training.fsdp=5 must be"),
+        ("training.max_step=5", "error: unknown key training.max_step."),
         ("peft.target_modules=[nope]", "peft: Target modules {'nope'} not found"),
         ("outer.fragment_pattern=strided", None),
     ],
@@ -89,6 +99,7 @@ def test_what_a_region_would_find_after_half_a_minute(
     "overrides",
     [
         ["peft.r=4", "peft.init_lora_weights=pissa"],
+        ["peft.r=4", "peft.init_lora_weights=pissa_niter_16", "peft.lora_alpha=22.5"],
         ["peft.r=4", "peft.use_dora=true", "peft.target_modules=all-linear"],
         ["training.optim=adafactor", "training.lr_scheduler_type=reduce_lr_on_plateau"],
         ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs={min_lr: 1e-5}"],
@@ -105,8 +116,13 @@ def test_what_a_region_can_train_is_not_refused(overrides: list[str]) -> None:
     preflight.preflight(Recipe.load(RECIPE, overrides))
 
 
-def test_no_weights_no_data_and_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained weights are not read: the config beside them says enough. Devices are left to the regions."""
+def test_fsdp_may_be_true() -> None:
+    """Trainer takes it, though its hint says text."""
+    preflight.check(Recipe.load(RECIPE, ["training.fsdp=true"]))
+
+
+def _trained(folder: Path, **changes: Any) -> list[str]:
+    """Write the config of a small trained model into a folder; return the overrides of a recipe that names it."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=16,
@@ -114,11 +130,17 @@ def test_no_weights_no_data_and_no_device(tmp_path: Path, monkeypatch: pytest.Mo
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
+        **changes,
     )
-    config.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    named = ["data.builtin=null", "data.path=/nowhere", "model.config=null", f"model.name_or_path={tmp_path}"]
-    named += ["tokenizer.builtin=null", f"tokenizer.name_or_path={tmp_path}"]
+    config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    named = ["data.builtin=null", "data.path=/nowhere", "model.config=null", f"model.name_or_path={folder}"]
+    return [*named, "tokenizer.builtin=null", f"tokenizer.name_or_path={folder}"]
+
+
+def test_no_weights_no_data_and_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained weights are not read: the config beside them says enough. Devices are left to the regions."""
+    named = _trained(tmp_path)
 
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the weights were read, or a device was chosen")
@@ -142,3 +164,131 @@ def test_an_absurd_number_of_layers_ends_soon(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InputError, match="more than 500 parameter tensors"):
         preflight.preflight(Recipe.load(RECIPE, ["model.config.num_hidden_layers=100000000"]))
     torch.nn.Linear(2, 2)  # models that are built afterwards are not counted
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+
+
+def _num_bytes(folder: Path, dtype: torch.dtype, **changes: Any) -> int:
+    """The size of the weights of the model in a folder."""
+    _trained(folder, **changes)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return sum(param.nbytes for param in model.parameters())
+
+
+def test_trained_weights_are_counted_as_they_will_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the dtype of their config; the recipe's dtype is stronger. Advice names only what would help."""
+    num_bytes = _num_bytes(tmp_path, torch.bfloat16)
+    named = _trained(tmp_path, dtype="bfloat16")
+    _limit(monkeypatch, num_bytes)
+    preflight.preflight(Recipe.load(RECIPE, named))
+    with pytest.raises(InputError, match=r"on this machine need .*bfloat16 \(model.dtype\)") as caught:
+        preflight.preflight(Recipe.load(RECIPE, [*named, "model.dtype=float32"]))
+    assert "--region" not in str(caught.value)
+    with pytest.raises(InputError, match="2 region.s. on this machine need .*--region") as caught:
+        preflight.preflight(Recipe.load(RECIPE, named), 2)
+    assert "bfloat16" not in str(caught.value)
+    _limit(monkeypatch, num_bytes - 1)
+    with pytest.raises(InputError, match="on this machine need"):
+        preflight.preflight(Recipe.load(RECIPE, named))
+
+
+def test_tied_weights_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output layer that is the embedding needs no memory of its own."""
+    num_bytes = _num_bytes(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    _limit(monkeypatch, num_bytes)
+    preflight.preflight(Recipe.load(RECIPE, _trained(tmp_path, dtype="bfloat16", tie_word_embeddings=True)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}, "dtype": "bfloat16"},
+        {"quantization_config": {"quant_method": "fp8"}, "dtype": "bfloat16"},
+        {},
+    ],
+    ids=["4 bit", "fp8", "no dtype"],
+)
+def test_weights_of_an_unknown_format_are_not_limited(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantized model takes less than its shapes say; without a dtype in the config only the weights tell."""
+    _limit(monkeypatch, 1)
+    preflight.preflight(Recipe.load(RECIPE, _trained(tmp_path, **changes)))
+
+
+def test_frozen_weights_are_counted_once_for_all_regions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regions may share the pages of the file that an adapter's base model is in."""
+    named = [*_trained(tmp_path, dtype="bfloat16"), "peft.r=1"]
+    _limit(monkeypatch, 2 * _num_bytes(tmp_path, torch.bfloat16))
+    _trained(tmp_path, dtype="bfloat16")
+    preflight.preflight(Recipe.load(RECIPE, named), 8)
+
+
+def test_with_a_gpu_only_random_weights_of_one_region_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory holds them while they are built. Trained ones are read from files that need not lie in it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    _limit(monkeypatch, 1)
+    gpu = "training.use_cpu=false"
+    preflight.preflight(Recipe.load(RECIPE, [*_trained(tmp_path, dtype="bfloat16"), gpu]))
+    with pytest.raises(InputError, match="1 region.s. on this machine need"):
+        preflight.preflight(Recipe.load(RECIPE, [gpu]), 2)
+
+
+def test_bf16_and_tf32_do_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA that is started here would hold memory of the GPU for as long as the command runs."""
+
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("CUDA was started")
+
+    names = ("is_torch_bf16_gpu_available", "is_torch_tf32_available")
+    before = [getattr(training_args, name) for name in names]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("is_bf16_supported", "_lazy_init", "current_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, never)
+    monkeypatch.setattr(training_args, "enable_tf32", lambda enable: None)
+    for each in before:
+        each.cache_clear()
+    overrides = ["training.use_cpu=false", "training.bf16=true", "training.tf32=true"]
+    try:
+        preflight.preflight(Recipe.load(RECIPE, overrides))
+    finally:
+        for each in before:
+            each.cache_clear()
+    assert [getattr(training_args, name) for name in names] == before  # a region asks its own GPU
+
+
+class _Projected(torch.optim.AdamW):
+    """Stands for an optimizer that knows which weights it projects."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        self.num_groups = len(params)
+        assert [group.pop("rank", None) for group in params] == [None, 128]
+        for group in params:
+            for name in ("update_proj_gap", "scale", "proj_type"):
+                group.pop(name, None)
+        super().__init__(params, **settings)
+
+
+def test_an_optimizer_that_needs_the_model_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GaLore projects the weights of some modules: they must exist."""
+    galore = ModuleType("galore_torch")
+    for name in ("GaLoreAdamW", "GaLoreAdamW8bit", "GaLoreAdafactor"):
+        setattr(galore, name, _Projected)
+    monkeypatch.setitem(sys.modules, "galore_torch", galore)
+    monkeypatch.setattr(trainer_optimizer, "is_galore_torch_available", lambda: True)
+    overrides = ["training.optim=galore_adamw", "training.optim_target_modules=[mlp]"]
+    preflight.preflight(Recipe.load(RECIPE, overrides))
+    with pytest.raises(InputError, match="training: No target modules found for .*nope"):
+        preflight.preflight(Recipe.load(RECIPE, [overrides[0], "training.optim_target_modules=[nope]"]))
