@@ -70,7 +70,8 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)
         model = _model(recipe, len(tokenizer), regions_here)
-        if model is not None:
+        needs_model = args.optim_target_modules is not None or "lomo" in args.optim
+        if model is not None or not needs_model:
             with blaming("training"):
                 _optimizer(args, model)
 

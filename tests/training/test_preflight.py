@@ -292,3 +292,12 @@ def test_an_optimizer_that_needs_the_model_gets_it(monkeypatch: pytest.MonkeyPat
     preflight.preflight(Recipe.load(RECIPE, overrides))
     with pytest.raises(InputError, match="training: No target modules found for .*nope"):
         preflight.preflight(Recipe.load(RECIPE, [overrides[0], "training.optim_target_modules=[nope]"]))
+
+
+def test_an_adapter_on_the_hub_has_its_optimizer_checked(tmp_path: Path) -> None:
+    """Only its region finds its base model. An optimizer that needs no model is checked all the same."""
+    named = _trained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere"}')
+    preflight.preflight(Recipe.load(RECIPE, [*named, "training.optim=lomo"]))
+    with pytest.raises(InputError, match="training: Invalid learning rate: -1"):
+        preflight.preflight(Recipe.load(RECIPE, [*named, "training.learning_rate=-1"]))
