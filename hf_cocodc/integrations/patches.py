@@ -175,11 +175,12 @@ class Patches:
         outer.seal(checkpoint)
 
     def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
-        """Removes an adapter that Trainer loads by mistake from our folder of the global model."""
-        load_from_checkpoint(*args, **kwargs)
+        """Removes adapters that Trainer loads by mistake: our folder of the global model, and exports that a user has added."""
         model: Any = self._trainer.model
-        if EXPORT in getattr(model, "peft_config", {}):
-            model.delete_adapter(EXPORT)
+        before = set(getattr(model, "peft_config", ()))
+        load_from_checkpoint(*args, **kwargs)
+        for adapter in set(getattr(model, "peft_config", ())) - before:
+            model.delete_adapter(adapter)
 
     def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
         """Pushes the global model of a checkpoint."""

@@ -34,8 +34,7 @@ from .trees import put_together, take_apart
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
-EXPORT = "global"
-"""Folder of the global model in a checkpoint."""
+EXPORT = manifest.EXPORT
 RUN = f"{FOLDER}/run"
 """In the folder of the checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
 _UNSAVED = "unsaved"
@@ -298,15 +297,18 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
 def make_room(checkpoint: Path, run: int | None = None) -> None:
     """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
 
-    What is complete and of another run is renamed. Anything else is deleted, such as a part that a killed process left.
+    What was saved to its end is renamed: it may be of another run, or hold what a user has put into it.
+    Anything else is deleted, such as a part that a killed process left.
     """
-    if not is_of_another_run(checkpoint, run):
+    if not manifest.is_sealed(checkpoint):
         _remove(checkpoint)
         return
-    name = f"{checkpoint.name}.run{manifest.read(checkpoint).run}"
+    other = is_of_another_run(checkpoint, run)
+    name = f"{checkpoint.name}.run{manifest.read(checkpoint).run}" if other else f"{checkpoint.name}.replaced"
     taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
     aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
-    logger.warning("%s is of another run: it is renamed to %s.", checkpoint, aside)
+    why = "is of another run" if other else "was saved before"
+    logger.warning("%s %s: it is renamed to %s.", checkpoint, why, aside)
     checkpoint.rename(aside)
 
 

@@ -1,8 +1,9 @@
 """The last file of a checkpoint: the list of all others, with their sizes and hashes. It shows what is missing or has changed.
 
-Every file that a resume reads is hashed when the checkpoint is saved, and again before anything of it is loaded: local
+Every file is hashed when the checkpoint is saved. What a resume reads is hashed again before anything of it is loaded: local
 weights, inner optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB
-and thread (`durable.sha256_of_all`), during which the region does not train.
+and thread (`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before
+another region takes it over. Users may edit cards, and add files that no resume reads.
 
 A checkpoint without this list was interrupted while it was saved; it is never read. Lists that an older version wrote hold
 hashes of our own files only: the others are then compared by their sizes.
@@ -10,7 +11,8 @@ hashes of our own files only: the others are then compared by their sizes.
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +22,20 @@ FORMAT = 1
 """Raise it when earlier versions would misread the files. Older formats are still read."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
+EXPORT = "global"
+"""Folder of the global model in a checkpoint."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
-_LOADED = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
-"""A file of such a kind that is not on the list would change what is loaded."""
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
+_LOADED = re.compile(
+    r"model(_\d+|-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    r"|pytorch_model(_\d+|-\d+-of-\d+|_fsdp(_\d+)?(_rank\d+)?)?\.bin(\.index\.json)?"
+    r"|adapter_model\.(safetensors|bin)|(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|(sampler|dl_state_dict)(_\d+)?\.bin"
+    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl"
+)
+"""Files that Trainer or Accelerate load from a checkpoint's own folder if they find them there."""
+_FOLDERS = re.compile(rf"{FOLDER}|default|pytorch_model_fsdp(_\d+)?|optimizer_\d+")
+"""Folders that we, PEFT, or Trainer and Accelerate load from. Further adapters have folders of their names."""
 
 
 class File(NamedTuple):
@@ -104,12 +116,24 @@ def is_sealed(checkpoint: Path) -> bool:
 
 
 def damage(checkpoint: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, by its list of files: the file, what was expected and what was found; None if it is whole.
+    """What is wrong with what a resume reads of a checkpoint: the file, what was expected and what was found; None if nothing is.
+
+    What a training script has saved beside Trainer's files counts, too: the script may read it.
 
     Args:
         checkpoint: its folder.
         hashes: whether to read every file and to compare its hash; else only names and sizes are compared.
     """
+    return _compare(checkpoint, lambda name: not name.startswith(f"{EXPORT}/"), hashes)
+
+
+def damage_of_export(checkpoint: Path) -> str | None:
+    """What is wrong with the global model in a checkpoint, in the words of `damage`; None if nothing is."""
+    return _compare(checkpoint, lambda name: name.startswith(f"{EXPORT}/"), hashes=True)
+
+
+def _compare(checkpoint: Path, counts: Callable[[str], bool], hashes: bool) -> str | None:
+    """What is wrong with those files whose names count; cards, which only people read, never do."""
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
@@ -118,24 +142,44 @@ def damage(checkpoint: Path, hashes: bool = True) -> str | None:
             return (
                 f"its format is {manifest.format}, this hf_cocodc reads up to {FORMAT}; install a newer one"
             )
-        return _damage(checkpoint, manifest.files, hashes)
+        files = {n: file for n, file in manifest.files.items() if counts(n) and not n.endswith(".md")}
+        return (
+            _changed(checkpoint, files)
+            or _added(checkpoint, manifest.files)
+            or _edited(checkpoint, files, hashes)
+        )
     except ValueError as error:
         return f"{COMPLETE} is damaged ({error})"
     except OSError as error:
         return f"it cannot be read: {error}"
 
 
-def _damage(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
+def _changed(checkpoint: Path, files: Mapping[str, File]) -> str | None:
+    """A file that is missing or has another size."""
     for name, file in files.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != file.size:
             return f"{name} has {path.stat().st_size} bytes, {file.size} were saved"
+    return None
+
+
+def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
+    """A file that is not on the list and would change what a resume loads."""
+    folders = {name.split("/")[0] for name in files if "/" in name and Path(name).suffix in _WEIGHTS}
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
-        if path.suffix in _LOADED and path.is_file() and name not in files:
+        folder, _, inside = name.partition("/")
+        known = folder != EXPORT and (folder in folders or _FOLDERS.fullmatch(folder))
+        loaded = known and path.suffix in _WEIGHTS if inside else _LOADED.fullmatch(name)
+        if loaded and name not in files and path.is_file():
             return f"{name} was not there when the checkpoint was saved"
+    return None
+
+
+def _edited(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
+    """A file whose hash is another."""
     hashed = {name: file.sha256 for name, file in files.items() if file.sha256}
     found = sha256_of_all([checkpoint / name for name in hashed]) if hashes else list(hashed.values())
     for (name, expected), sha256 in zip(hashed.items(), found, strict=True):

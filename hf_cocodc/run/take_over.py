@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
+from . import manifest
 from .trees import put_together, take_apart
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
         run: number of the run that wrote it.
 
     Raises:
-        CheckpointError: a file cannot be sent, or its name is not known; or the disk refuses.
+        CheckpointError: the global model has changed since it was saved; a file cannot be sent, or its name is not known; or
+            the disk refuses.
     """
     source = min(holders)
     lacking = link.region not in holders
@@ -62,6 +64,11 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
         )
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     if link.region == source:
+        wrong = manifest.damage_of_export(checkpoint)
+        if wrong is not None:
+            raise CheckpointError(
+                f"no region can take over {checkpoint}: {wrong}. Restore it, or move the checkpoint away to use an older one."
+            )
         with _parcel(checkpoint) as files:
             _travel(link, source, files, None)
         return

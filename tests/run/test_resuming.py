@@ -527,7 +527,10 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
-    """PEFT: checkpoint-N/global loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit."""
+    """PEFT: checkpoint-N/global loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit.
+
+    A callback may export the adapter into the checkpoint once more, as PEFT's examples do.
+    """
 
     def adapted() -> PeftModel:
         torch.manual_seed(1)
@@ -543,6 +546,7 @@ def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
 
         trainer.add_callback(At(8, look))
         trainer.train(resume_from_checkpoint=True)
+        assert set(trainer.model.peft_config) == {"default"}
         return params_of(trainer.model), seen[0]
 
     whole = simulate(body, regions=2)
@@ -550,6 +554,7 @@ def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
     assert torch.equal(params_of(loaded), whole[1][1])
     for region in range(2):
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
+        loaded.save_pretrained(checkpoint_of(tmp_path, region, 7) / "adapter_model")
     assert torch.equal(simulate(body, regions=2)[0][0], whole[0][0])
 
 

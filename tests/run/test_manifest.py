@@ -1,0 +1,125 @@
+"""Only what a resume reads is compared with the list of files: what users add to a checkpoint, or edit, is theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.errors import CheckpointError
+from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import manifest
+from hf_cocodc.run.take_over import take_over
+
+FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "README.md",
+    "default/adapter_model.safetensors",
+    "pytorch_model_fsdp_0/__0_0.distcp",
+    "cocodc/state.json",
+    "cocodc/global-lane0.safetensors",
+    "global/model.safetensors",
+    "global/config.json",
+    "global/README.md",
+)
+
+
+def put(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A sealed checkpoint; only the names of its files matter here."""
+    for name in FILES:
+        put(tmp_path / "checkpoint-4" / name, b"saved")
+    manifest.write(tmp_path / "checkpoint-4", run=7)
+    return tmp_path / "checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_model/adapter_model.safetensors",
+        "merged/model.safetensors",
+        "meta.pt",
+        "notes.bin",
+        "global/adapter_model.safetensors",
+    ],
+)
+def test_a_file_that_no_resume_reads_may_be_added(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"the user's")
+    assert manifest.damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("name", ["README.md", "global/README.md", "global/model.safetensors"])
+def test_a_file_that_no_resume_reads_may_change(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"edited by its user")
+    assert manifest.damage(checkpoint) is None
+    (checkpoint / name).unlink()
+    assert manifest.damage(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_model.safetensors",
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.pt",
+        "scaler.pt",
+        "rng_state_1.pth",
+        "random_states_0.pkl",
+        "custom_checkpoint_0.pkl",
+        "dl_state_dict.bin",
+        "sampler.bin",
+        "pytorch_model_fsdp.bin",
+        "pytorch_model_fsdp_0/__1_0.distcp",
+        "optimizer_0/__0_0.distcp",
+        "default/adapter_model.bin",
+        "cocodc/global-lane1.safetensors",
+    ],
+)
+def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"another's")
+    assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
+
+
+@pytest.mark.parametrize("name", ["global/model.safetensors", "global/config.json"])
+def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -> None:
+    """Only its weights and configs are compared."""
+    assert manifest.damage_of_export(checkpoint) is None
+    put(checkpoint / "global/README.md", b"edited by its user")
+    assert manifest.damage_of_export(checkpoint) is None
+    put(checkpoint / name, b"other")
+    wrong = manifest.damage_of_export(checkpoint)
+    assert wrong is not None
+    assert wrong.startswith(f"{name} has changed since it was saved")
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved.*Restore it"):
+        run_in_lockstep(1, lambda region, link: take_over(link, checkpoint, [region], run=7))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])
+def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, name: str) -> None:
+    """Not even a damaged one of the same run: a user may have kept something in it."""
+    state.begin_run(checkpoint.parent, 7)
+    put(checkpoint / "merged/model.safetensors", b"the user's")
+    put(checkpoint / name, b"damaged")
+    state.make_room(checkpoint)
+    assert not checkpoint.exists()
+    [aside] = checkpoint.parent.glob("checkpoint-4.*")
+    assert (aside / "merged/model.safetensors").read_bytes() == b"the user's"
+    assert list(state.checkpoints(checkpoint.parent)) == []
+
+
+def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
+    (checkpoint / state.COMPLETE).unlink()
+    state.make_room(checkpoint)
+    assert not checkpoint.exists()
+    assert not list(checkpoint.parent.glob("checkpoint-4*"))
