@@ -31,7 +31,7 @@ def region_shard(
         region: 0 .. num_regions - 1; or the RegionConfig of this region, which also has the number of regions. Default:
             environment HF_COCODC_REGION.
         num_regions: number of regions; default: environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1,
-            with a warning.
+            with a warning. Of one region no number is needed.
 
     Raises:
         InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
@@ -74,15 +74,15 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
         config, store = region, region.store or store
         region = from_env(config.region, os.environ, ENV_REGION, "regions.region")
         num_regions = from_env(config.count, os.environ, ENV_REGIONS, "regions.count")
-        if num_regions == 1 and region is None:
-            region = 0
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
         check_alone(None, store)
         return 0, 1
     with contextlib.suppress(TypeError, ValueError):
-        if 0 <= int(place) < int(count):  # type: ignore[arg-type]  # one may be None, which int() refuses
+        if place is None and int(count) == 1:  # type: ignore[arg-type]  # one may be None, which int() refuses
+            place = 0
+        if 0 <= int(place) < int(count):  # type: ignore[arg-type]
             return int(place), int(count)  # type: ignore[arg-type]
     raise InputError(
         f"region={place} of num_regions={count} does not exist: regions are 0 .. num_regions - 1. Correct "

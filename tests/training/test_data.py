@@ -91,6 +91,14 @@ def test_one_region_changes_nothing(kind: str) -> None:
     dataset = SHARDABLE[kind]()
     assert shards.region_shard(dataset) is dataset
     assert shards.region_shard(dataset, 0, 1) is dataset
+    assert shards.region_shard(dataset, num_regions=1) is dataset
+    assert shards.region_shard(dataset, RegionConfig(count=1)) is dataset
+
+
+def test_one_region_needs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To train alone, the warning about it says to set nothing but the number of regions."""
+    monkeypatch.setenv("HF_COCODC_REGIONS", "1")
+    assert list(shards.region_shard(range(7))) == list(range(7))
 
 
 def test_regions_partition_in_workers() -> None:
@@ -142,7 +150,6 @@ def test_region_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """A RegionConfig, as HfArgumentParser makes it, chooses the shard; the environment fills what it leaves out."""
     assert list(shards.region_shard(range(7), RegionConfig(region=1, count=3))) == [1, 4]
-    assert list(shards.region_shard(range(7), RegionConfig(count=1))) == list(range(7))
     with pytest.raises(InputError, match="num_regions=3 beside a RegionConfig"):
         shards.region_shard(range(7), RegionConfig(region=1, count=3), 3)
     with pytest.raises(InputError, match="a store .* is given, but not how many regions there are"):
