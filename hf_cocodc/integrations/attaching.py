@@ -56,6 +56,11 @@ def refuse_arguments(args: TrainingArguments) -> None:
             "load_best_model_at_end=True would load the best local weights of each region, and regions would end with "
             "different models. Set it to False: the model ends with the global weights."
         )
+    if args.save_only_model:
+        raise InputError(
+            "save_only_model=True would save no optimizer, schedule or random state, and no resume could be exact. Set it to "
+            "False: from_pretrained loads the global model alone from checkpoint-N/global."
+        )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise InputError(
             f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, and no run across regions can resume "

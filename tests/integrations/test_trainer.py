@@ -98,7 +98,7 @@ def test_outer_figures_stand_beside_trainers_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """auto_find_batch_size, load_best_model_at_end, one callback for two Trainers."""
+    """auto_find_batch_size, load_best_model_at_end, save_only_model, one callback for two Trainers."""
     best = {
         "load_best_model_at_end": True,
         "save_strategy": "steps",
@@ -108,6 +108,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for more, message in (
         ({"auto_find_batch_size": True}, "Set it to False"),
         ({**best, "eval_steps": 2}, "local weights"),
+        ({"save_only_model": True}, "Set it to False.*checkpoint-N/global"),
     ):
         with pytest.raises(InputError, match=message):
             make(tmp_path, [CoCoDCCallback(CONFIG)], **more)
