@@ -13,22 +13,17 @@ SAMPLES = 8
 
 
 def first_samples(dataset: Any) -> str:
-    """Digest of the first samples of a dataset; empty if they cannot be had without a side effect.
+    """Digest of the first samples of a map-style dataset; empty for a stream, and for what has no samples.
 
-    A map-style dataset is asked for its first samples, a `datasets.IterableDataset` for its first one: it can be read again.
-    Other streams are left alone. The state of random generators is put back.
+    A stream is not read: a sample may be gone afterwards, or cost the download of a whole shuffle buffer. The state of random
+    generators is put back.
     """
-    import datasets
-
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return ""
     sha = hashlib.sha256()
     try:
         with _same_randomness():
-            if isinstance(dataset, datasets.IterableDataset):
-                samples = [next(iter(dataset))]
-            elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-                samples = [dataset[index] for index in range(min(len(dataset), SAMPLES))]
-            else:
-                return ""
+            samples = [dataset[index] for index in range(min(len(dataset), SAMPLES))]
         for sample in samples:
             _feed(sha, sample)
     except Exception:

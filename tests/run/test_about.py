@@ -81,10 +81,14 @@ class Once(IterableDataset):
     """Rows that are there only once."""
 
     def __init__(self) -> None:
-        self.rows = iter(Tokens(4))
+        self.rows = ({"n": n} for n in range(4))
 
     def __iter__(self) -> Iterator[Any]:
         return self.rows
+
+    # datasets names a generator by the hash of its pickle, and a generator has none
+    def __reduce__(self) -> Any:
+        return Once, ()
 
 
 def test_samples_are_read_without_a_trace() -> None:
@@ -94,9 +98,15 @@ def test_samples_are_read_without_a_trace() -> None:
     after = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
     assert before[:2] == after[:2]
     assert torch.equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_stream_is_read(wrapped: bool) -> None:
+    """What a stream gives may be gone afterwards, and its first sample may cost a shuffle buffer of thousands."""
     stream = Once()
-    assert first_samples(stream) == ""
-    assert len(list(stream)) == 4
+    read = datasets.IterableDataset.from_generator(stream.__iter__) if wrapped else stream
+    assert first_samples(read) == ""
+    assert [row["n"] for row in read] == [0, 1, 2, 3]
 
 
 def test_equal_samples_have_equal_digests() -> None:
@@ -104,7 +114,4 @@ def test_equal_samples_have_equal_digests() -> None:
     assert first_samples(Tokens(16)) == first_samples(Tokens(16)) != first_samples(Tokens(16, seed=1))
     rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
     assert first_samples(rows) != first_samples(rows.select([1, 2]))
-    stream = rows.to_iterable_dataset()
-    assert first_samples(stream) == first_samples(rows.select([0]))
-    assert [row["text"] for row in stream] == ["a", "b", "c"]
     assert first_samples([object()]) == first_samples(None) == first_samples([]) == ""
