@@ -125,5 +125,9 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as it comes back from JSON; what JSON does not know becomes the name of its type."""
-    return json.loads(json.dumps(value, default=lambda other: getattr(other, "value", type(other).__name__)))
+    """`value` as it comes back from JSON; what JSON does not know becomes the name of its type.
+
+    An infinite number becomes "inf" or "-inf", and NaN "nan": checkpoints hold strict JSON, and NaN differs from itself.
+    """
+    text = json.dumps(value, default=lambda other: getattr(other, "value", type(other).__name__))
+    return json.loads(text, parse_constant=lambda number: str(float(number)))

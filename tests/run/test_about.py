@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.utils.data import IterableDataset
+from transformers import Mamba2Config
 
 from hf_cocodc.errors import CheckpointError
-from hf_cocodc.run.about import About, function_of, of_loop, refuse_another_run
+from hf_cocodc.run.about import About, function_of, jsonable, of_loop, refuse_another_run
 from hf_cocodc.run.samples import first_samples
 from tests.processes.worker import Tokens
 from tests.toys import llama
@@ -50,6 +52,17 @@ def test_the_function_of_a_model_has_no_names_and_paths() -> None:
     assert config["model.config.rope_parameters.rope_theta"] == 10000.0
     assert not [name for name in config if "path" in name or "version" in name or "dtype" in name]
     assert function_of(torch.nn.Linear(2, 2)) == {}
+
+
+def test_numbers_without_an_end_are_equal_to_themselves_and_can_be_saved() -> None:
+    """Mamba 2 has an infinite limit in its config; a checkpoint's JSON has no such number, and NaN differs from itself."""
+    model = torch.nn.Linear(2, 2)
+    model.config = Mamba2Config()
+    config = function_of(model)
+    assert config["model.config.time_step_limit"] == [0.0, "inf"]
+    json.dumps(config, allow_nan=False)
+    strange = {"a": [float("nan"), {"b": float("-inf")}], "c": 1e300}
+    assert jsonable(strange) == {"a": ["nan", {"b": "-inf"}], "c": 1e300}
 
 
 def test_a_resumed_run_is_the_same_run() -> None:
