@@ -31,7 +31,7 @@ def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> A
     facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     return About(
         run=Path(args.output_dir or ".").resolve().parent.name,
-        model=function_of(model),
+        model=function_of(model, trainer.processing_class),
         facts={**facts, **jsonable(dict(more))},
         first_samples=first_samples(trainer.train_dataset),
     )

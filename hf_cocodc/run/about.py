@@ -26,9 +26,11 @@ _NOT_THE_FUNCTION = {
         "label2id",
     ),
     *("name_or_path", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params"),
+    "problem_type",  # the first labels set it
     *("tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_cache"),
 }
-"""Fields of a model's config that change neither its outputs nor its loss."""
+"""Fields of a model's config that change neither its outputs nor its loss, or that follow from the data."""
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_OPTIMIZERS = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": "betas", "eps": "eps"}
 
 
@@ -70,10 +72,25 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
     return About(model=function_of(model), facts=facts)
 
 
-def function_of(model: nn.Module) -> dict[str, Any]:
-    """The config of a Transformers model, without what changes neither its outputs nor its loss; flat, by dotted names."""
+def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
+    """The config of a Transformers model, without what changes neither its outputs nor its loss; flat, by dotted names.
+
+    Args:
+        model: unwrapped.
+        tokenizer: the tokenizer, or the processor, of a Trainer. The ids of special tokens are then its own: Trainer writes
+            them into the config, but only when it trains. The pad token matters: it has no gradient, and a classifier reads
+            the token before it.
+    """
     config = getattr(model, "config", None)
-    return {} if config is None or not hasattr(config, "to_dict") else dict(_flat(_MODEL, config.to_dict()))
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
+    fields = dict(_flat(_MODEL, config.to_dict()))
+    if not hasattr(tokenizer, "pad_token_id"):
+        tokenizer = getattr(tokenizer, "tokenizer", None)  # a processor's
+    if not hasattr(tokenizer, "pad_token_id"):
+        return fields
+    rest = {name: value for name, value in fields.items() if name.rpartition(".")[2] not in _SPECIAL}
+    return rest | {f"{_MODEL}.{name}": getattr(tokenizer, name) for name in _SPECIAL}
 
 
 def refuse_another_run(

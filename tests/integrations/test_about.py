@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import Trainer, TrainingArguments
 
 from hf_cocodc.integrations.about import of_trainer
+from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.worker import Tokens
 from tests.toys import llama
 
@@ -30,3 +31,18 @@ def test_a_trainer_shows_its_model_its_training_and_its_data(tmp_path: Path) -> 
     assert about.first_samples
     trainer.train_dataset = Tokens(16, seed=1)
     assert of_trainer(trainer, trainer.model, {}).first_samples not in ("", about.first_samples)
+
+
+def test_the_ids_of_special_tokens_are_the_tokenizers() -> None:
+    """Trainer writes them into the config when it trains. Regions with tokenizers of two kinds are still told apart."""
+    tokenizer = byte_tokenizer()
+    trainer = Trainer(model=llama(), args=TrainingArguments(report_to="none", use_cpu=True))
+    alone = of_trainer(trainer, trainer.model, {}).model
+    trainer.processing_class = tokenizer
+    before = of_trainer(trainer, trainer.model, {}).model
+    assert (alone["model.config.pad_token_id"], before["model.config.pad_token_id"]) == (0, 256)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(trainer.model.config, name, 256)
+    assert of_trainer(trainer, trainer.model, {}).model == before
+    tokenizer.pad_token = "a"
+    assert of_trainer(trainer, trainer.model, {}).model != before

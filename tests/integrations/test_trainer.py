@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.errors import InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
+from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 
@@ -120,6 +128,39 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
         make(tmp_path, [callback])
     with pytest.raises(InputError, match="outer.method='x' is not known"):
         CoCoDCCallback(OuterConfig(method="x"))
+
+
+class Sentences(Dataset):
+    """Token rows, each of one of two classes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": [1 + index, 2, 3], "label": index % 2}
+
+
+def test_what_transformers_writes_into_a_config_is_no_other_model(tmp_path: Path) -> None:
+    """The first labels set the problem type, and Trainer the tokenizer's ids: a resume in the same process goes on."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForSequenceClassification(config)
+
+    def trainer(max_steps: int) -> Trainer:
+        args = arguments(tmp_path, max_steps=max_steps, save_strategy="steps", save_steps=2)
+        given = {"train_dataset": Sentences(), "processing_class": byte_tokenizer()}
+        return Trainer(model=model, args=args, callbacks=[CoCoDCCallback(CONFIG)], **given)
+
+    first = trainer(2)
+    first.train()
+    assert (model.config.problem_type, model.config.pad_token_id) == ("single_label_classification", 256)
+    first.args.max_steps = 4
+    first.train(resume_from_checkpoint=True)
+    second = trainer(6)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 6
 
 
 def test_an_exception_leaves_the_link(tmp_path: Path) -> None:
