@@ -54,11 +54,12 @@ class Facts:
         num_lanes: lanes of the region.
         settings: all settings of the method.
         finished: whether the run had finished.
-        journal: bytes of the journal that belong to the run up to here.
+        journal: bytes of the journal that belong to the run up to here; see `journal.Mark`.
         taken_over: whether it was copied from another region, and this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
-        model: `About.model` of the run; empty in checkpoints of older versions, as is the next.
+        model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
         facts: `About.facts` of the run.
+        journal_sha256: of these bytes of the journal.
     """
 
     step: int
@@ -72,6 +73,7 @@ class Facts:
     stopping: bool = False
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    journal_sha256: str = ""
 
     @classmethod
     def of(cls, link: Link, **more: Any) -> "Facts":
@@ -304,11 +306,12 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
         _remove(checkpoint)
         return
     other = is_of_another_run(checkpoint, run)
-    name = f"{checkpoint.name}.run{manifest.read(checkpoint).run}" if other else f"{checkpoint.name}.replaced"
+    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
     taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
     aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
-    why = "is of another run" if other else "was saved before"
-    logger.warning("%s %s: it is renamed to %s.", checkpoint, why, aside)
+    logger.warning(
+        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
+    )
     checkpoint.rename(aside)
 
 

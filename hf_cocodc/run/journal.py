@@ -5,9 +5,11 @@ Kinds: start, resume, note, log, send, sit_out, begin_anew, land, evaluate, fini
 journal.
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
-all lines of an earlier run in the same folder, or those behind the checkpoint from which a run is resumed.
+all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a
+hash of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -15,9 +17,37 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InputError
+
+
+class Mark(NamedTuple):
+    """How far a journal had come when a checkpoint was saved.
+
+    Attributes:
+        position: bytes of the journal.
+        sha256: of these bytes; empty if unknown, as in checkpoints of older versions.
+        step: inner step of the checkpoint; None if unknown.
+    """
+
+    position: int = 0
+    sha256: str = ""
+    step: int | None = None
+
+    def fits(self, found: bytes) -> bool:
+        """Whether what was `found` in a file begins with the lines of the run that made the mark."""
+        ours = found[: self.position]
+        if self.sha256:
+            return hashlib.sha256(ours).hexdigest() == self.sha256
+        if not ours:
+            return True
+        last = _events(ours.decode(errors="replace"))[-1:]
+        behind = self.step is not None and any((event.get("step") or 0) > self.step for event in last)
+        return len(ours) == self.position and ours.endswith(b"\n") and bool(last) and not behind
+
+
+_BEGINNING = Mark()
 
 
 class Journal:
@@ -25,17 +55,20 @@ class Journal:
 
     Args:
         path: a new file, or the journal of the run to resume.
-        position: number of bytes that belong to the run up to its checkpoint; the other lines move to another file.
+        mark: of the checkpoint from which the run goes on. Lines behind it move to another file; all do if it is of another run.
         clock: returns seconds.
     """
 
     def __init__(
-        self, path: Path | None = None, position: int = 0, clock: Callable[[], float] = time.perf_counter
+        self,
+        path: Path | None = None,
+        mark: Mark = _BEGINNING,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = path
         self._clock = clock
         self._began = clock()
-        self._to_keep: int | None = position
+        self._mark: Mark | None = mark
         self._failure: OSError | None = None
 
     def check(self) -> None:
@@ -52,10 +85,10 @@ class Journal:
                 "training.output_dir, then resume."
             ) from self._failure
 
-    @property
-    def position(self) -> int:
-        """Bytes written so far."""
-        return self.path.stat().st_size if self.path is not None else 0
+    def mark(self, step: int | None = None) -> Mark:
+        """How far the journal has come at inner step `step`. Reads all of it."""
+        written = self.path.read_bytes() if self.path is not None and self.path.is_file() else b""
+        return Mark(len(written), hashlib.sha256(written).hexdigest(), step) if written else Mark(step=step)
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
@@ -64,9 +97,9 @@ class Journal:
         line = {"kind": kind, "time_s": 0.0, **facts}
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         try:
-            if self._to_keep is not None:
-                self._open(self.path, self._to_keep)
-                self._to_keep = None
+            if self._mark is not None:
+                self._open(self.path, self._mark)
+                self._mark = None
             clean["time_s"] = round(self._clock() - self._began, 4)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(clean) + "\n")
@@ -77,9 +110,10 @@ class Journal:
         """Append the error that ends the run. A disk that refuses does not hide the error."""
         self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
 
-    def _open(self, path: Path, to_keep: int) -> None:
+    def _open(self, path: Path, mark: Mark) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         found = path.read_bytes() if path.is_file() else b""
+        to_keep = mark.position if mark.fits(found) else 0
         if found[to_keep:]:
             earlier_name(path).write_bytes(found[to_keep:])
         other = path.with_name(f"{path.name}.new")
@@ -91,8 +125,12 @@ class Journal:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read every event of a journal, except a last line that a crash cut off."""
+    return _events(path.read_text(encoding="utf-8"))
+
+
+def _events(text: str) -> list[dict[str, Any]]:
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
             events.append(json.loads(line))
         except json.JSONDecodeError:

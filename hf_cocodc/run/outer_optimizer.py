@@ -22,7 +22,7 @@ from .about import About, of_loop
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
 from .endings import Endings
-from .journal import Journal
+from .journal import Journal, Mark
 from .recovery import recover
 from .resume import check
 from .saving import hook_into_saving
@@ -120,9 +120,11 @@ class OuterOptimizer:
         if saved is not None:
             check(saved, self.settings, link, self._about, self._allowed)
         continues = saved is not None and not saved.facts.taken_over
-        position = saved.facts.journal if saved is not None and continues else 0
+        mark = Mark()
+        if saved is not None and continues:
+            mark = Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
-        self.journal = Journal(path, position, link.clock)
+        self.journal = Journal(path, mark, link.clock)
         self.synchronizer = Synchronizer(
             bare,
             method,
@@ -276,12 +278,14 @@ class OuterOptimizer:
         Raises:
             CheckpointError: the disk refuses.
         """
+        told = self.journal.mark()
         facts = Facts.of(
             self.link,
             step=self.inner_step,
             settings=self.settings,
             finished=self.finished,
-            journal=self.journal.position,
+            journal=told.position,
+            journal_sha256=told.sha256,
             stopping=self.verdict == "stop",
             model=dict(self._about.model),
             facts=dict(self._about.facts),

@@ -78,7 +78,11 @@ def facts_of(saved: state.Saved) -> dict[str, Any]:
     named = dataclasses.asdict(saved.facts)
     assert not named.pop("taken_over")
     assert not named.pop("stopping")
-    for later in ("model", "facts"):  # what later versions add; the kept checkpoints do not have it
+    for later in (
+        "model",
+        "facts",
+        "journal_sha256",
+    ):  # what later versions add; the kept checkpoints do not have it
         named.pop(later)
     return {"format": 1, **named}
 

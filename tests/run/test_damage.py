@@ -196,10 +196,10 @@ def test_the_command_says_what_was_skipped(tmp_path: Path, capsys: pytest.Captur
     journal = Journal(path)
     journal.write("start", step=0)
     journal.write("note", step=4, message="an old word")
-    position = journal.position
+    mark = journal.mark()
     display = Display([0], [path], 100, resumed=True)
     display.update()
-    journal = Journal(path, position)
+    journal = Journal(path, mark)
     journal.write("resume", step=4)
     journal.write("note", step=4, message="region 0: checkpoint-8 is not used")
     display.update()

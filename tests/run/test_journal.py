@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hf_cocodc.errors import InputError
 from hf_cocodc.run.journal import Journal, earlier_name, read
 
@@ -35,13 +37,13 @@ def test_a_resumed_run_keeps_the_lines_behind_its_checkpoint(tmp_path: Path) -> 
     for step in range(1, 8):
         journal.write("send", step=step)
         if step == 3:
-            position = journal.position
-    resumed = Journal(path, position)
+            mark = journal.mark(step)
+    resumed = Journal(path, mark)
     assert steps(path) == [1, 2, 3, 4, 5, 6, 7]
     resumed.write("resume", step=3)
     assert steps(path) == [1, 2, 3, 3]
     assert steps(tmp_path / "journal.1.jsonl") == [4, 5, 6, 7]
-    again = Journal(path, resumed.position)
+    again = Journal(path, resumed.mark())
     again.write("resume", step=3)
     assert steps(path) == [1, 2, 3, 3, 3]
     assert not (tmp_path / "journal.2.jsonl").exists(), "nothing was behind the checkpoint"
@@ -55,7 +57,7 @@ def test_a_journal_counts_seconds_by_its_clock(tmp_path: Path) -> None:
     now[0] = 107.5
     journal.write("send", step=1)
     now[0] = 5.0
-    resumed = Journal(path, journal.position, clock=lambda: now[0])
+    resumed = Journal(path, journal.mark(), clock=lambda: now[0])
     now[0] = 6.0
     resumed.write("resume", step=1)
     assert [event["time_s"] for event in read(path)] == [0.0, 7.5, 8.5]
@@ -77,3 +79,40 @@ def test_a_run_that_ends_with_an_error_says_so(tmp_path: Path) -> None:
     assert (said["kind"], said["step"], said["message"], said["exit_code"]) == ("error", 3, "no", 2)
     (tmp_path / "file").touch()
     Journal(tmp_path / "file" / "journal.jsonl").write_error(3, InputError("no"))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["hash", "older version"])
+def test_a_run_that_is_resumed_after_another_begins_a_new_journal(known: bool, tmp_path: Path) -> None:
+    """Another run has written to the folder meanwhile: its lines are neither cut nor kept as the first run's."""
+    path = tmp_path / "journal.jsonl"
+    first = Journal(path)
+    for step in range(1, 4):
+        first.write("send", step=step)
+    mark = first.mark(step=3)
+    second = Journal(path)
+    for step in range(1, 9):
+        second.write("log", step=step, loss=2.5)
+    theirs = path.read_bytes()
+    again = Journal(path, mark if known else mark._replace(sha256=""))
+    again.write("resume", step=3)
+    assert steps(path) == [3]
+    assert path.with_name("journal.2.jsonl").read_bytes() == theirs
+
+
+def test_an_older_checkpoint_does_not_keep_events_of_later_steps(tmp_path: Path) -> None:
+    """Where the lines of another run happen to end at the same byte."""
+    path = tmp_path / "journal.jsonl"
+    other = Journal(path)
+    other.write("send", step=5)
+    mark = other.mark(step=3)._replace(sha256="")
+    Journal(path, mark).write("resume", step=3)
+    assert steps(path) == [3]
+
+
+def test_a_journal_that_is_missing_begins_anew(tmp_path: Path) -> None:
+    """As in a checkpoint that was copied without it."""
+    first = Journal(tmp_path / "first.jsonl")
+    first.write("send", step=3)
+    Journal(tmp_path / "second.jsonl", first.mark(step=3)).write("resume", step=3)
+    assert steps(tmp_path / "second.jsonl") == [3]
+    assert len(list(tmp_path.iterdir())) == 2

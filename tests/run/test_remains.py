@@ -241,11 +241,11 @@ def test_a_journal_that_is_cut_back_while_it_is_read_along(tmp_path: Path) -> No
     for step in range(1, 8):
         journal.write("send", step=step, fragment=0)
         if step == 3:
-            position = journal.position
+            mark = journal.mark(step)
     display = Display([0], [path], 100, resumed=True)
     display.update()
     assert display.step == 7
-    resumed_journal = Journal(path, position)
+    resumed_journal = Journal(path, mark)
     for step in range(4, 30):
         resumed_journal.write("land", step=step, fragment=0, sent_at=step)
         display.update()
