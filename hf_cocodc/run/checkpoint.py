@@ -54,12 +54,11 @@ class Facts:
         num_lanes: lanes of the region.
         settings: all settings of the method.
         finished: whether the run had finished.
-        journal: bytes of the journal that belong to the run up to here; see `journal.Mark`.
+        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
         taken_over: whether it was copied from another region, and this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
         model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
         facts: `About.facts` of the run.
-        journal_sha256: of these bytes of the journal.
     """
 
     step: int
@@ -299,8 +298,7 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
 def make_room(checkpoint: Path, run: int | None = None) -> None:
     """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
 
-    What was saved to its end is renamed: it may be of another run, or hold what a user has put into it.
-    Anything else is deleted, such as a part that a killed process left.
+    What was saved to its end is renamed, for a user may have put files into it. A part that a killed process left is deleted.
     """
     if not manifest.is_sealed(checkpoint):
         _remove(checkpoint)

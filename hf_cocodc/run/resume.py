@@ -28,7 +28,7 @@ class Holding(NamedTuple):
         newest: step of its newest good checkpoint; 0 if it has none.
         run: number of the run that wrote it.
         num_writers: regions that took part when it was written.
-        num_damaged: newer checkpoints of the run that have changed since they were saved.
+        num_damaged: newer checkpoints that have changed since they were saved, or are of another run (`Shelf.num_damaged`).
         stopping: whether all regions stopped at the newest one, at a step at which no checkpoint was due.
         is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
     """
@@ -103,7 +103,7 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
         shelf: this region's checkpoints.
 
     Raises:
-        CheckpointError: regions have only damaged checkpoints.
+        CheckpointError: regions have only checkpoints that are damaged or of another run.
     """
     own = shelf.newest()
     holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
@@ -113,9 +113,10 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
         damaged = [region for region, holding in enumerate(holdings) if holding.num_damaged]
         if damaged:
             raise CheckpointError(
-                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged. "
+                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
                 + " ".join(shelf.skipped)
-                + " Restore one of them, or start a new run: without --resume (resume_from_checkpoint), in another folder."
+                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
+                "(resume_from_checkpoint)."
             )
         return Choice(0, [], 0)
     [(chosen, _)] = runs.most_common(1)  # in a tie, the first region's

@@ -38,13 +38,15 @@ class Shelf:
         folder: of the region's checkpoints.
         region: this region.
         accelerator: of this region.
-        beside: a checkpoint in the folder: of its run; by default of the run that writes to the folder now.
+        beside: a checkpoint in the folder: of its run; by default of the run that writes to the folder now, or of the newest
+            checkpoint if the folder does not say, because a checkpoint was copied there.
 
     Attributes:
         run: number of the run.
         is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
         skipped: one sentence for each checkpoint that was looked at and cannot be used; only on the main process.
-        num_damaged: how many of them were saved to their end, and have changed since.
+        num_damaged: how many of them were saved to their end, and have changed since or are of another run. Those of another
+            run do not count if `is_unsaved`: the run had none.
 
     All ranks of the region make the same calls in the same order; the main process looks at the disk.
 
@@ -79,7 +81,8 @@ class Shelf:
         if step not in self._checked:
             wrong = self._checked[step] = disk.unusable(path, self.run)
             if wrong is not None:
-                self.num_damaged += manifest.is_sealed(path) and not disk.is_of_another_run(path, self.run)
+                another = disk.is_of_another_run(path, self.run) and self.is_unsaved
+                self.num_damaged += manifest.is_sealed(path) and not another
                 self.skipped.append(f"region {self._region}: {path} is not used: {wrong}.")
                 logger.warning("%s", self.skipped[-1])
         return self._checked[step] is None
@@ -89,7 +92,12 @@ def _run(folder: Path, beside: Path | None) -> int:
     if beside is not None:
         with contextlib.suppress(ValueError):  # its list of files is missing or damaged
             return manifest.read(beside).run
-    return disk.run_of(folder)
+    if (folder / disk.RUN).is_file():
+        return disk.run_of(folder)
+    found = [
+        path for path in disk.checkpoints(folder).values() if manifest.damage(path, hashes=False) is None
+    ]
+    return manifest.read(found[-1]).run if found else 0
 
 
 def main_says(accelerator: Accelerator, find: Callable[[], Value]) -> Value:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import manifest
+from hf_cocodc.run.resume import newest_common
+from hf_cocodc.run.shelf import Shelf
 from hf_cocodc.run.take_over import take_over
 
 FILES = (
@@ -38,6 +41,15 @@ def checkpoint(tmp_path: Path) -> Path:
         put(tmp_path / "checkpoint-4" / name, b"saved")
     manifest.write(tmp_path / "checkpoint-4", run=7)
     return tmp_path / "checkpoint-4"
+
+
+@pytest.fixture
+def whole(checkpoint: Path) -> Path:
+    """A sealed checkpoint whose facts can be read."""
+    facts = state.Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False, journal=0)
+    state.write(checkpoint, state.Saved({}, facts))
+    manifest.write(checkpoint, run=7)
+    return checkpoint
 
 
 @pytest.mark.parametrize(
@@ -123,3 +135,27 @@ def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> Non
     state.make_room(checkpoint)
     assert not checkpoint.exists()
     assert not list(checkpoint.parent.glob("checkpoint-4*"))
+
+
+def holding_nothing_else(folder: Path) -> int:
+    """The step that a region with this folder resumes from."""
+    [choice] = run_in_lockstep(
+        1, lambda region, link: newest_common(link, Shelf(folder, region, Accelerator()))
+    )
+    return choice.step
+
+
+def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None:
+    """To another machine, into a folder that does not say which run writes there."""
+    assert holding_nothing_else(whole.parent) == 4
+
+
+def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
+    """A run that had checkpoints does not start anew by itself; one that was ended before its first does."""
+    state.begin_run(whole.parent, 8, unsaved=True)
+    assert holding_nothing_else(whole.parent) == 0
+    state.begin_run(whole.parent, 8)
+    with pytest.raises(
+        CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
+    ):
+        holding_nothing_else(whole.parent)
