@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
 from ..meeting.heartbeat import Heartbeat
+from ..meeting.store import if_answered
 
 MAX_CONNECTIONS = 16
 ASSUMED_RATE = 125e6
@@ -23,6 +24,7 @@ _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
 _FOR_EVER = timedelta(days=365)
+_NOTE_S = 3.0
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
@@ -148,15 +150,16 @@ class Wire:
 
     def leave_note(self, reason: str) -> None:
         """Write down why this region leaves."""
-        with contextlib.suppress(RuntimeError):  # without a store the others still see the connection close
-            self._notes.set(str(self.region), reason)
+        # without a store the others still see the connection close
+        if_answered(lambda: self._notes.set(str(self.region), reason), _NOTE_S)
 
     def note_of(self, region: int) -> str | None:
         """The note that `region` left, if any."""
-        with contextlib.suppress(RuntimeError):
-            if self._notes.check([str(region)]):
-                return self._notes.get(str(region)).decode()
-        return None
+
+        def read() -> str | None:
+            return self._notes.get(str(region)).decode() if self._notes.check([str(region)]) else None
+
+        return if_answered(read, _NOTE_S)
 
     def close(self, broken: bool) -> None:
         """Release the connections. Broken ones are kept for ever, see `_abandoned`."""

@@ -1,14 +1,19 @@
 """The store: a TCP key-value server that every region reaches. Regions meet there and write why they left."""
 
+import contextlib
 import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..errors import InputError, MeetingError
+
+T = TypeVar("T")
 
 CONNECT_S = 10.0
 
@@ -82,3 +87,20 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             "(regions.store, --store), or start a store there with `hf-cocodc store`."
         )
     return found
+
+
+def if_answered(call: Callable[[], T], timeout_s: float) -> T | None:
+    """What `call` asks a store; None if the store has ended, or does not answer in time.
+
+    A store whose process is suspended or whose network is gone would keep the caller waiting for ever.
+    """
+    answers: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(call())
+
+    thread = threading.Thread(target=ask, name="hf_cocodc-ask", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else None
