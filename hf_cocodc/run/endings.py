@@ -129,8 +129,8 @@ class Endings:
 
     def continue_from(self, inner_step: int) -> None:
         """The checkpoint of `inner_step` was just loaded: it is complete in every region, and none of them is about to end."""
-        if self.verdict is not None and self._link.agreement is not None:
-            self._link.agreement.forget()
+        if self._link.agreement is not None:
+            self._link.agreement.forget(inner_step)
         self.verdict, self.why = None, ""
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)

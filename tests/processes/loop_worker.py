@@ -114,6 +114,34 @@ def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> Non
     torch.save({"seen": seen}, Path(folder) / f"region{region}-rank{rank}.pt")
 
 
+def stop_twice(folder: str) -> None:
+    """A plain loop that region 1 stops early; all load what was saved on the way, and it stops them once more."""
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
+    model = llama(layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    home, stops = Path(folder) / f"region-{region}", list[tuple[int, str | None, str]]()
+    with OuterOptimizer(
+        accelerator, model, optimizer, OuterConfig(sync_interval=500), max_steps=1000
+    ) as outer:
+        for asks_at in (20, 60):
+            while not outer.should_stop:
+                tokens = batch(2 * region + rank, outer.inner_step)
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+                if outer.inner_step == SAVED_AT and not stops:
+                    accelerator.save_state(str(home))
+                if outer.inner_step == asks_at and region:
+                    outer.ask_to_stop(f"asked at {asks_at}")
+            stops.append((outer.inner_step, outer.verdict, outer.why))
+            accelerator.load_state(str(home))
+            assert not outer.should_stop
+    torch.save({"stops": stops}, Path(folder) / f"region{region}-rank{rank}.pt")
+
+
 def poisoned(folder: str, sharded: bool) -> None:
     """A plain loop in which one step of region 1 is not finite."""
     torch.set_num_threads(1)

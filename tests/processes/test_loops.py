@@ -12,7 +12,7 @@ from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
 from tests.processes import forks
 from tests.processes.launching import run_regions
-from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned
+from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned, stop_twice
 
 WORKER = str(Path(__file__).with_name("loop_worker.py"))
 
@@ -70,6 +70,17 @@ def test_a_region_of_two_ranks_goes_back_while_it_runs(settings: dict, sharded: 
         (params, digest), (again, same) = each["seen"]
         assert torch.equal(params, again), name
         assert digest == same, name
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_goes_on_after_a_stop_can_be_stopped_again(ranks: int, tmp_path: Path) -> None:
+    """`load_state` in the same processes after `ask_to_stop`: the request counts no longer, and a new one does."""
+    found = forks.fork_regions(stop_twice, ranks, [str(tmp_path)], tmp_path)
+    first, second = next(iter(found.values()))["stops"]
+    assert all(each["stops"] == [first, second] for each in found.values())
+    for (step, verdict, why), asked_at in ((first, 20), (second, 60)):
+        assert asked_at <= step < 500
+        assert (verdict, why) == ("stop", f"region 1 was interrupted (asked at {asked_at})")
 
 
 @pytest.mark.slow
