@@ -279,8 +279,8 @@ def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_late_region_costs_a_region_of_several_ranks_nothing(tmp_path: Path) -> None:
     """Region 1 starts late, and is late once more at a transfer, by more than the time-out of region 0's own processes."""
-    hasty = {"patience_s": LATE_S - 3}
-    late = {"action": "dawdle", "late_s": LATE_S}
+    hasty = {"patience_s": LATE_S - 3, "may_differ": "batch"}
+    late = {"action": "dawdle", "late_s": LATE_S, "may_differ": "batch"}
     store = serve_store("127.0.0.1")
     processes = start(tmp_path, store, hasty, late, ranks=[2, 1])
     first, second, other = outcomes(tmp_path, processes, ranks=[2, 1])
