@@ -300,8 +300,9 @@ class OuterOptimizer:
     def seal(self, checkpoint: str | Path) -> None:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
         self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process:
-            disk.seal(Path(checkpoint))
+        # hashing may take longer than a collective call may wait
+        self.link.lead(lambda _: disk.seal(Path(checkpoint)), "the hashes of a checkpoint")
+        self._accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
         self.endings.tell(saved_at=self.inner_step)
         if self.link.num_regions == 1:
             self.endings.saved_everywhere = self.inner_step

@@ -193,7 +193,7 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
     Raises:
         CheckpointError: all checkpoints are damaged, or the disk refuses.
     """
-    shelf = Shelf(folder, link.region, accelerator)
+    shelf = Shelf(folder, link, accelerator)
     choice = newest_common(link, shelf)
     if not choice.step:
         if not choice.run:
@@ -216,12 +216,12 @@ def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     Raises:
         CheckpointError: it is not; the message names the newest that is good in every region.
     """
-    wrong = main_says(accelerator, lambda: disk.damage(checkpoint))
+    wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
     verdicts = link.gather(Verdict(wrong is None), "the checkpoint to resume from")
     bad = [region for region, verdict in enumerate(verdicts) if not verdict.is_good]
     if not bad:
         return checkpoint
-    choice = newest_common(link, Shelf(checkpoint.parent, link.region, accelerator, beside=checkpoint))
+    choice = newest_common(link, Shelf(checkpoint.parent, link, accelerator, beside=checkpoint))
     way_out = "No checkpoint of its run is good in every region"
     if len(choice.holders) == link.num_regions:
         way_out = f"The newest of its run that is good in every region is {disk.PREFIX}{choice.step}: give its path instead"

@@ -41,7 +41,9 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
 
     def before_loading(models: Any, input_dir: str) -> None:
         checkpoint = Path(input_dir)
-        wrong = main_says(accelerator, lambda: disk.damage(checkpoint))
+        wrong = main_says(
+            outer.link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}"
+        )
         if wrong is not None:
             raise CheckpointError(
                 f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from ..links.base import Link
 from . import checkpoint as disk
 from . import manifest
 
@@ -36,7 +37,7 @@ class Shelf:
 
     Args:
         folder: of the region's checkpoints.
-        region: this region.
+        link: of this region.
         accelerator: of this region.
         beside: a checkpoint in the folder: of its run; by default of the run that writes to the folder now, or of the newest
             checkpoint if the folder does not say, because a checkpoint was copied there.
@@ -55,20 +56,21 @@ class Shelf:
     """
 
     def __init__(
-        self, folder: Path, region: int, accelerator: Accelerator, beside: Path | None = None
+        self, folder: Path, link: Link, accelerator: Accelerator, beside: Path | None = None
     ) -> None:
-        self._accelerator, self._folder, self._region = accelerator, folder, region
+        self._accelerator, self._folder, self._link = accelerator, folder, link
         self._checked: dict[int, str | None] = {}
         self.skipped: list[str] = []
         self.num_damaged = 0
-        self.run, self.is_unsaved = main_says(
-            accelerator, lambda: (_run(folder, beside), disk.is_unsaved(folder))
-        )
+        self.run, self.is_unsaved = self._main_says(lambda: (_run(folder, beside), disk.is_unsaved(folder)))
 
     def newest(self, bound: int | None = None) -> Good:
         """The newest good checkpoint, of step `bound` at most."""
-        good, self.num_damaged = main_says(self._accelerator, lambda: (self._newest(bound), self.num_damaged))
+        good, self.num_damaged = self._main_says(lambda: (self._newest(bound), self.num_damaged))
         return Good(*good)
+
+    def _main_says(self, find: Callable[[], Value]) -> Value:
+        return main_says(self._link, self._accelerator, find, "the check of this region's checkpoints")
 
     def _newest(self, bound: int | None) -> Good:
         for step, path in reversed(disk.checkpoints(self._folder).items()):
@@ -83,7 +85,7 @@ class Shelf:
             if wrong is not None:
                 another = disk.is_of_another_run(path, self.run) and self.is_unsaved
                 self.num_damaged += manifest.is_sealed(path) and not another
-                self.skipped.append(f"region {self._region}: {path} is not used: {wrong}.")
+                self.skipped.append(f"region {self._link.region}: {path} is not used: {wrong}.")
                 logger.warning("%s", self.skipped[-1])
         return self._checked[step] is None
 
@@ -100,7 +102,13 @@ def _run(folder: Path, beside: Path | None) -> int:
     return manifest.read(found[-1]).run if found else 0
 
 
-def main_says(accelerator: Accelerator, find: Callable[[], Value]) -> Value:
-    """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks."""
-    said: list[Any] = [find() if accelerator.is_main_process else None]
+def main_says(link: Link, accelerator: Accelerator, find: Callable[[], Value], what: str) -> Value:
+    """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks.
+
+    `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
+
+    Raises:
+        CocodcError: what `find` has raised, in all ranks.
+    """
+    said: list[Any] = [link.lead(lambda _: find(), what)]
     return broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]

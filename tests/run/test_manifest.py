@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from accelerate import Accelerator
 
 from hf_cocodc.errors import CheckpointError
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import manifest
+from hf_cocodc.run.durable import sha256_of_all
+from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.run.resume import newest_common
 from hf_cocodc.run.shelf import Shelf
 from hf_cocodc.run.take_over import take_over
@@ -140,7 +147,7 @@ def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> Non
 def holding_nothing_else(folder: Path) -> int:
     """The step that a region with this folder resumes from."""
     [choice] = run_in_lockstep(
-        1, lambda region, link: newest_common(link, Shelf(folder, region, Accelerator()))
+        1, lambda region, link: newest_common(link, Shelf(folder, link, Accelerator()))
     )
     return choice.step
 
@@ -159,3 +166,32 @@ def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
         CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
     ):
         holding_nothing_else(whole.parent)
+
+
+def test_the_other_ranks_wait_for_hashes_without_a_time_out(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region's main process hashes files only where the link lets it lead, never while others are in a collective call."""
+    leading, hashed, lead = [], [], LockstepLink.lead
+
+    def noted_lead(link: LockstepLink, call: Callable[[Link], Any], what: str) -> Any:
+        leading.append(what)
+        try:
+            return lead(link, call, what)
+        finally:
+            leading.pop()
+
+    def noted_hashes(paths: Sequence[Path]) -> list[str]:
+        hashed.append(bool(leading))
+        return sha256_of_all(paths)
+
+    monkeypatch.setattr(LockstepLink, "lead", noted_lead)
+    monkeypatch.setattr(manifest, "sha256_of_all", noted_hashes)
+
+    def body(region: int, link: Link) -> None:
+        newest_common(link, Shelf(whole.parent, link, Accelerator()))
+        outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
+        OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
+
+    run_in_lockstep(1, body)
+    assert hashed == [True, True], "at the resume, and at the seal"
