@@ -126,10 +126,11 @@ def test_a_terminal_that_closes_before_there_is_anything_to_save(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
-    """Where no transfer is due for long, a second SIGINT ends every process."""
+    """Where regions cannot agree to stop, because one is frozen, a second SIGINT ends every process."""
     run = start(tmp_path, "--set", "outer.sync_interval=100000")
     wait_for_step(run, tmp_path)
     children = psutil.Process(run.pid).children(recursive=True)
+    training_processes(run.pid)[1].suspend()
     run.send_signal(signal.SIGINT)
     time.sleep(2)
     assert run.poll() is None
