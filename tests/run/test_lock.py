@@ -24,10 +24,12 @@ from hf_cocodc.run.lock import hold
 with hold(Path(sys.argv[1])):
     if sys.argv[2:]:  # a child that outlives its parent, as a worker of a data loader does for a while
         if os.fork() == 0:
+            print("held", flush=True)  # from here on by the parent alone
             os.close(1)
             sys.stdin.read()
             os._exit(0)
-    print("held", flush=True)
+    else:
+        print("held", flush=True)
     sys.stdin.read()
 """
 
