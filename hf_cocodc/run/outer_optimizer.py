@@ -301,7 +301,10 @@ class OuterOptimizer:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
         self._accelerator.wait_for_everyone()
         # hashing may take longer than a collective call may wait
-        self.link.lead(lambda _: disk.seal(Path(checkpoint)), "the hashes of a checkpoint")
+        is_main = self._accelerator.is_main_process  # every pipeline stage leads itself
+        self.link.lead(
+            lambda _: disk.seal(Path(checkpoint)) if is_main else None, "the hashes of a checkpoint"
+        )
         self._accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
         self.endings.tell(saved_at=self.inner_step)
         if self.link.num_regions == 1:

@@ -110,5 +110,6 @@ def main_says(link: Link, accelerator: Accelerator, find: Callable[[], Value], w
     Raises:
         CocodcError: what `find` has raised, in all ranks.
     """
-    said: list[Any] = [link.lead(lambda _: find(), what)]
+    is_main = accelerator.is_main_process  # every pipeline stage leads itself
+    said: list[Any] = [link.lead(lambda _: find() if is_main else None, what)]
     return broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]
