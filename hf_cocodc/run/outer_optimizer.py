@@ -17,16 +17,15 @@ from ..links.base import Link
 from ..links.trailer import Ending
 from ..resolve import from_config, settings
 from ..settings import OuterConfig, RegionConfig
-from . import checkpoint as disk
 from .about import About, of_loop
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
 from .endings import Endings
-from .journal import Journal, Mark
+from .journal import Journal
 from .recovery import recover
 from .resume import check
-from .saving import hook_into_saving
-from .starting import note_start
+from .saving import hook_into_saving, seal, write
+from .starting import mark_of, note_start
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +119,8 @@ class OuterOptimizer:
         if saved is not None:
             check(saved, self.settings, link, self._about, self._allowed)
         continues = saved is not None and not saved.facts.taken_over
-        mark = Mark()
-        if saved is not None and continues:
-            mark = Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
-        self.journal = Journal(path, mark, link.clock)
+        self.journal = Journal(path, mark_of(saved), link.clock)
         self.synchronizer = Synchronizer(
             bare,
             method,
@@ -158,7 +154,7 @@ class OuterOptimizer:
 
     @property
     def verdict(self) -> str | None:
-        """ "finish" or "stop" once the regions have agreed to end before max_steps."""
+        """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on."""
         return self.endings.verdict
 
     @property
@@ -290,22 +286,11 @@ class OuterOptimizer:
             model=dict(self._about.model),
             facts=dict(self._about.facts),
         )
-        saved = Saved(self.synchronizer.state_dict(), facts)
-        if self._accelerator.is_main_process:
-            disk.begin(Path(checkpoint))
-        self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process or self.link.lane:
-            disk.write(Path(checkpoint), saved, self.link.lane)
+        write(self._accelerator, self.link, Path(checkpoint), Saved(self.synchronizer.state_dict(), facts))
 
     def seal(self, checkpoint: str | Path) -> None:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
-        self._accelerator.wait_for_everyone()
-        # hashing may take longer than a collective call may wait
-        is_main = self._accelerator.is_main_process  # every pipeline stage leads itself
-        self.link.lead(
-            lambda _: disk.seal(Path(checkpoint)) if is_main else None, "the hashes of a checkpoint"
-        )
-        self._accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
+        seal(self._accelerator, self.link, Path(checkpoint))
         self.endings.tell(saved_at=self.inner_step)
         if self.link.num_regions == 1:
             self.endings.saved_everywhere = self.inner_step

@@ -1,4 +1,4 @@
-"""Lets `accelerator.save_state` and `load_state` save and load an outer optimizer too."""
+"""Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +23,28 @@ class Savable(Protocol):
     def seal(self, checkpoint: str | Path) -> None: ...
 
     def load(self, saved: Saved) -> None: ...
+
+
+def write(accelerator: Accelerator, link: Link, checkpoint: Path, saved: Saved) -> None:
+    """Write the part of every lane into a checkpoint that is not complete yet. A collective call of the region's ranks.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    if accelerator.is_main_process:
+        disk.begin(checkpoint)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process or link.lane:
+        disk.write(checkpoint, saved, link.lane)
+
+
+def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
+    """Declare a checkpoint complete, once every rank has written its part. A collective call of the region's ranks."""
+    accelerator.wait_for_everyone()
+    is_main = accelerator.is_main_process  # every pipeline stage leads itself
+    # hashing may take longer than a collective call may wait
+    link.lead(lambda _: disk.seal(checkpoint) if is_main else None, "the hashes of a checkpoint")
+    accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
 
 
 def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[[], Any]]:

@@ -8,7 +8,8 @@ from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
-from .journal import Journal
+from .checkpoint import Saved
+from .journal import Journal, Mark
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,13 @@ def check_same_interval(link: Link, own: Interval, verb: str, setting: str) -> N
                 f"must do it together. If the interval is an epoch, their shards differ in length: set "
                 f"{setting}_strategy=steps and {setting}_steps={min(found.values())} in every region."
             )
+
+
+def mark_of(saved: Saved | None) -> Mark:
+    """How far the journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region."""
+    if saved is None or saved.facts.taken_over:
+        return Mark()
+    return Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
 
 
 def note_start(
