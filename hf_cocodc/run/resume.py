@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
-from . import manifest
+from . import manifest, numbering
 from .about import About, refuse_another_run
 from .checkpoint import Saved
 from .shelf import Shelf, main_says
@@ -254,7 +254,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     Raises:
         CheckpointError: the disk refuses.
     """
-    disk.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
+    numbering.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
     for later, path in disk.checkpoints(folder).items():
         if later > step and disk.unusable(path, hashes=False) is None:
             logger.warning(

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..links.base import Link
 from . import checkpoint as disk
-from . import manifest
+from . import manifest, numbering
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ class Shelf:
         self._checked: dict[int, str | None] = {}
         self.skipped: list[str] = []
         self.num_damaged = 0
-        self.run, self.is_unsaved = self._main_says(lambda: (_run(folder, beside), disk.is_unsaved(folder)))
+        self.run, self.is_unsaved = self._main_says(
+            lambda: (_run(folder, beside), numbering.is_unsaved(folder))
+        )
 
     def newest(self, bound: int | None = None) -> Good:
         """The newest good checkpoint, of step `bound` at most."""
@@ -94,8 +96,8 @@ def _run(folder: Path, beside: Path | None) -> int:
     if beside is not None:
         with contextlib.suppress(ValueError):  # its list of files is missing or damaged
             return manifest.read(beside).run
-    if (folder / disk.RUN).is_file():
-        return disk.run_of(folder)
+    if (folder / numbering.RUN).is_file():
+        return numbering.run_of(folder)
     found = [
         path for path in disk.checkpoints(folder).values() if manifest.damage(path, hashes=False) is None
     ]

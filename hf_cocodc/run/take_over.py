@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
-from . import manifest
+from . import manifest, numbering
 from .trees import put_together, take_apart
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
             _make_own(half)
             disk.make_room(checkpoint, run)
             half.rename(checkpoint)
-        disk.begin_run(checkpoint.parent, run)
+        numbering.begin_run(checkpoint.parent, run)
         disk.seal(checkpoint)
 
 

@@ -28,6 +28,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import numbering
 from tests.run.test_resuming import checkpoint_of, make, resumed, weights_of
 
 FULL = 1000
@@ -110,7 +111,7 @@ def damage(folder: Path, chance: random.Random) -> None:
         checkpoint = checkpoint_of(folder, region, step)
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         if chance.random() < 0.02:
-            flip(folder / f"region-{region}" / state.RUN, chance)
+            flip(folder / f"region-{region}" / numbering.RUN, chance)
         elif files:
             chance.choice(DAMAGES)(chance.choice(files), chance)
 

@@ -16,6 +16,7 @@ import pytest
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import numbering
 from hf_cocodc.run.journal import read
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
@@ -153,7 +154,7 @@ def test_a_kill_before_every_region_has_its_first_checkpoint(
     """SIGKILL to all when region 0 has saved and region 1 has not: resumed, both start once more, and the bits are the same."""
     again, whole = tmp_path / "again", tmp_path / "whole"
     again.mkdir()
-    run, begun = start("diloco", again), again / "region-1" / state.RUN
+    run, begun = start("diloco", again), again / "region-1" / numbering.RUN
     deadline = time.monotonic() + TIMEOUT_S
     while not begun.is_file():
         assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)

@@ -17,6 +17,7 @@ from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run import numbering
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
@@ -149,7 +150,7 @@ def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
 
 def test_the_number_of_the_run_is_checked(again: Path) -> None:
     """One digit more would make checkpoints those of another run."""
-    path = again / "region-1" / state.RUN
+    path = again / "region-1" / numbering.RUN
     path.write_text(f"1{path.read_text()}")
     with pytest.raises(CheckpointError, match="does not hold the number of the run"):
         resumed(again)

@@ -15,7 +15,7 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import manifest
+from hf_cocodc.run import manifest, numbering
 from hf_cocodc.run.durable import sha256_of_all
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.run.resume import newest_common
@@ -127,7 +127,7 @@ def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -
 @pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])
 def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, name: str) -> None:
     """Not even a damaged one of the same run: a user may have kept something in it."""
-    state.begin_run(checkpoint.parent, 7)
+    numbering.begin_run(checkpoint.parent, 7)
     put(checkpoint / "merged/model.safetensors", b"the user's")
     put(checkpoint / name, b"damaged")
     state.make_room(checkpoint)
@@ -159,9 +159,9 @@ def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None
 
 def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
     """A run that had checkpoints does not start anew by itself; one that was ended before its first does."""
-    state.begin_run(whole.parent, 8, unsaved=True)
+    numbering.begin_run(whole.parent, 8, unsaved=True)
     assert holding_nothing_else(whole.parent) == 0
-    state.begin_run(whole.parent, 8)
+    numbering.begin_run(whole.parent, 8)
     with pytest.raises(
         CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
     ):

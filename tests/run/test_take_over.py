@@ -15,7 +15,7 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import take_over
+from hf_cocodc.run import numbering, take_over
 from tests.run.test_checkpoints import FACTS
 
 RUN = 7
@@ -30,7 +30,7 @@ WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
 def checkpoint(tmp_path: Path) -> Path:
     """Region 0's checkpoint of step 3, as Trainer and we write it, with an adapter in a folder of its own."""
     folder = tmp_path / "region-0" / "checkpoint-3"
-    state.begin_run(folder.parent, RUN)
+    numbering.begin_run(folder.parent, RUN)
     state.begin(folder)
     state.write(folder, state.Saved({"tensor": torch.ones(2)}, FACTS))
     for place in (folder, folder / "global"):

@@ -1,0 +1,48 @@
+"""Trainer resumes with the weights that were saved, however Transformers names them in its files; or it does not train at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from hf_cocodc import simulate
+from hf_cocodc.links.base import Link
+from hf_cocodc.run import checkpoint as state
+from tests.integrations.test_architectures import causal_lm
+from tests.run.test_resuming import STEPS, checkpoint_of, make, params_of
+
+BACK = 7
+"""Step to resume from: in the middle of a round."""
+FAMILIES = ("qwen3_moe", "gpt_neox")
+"""Saved with a name for each expert, with other names, and without."""
+
+
+def trained(folder: Path, family: str) -> list[Trainer]:
+    """Two regions, resumed from their newest checkpoint, if there is one."""
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = make(folder, link, "diloco", model=causal_lm(family), save_steps=BACK)
+        trainer.train(resume_from_checkpoint=True)
+        return trainer
+
+    return simulate(body, regions=2)
+
+
+def weights_of(trainers: list[Trainer]) -> Tensor:
+    return torch.stack([params_of(trainer.model) for trainer in trainers])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(family: str, tmp_path: Path) -> None:
+    """Nor does a run that had finished lose its weights."""
+    whole = weights_of(trained(tmp_path, family))
+    assert torch.equal(weights_of(trained(tmp_path, family)), whole), "a run that had finished"
+    for region in range(2):
+        shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
+        assert list(state.checkpoints(tmp_path / f"region-{region}")) == [BACK]
+    assert torch.equal(weights_of(trained(tmp_path, family)), whole)
