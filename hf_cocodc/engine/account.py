@@ -27,18 +27,19 @@ class Account:
     """Counts and records what one region does.
 
     Args:
-        num_fragments: number of fragments; this many landings are a round.
         record: keeps events.
 
     Attributes:
+        num_fragments: number of fragments; this many landings are a round.
         totals: counters since the start of the run.
         report: figures at the last landing, most of them since the start of the run, for people and for trackers.
     """
 
-    def __init__(self, num_fragments: int, record: Record) -> None:
+    def __init__(self, record: Record) -> None:
+        self.num_fragments = 1
         self.totals = Totals()
         self.report: dict[str, float] = {}
-        self._num_fragments, self._record = num_fragments, record
+        self._record = record
 
     def sent(self, step: int, fragment: int, numel: int, blocked_s: float) -> None:
         """A transfer has left."""
@@ -62,7 +63,7 @@ class Account:
         totals.landings += 1
         totals.bytes_sent += arrival.bytes_sent
         self.report = {
-            "rounds": totals.landings / self._num_fragments,
+            "rounds": totals.landings / self.num_fragments,
             "staleness": step - sent_at,
             "blocked_s": totals.blocked_s,
             "bytes_sent": totals.bytes_sent,

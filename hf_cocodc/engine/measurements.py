@@ -18,7 +18,6 @@ class Measurements:
     """What one region measures while it trains.
 
     Args:
-        lengths: number of values of each fragment, over all lanes of the region.
         now: seconds, by the link's clock.
 
     Attributes:
@@ -30,14 +29,19 @@ class Measurements:
         agreed: measurements from the trailers of landed transfers, equal in all regions.
     """
 
-    def __init__(self, lengths: Sequence[float], now: float) -> None:
+    def __init__(self, now: float) -> None:
         self.lr = self.lr_sum = 0.0
         self.step_time_s = self.sync_time_s = 0.0
-        self.change = [0.0] * len(lengths)
         self.agreed = AgreedStats()
-        self._lengths = lengths
+        self.begin(())
         self._left_at = now
         self._durations: deque[float] = deque(maxlen=_STEPS_TIMED)
+
+    def begin(self, lengths: Sequence[float]) -> None:
+        """From now on there are fragments with these numbers of values, over all lanes of the region; none has landed yet."""
+        self._lengths = lengths
+        self.change = [0.0] * len(lengths)
+        self.agreed = self.agreed._replace(change=(), compression=1.0)
 
     def note_step(self, inner_lr: float, now: float) -> None:
         """An inner step with this learning rate has ended."""

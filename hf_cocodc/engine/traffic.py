@@ -1,0 +1,186 @@
+"""The transfers of one region: how they are sent, landed, and all brought to their end."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..links.base import Arrival, Link, Parcel
+from ..links.trailer import Ending, Trailer, Word, Words
+from ..methods import Method
+from ..parts.codecs import share_of_rank
+from ..parts.info import MergeInfo
+from ..parts.merges import Merge
+from .account import Account
+from .agreement import check_in_step
+from .fragment import FragmentState
+from .measurements import Measurements
+from .outer_step import Outcome
+from .reunion import reunite
+from .stepping import Stepping
+from .transfer import Transfer
+
+
+class Traffic:
+    """Sends and lands the transfers of one region.
+
+    Args:
+        method: the parts.
+        link: reaches the other regions.
+        device: of global params, outer state and transfers.
+        measured: what this region measures and all have agreed on.
+        account: counts and records.
+        digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
+
+    Attributes:
+        inner_step: inner steps made so far.
+        trained_at: last inner step that trained; a transfer of this region has weight only if it carries such a step.
+        is_ahead: whether outer steps are taken ahead of their landings.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        link: Link,
+        device: torch.device,
+        measured: Measurements,
+        account: Account,
+        digest_interval: int,
+    ) -> None:
+        self._method, self._link = method, link
+        self._measured, self._account = measured, account
+        self._digest_interval = digest_interval
+        self.inner_step = self.trained_at = 0
+        self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
+        self.is_ahead = self._stepping.is_ahead
+
+    def send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
+        """Send the outer gradient of a fragment; `ahead`: its outer step may be taken before it lands."""
+        with torch.profiler.record_function("hf_cocodc::send"):
+            index, step = fragment.fragment.index, self.inner_step
+            snapshot, outer_grad, finite = fragment.prepare(fragment.base())
+            blocked_s = 0.0
+            # a codec with memory continues from the end of its last transfer
+            if fragment.codec_remembers and fragment.in_flight:
+                arrival, blocked_s = self._wait(fragment.in_flight[-1])
+                fragment.codec = arrival.result.state
+            finite = self._everywhere(finite)
+            fragment.nonfinite_rounds = 0 if finite else fragment.nonfinite_rounds + 1
+            if not finite and word.ending is Ending.NO:
+                self._account.sat_out(step, index, self._link.region)
+            shares = finite and self.trained_at > fragment.sent_at
+            if not shares:
+                outer_grad.zero_()
+            is_checked = self._method.outer.regions_agree and fragment.num_sends % self._digest_interval == 0
+            checksum = fragment.checksum() if is_checked else None
+            measured = self._measured
+            trailer = Trailer(
+                weight=float(shares),
+                fragment=index,
+                inner_step=step,
+                step_time_s=measured.step_time_s,
+                sync_time_s=measured.sync_time_s,
+                compression=share_of_rank(fragment.codec),
+                round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
+                **word._asdict(),
+            )
+            converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
+            conversation, departure = fragment.converse(converse, outer_grad)
+            outcome = Outcome()
+            then = self._stepping.ahead(fragment, outer_grad, outcome) if ahead else None
+            what = f"fragment {index} sent at step {step}"
+
+            def told() -> Trailer:
+                return trailer if checksum is None else trailer._replace(digest=checksum())
+
+            handle = self._link.mean(Parcel(conversation, fragment.fragment.numel, told, what, then))
+            kept = (snapshot, fragment.global_params, measured.lr_sum)
+            transfer = Transfer(step, *kept, handle, None if ahead else outer_grad, departure, outcome)
+            fragment.in_flight.append(transfer)
+            fragment.num_sends += 1
+            fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
+            self._account.sent(step, index, fragment.fragment.numel, blocked_s)
+
+    def land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:
+        """Land a transfer; returns the words of all regions that it carried."""
+        with torch.profiler.record_function("hf_cocodc::land"):
+            transfer = fragment.transfer_of(sent_at)
+            arrival, blocked_s = self._wait(transfer)
+            index = fragment.fragment.index
+            check_in_step(self._link.region, arrival.trailers, index, sent_at)
+            if arrival.trailers:
+                self._measured.hear(index, arrival, transfer.outcome.seconds)
+            fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
+            fragment.codec = arrival.result.state
+            mean = arrival.result.mean
+            step = self._stepping.at_landing(fragment, transfer, arrival)
+            finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
+            transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
+            self._link.give(mean)
+            if merge.reads_local and not self._everywhere(finite):
+                fragment.local.show(fragment.global_params)
+            settled = sent_at if merge.keeps_local_steps else self.inner_step
+            fragment.settled_at = max(fragment.settled_at, settled)
+            if len({trailer.digest for trailer in arrival.trailers}) > 1:
+                reunite(self._link, fragment, transfer)
+            self._account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
+            return tuple(trailer.word for trailer in arrival.trailers) or None
+
+    def end(self, fragments: Sequence[FragmentState], word: Word) -> Words | None:
+        """Bring all inner steps into the global params, as the method's closing says; nothing is in flight afterwards.
+
+        Returns:
+            The words of all regions, if a transfer landed.
+        """
+        closing = self._method.closing(self._method.merge, self._link.num_regions)
+        words: Words | None = None
+        for fragment in fragments:
+            flying = [transfer.sent_at for transfer in fragment.in_flight]
+            for sent_at in flying if flying and flying[-1] > fragment.settled_at else ():
+                words = self.land(fragment, sent_at, closing.early) or words
+        sent = [each for each in fragments if max(each.settled_at, each.sent_at) < self.inner_step]
+        for fragment in sent:
+            self.send(fragment, word, ahead=False)
+        for fragment in fragments:
+            flying = [transfer.sent_at for transfer in fragment.in_flight]
+            for sent_at in closing.landings(flying, fragment in sent):
+                words = self.land(fragment, sent_at, closing.last) or words
+            fragment.in_flight.clear()
+        return words
+
+    def of_loaded(self, fragment: FragmentState) -> None:
+        """Take the steps of loaded transfers, where they are taken ahead."""
+        self._stepping.of_loaded(fragment)
+
+    def _wait(self, transfer: Transfer) -> tuple[Arrival, float]:
+        """Wait for a transfer; the seconds are what the link costs training."""
+        start = self._link.clock()
+        transfer.outcome.awaited = True
+        arrival = transfer.handle.wait()
+        blocked_s = self._link.clock() - start
+        self._account.totals.blocked_s += blocked_s
+        return arrival, blocked_s
+
+    def _everywhere(self, holds: bool) -> bool:
+        """Whether something holds in every lane of this region."""
+        return not self._link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
+
+    def _merge_info(self, transfer: Transfer) -> MergeInfo:
+        measured, staleness = self._measured, self.inner_step - transfer.sent_at
+        flight_lr = measured.mean_lr(transfer.lr_sum, staleness) if staleness else measured.lr
+        return MergeInfo(
+            sent_at=transfer.sent_at, landed_at=self.inner_step, flight_lr=flight_lr, total=self._link.total
+        )
+
+    def _fresh_outer_grad(self, fragment: FragmentState) -> Tensor:
+        """Global minus local as they are now; zero if this region's local params are not finite."""
+        for transfer in fragment.in_flight:
+            # a transfer of this step carries the same values, unless it was sent without training or a landing came between
+            just_left = transfer.sent_at == self.trained_at == self.inner_step
+            if just_left and transfer.global_params is fragment.global_params:
+                assert transfer.outer_grad is not None
+                return transfer.outer_grad
+        local, outer_grad, finite = fragment.prepare(fragment.global_params)
+        fragment.pool.give(local)
+        return outer_grad if self._everywhere(finite) else outer_grad.zero_()
