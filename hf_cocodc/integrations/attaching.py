@@ -1,13 +1,11 @@
 """Finds the Trainer of a callback, and checks that it can train across regions."""
 
 import logging
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.trainer_utils import HubStrategy, IntervalStrategy, TrainOutput, has_length
+from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..errors import InputError
 from ..links.base import Link
@@ -70,15 +68,6 @@ def refuse_arguments(args: TrainingArguments) -> None:
         raise InputError(
             "DeepSpeed inside a region is not supported. Use DDP (accelerate launch --multi_gpu)."
         )
-
-
-def interval(strategy: str, steps: int, args: TrainingArguments, loader: Any, max_steps: int) -> int:
-    """Inner steps between two saves, or two evaluations, of Trainer; 0 if there are none, or if the number is unknown."""
-    if strategy == IntervalStrategy.STEPS:
-        return min(int(steps), max_steps)
-    if strategy != IntervalStrategy.EPOCH or not has_length(loader):
-        return 0
-    return min(max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1), max_steps)
 
 
 def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> bool:

@@ -4,7 +4,6 @@ The callback finds its Trainer and wraps some methods of that object (see `patch
 """
 
 import logging
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,10 +24,10 @@ from ..run.connect import connect, refuse_unsupported
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
-from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
 from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
-from .attaching import find_trainer, has_finished, interval, leave_as_it_is, refuse
+from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
+from .beginning import agree_on_beginning
 from .patches import Patches
 from .signals import first_signal
 
@@ -158,26 +157,15 @@ class CoCoDCCallback(TrainerCallback):
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
-        max_steps, run = agree_on_start(self._link, Beginning(state.max_steps, secrets.randbits(48)))
-        loader = kwargs.get("train_dataloader")
-        often = interval(args.save_strategy, state.save_steps, args, loader, max_steps)
-        check_same_interval(self._link, Interval(often), "saves", "save")
-        if self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree:
-            often = interval(args.eval_strategy, state.eval_steps, args, loader, max_steps)
-            check_same_interval(self._link, Interval(often), "evaluates", "eval")
-        if max_steps < state.max_steps:
-            logger.warning(
-                "region %d would make %d inner steps, another region %d: all make %d.",
-                *(self.region, state.max_steps, max_steps, max_steps),
-            )
-            state.max_steps = max_steps
+        together = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
+        run = agree_on_beginning(self._link, args, state, kwargs.get("train_dataloader"), together)
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
             kwargs["optimizer"],
             self.config,
             self.regions,
-            max_steps=max_steps,
+            max_steps=state.max_steps,
             journal=Path(args.output_dir) / "cocodc" / "journal.jsonl",
             link=self._link,
             saved=self._saved,
