@@ -116,7 +116,7 @@ def _train(
 ) -> int:
     """Start `regions`, or this machine's part of one, show their progress, and report."""
     from ..training import launch
-    from ..training.train import output_dir
+    from ..training.building import output_dir
 
     timeout_s = recipe.regions.timeout_s
     early: list[int] = []

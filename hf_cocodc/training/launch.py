@@ -122,8 +122,8 @@ def start(
 ) -> list[RegionProcess]:
     """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
-    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
-    regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
+    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt). The regions end when this
+    process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
     count = recipe.regions.count or 1
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))

@@ -14,7 +14,6 @@ from ..recipes.recipe import Recipe, facts_of_data
 from ..run.lock import hold, region_lock
 from ..run.status import tell
 from . import building
-from .building import output_dir
 from .command import end_with_command
 from .preflight import check, preflight
 
@@ -39,7 +38,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     )
     args = building.arguments(recipe, TrainingArguments)
     is_writer = os.environ.get("RANK", "0") == "0"
-    folder = output_dir(recipe) / f"region-{callback.region}"
+    folder = building.output_dir(recipe) / f"region-{callback.region}"
     with hold(region_lock(folder)) if is_writer else contextlib.nullcontext():
         return _train(recipe, args, callback)
 
