@@ -213,6 +213,7 @@ class RegionConfig:
         store = self.store or env.get(ENV_STORE)
         if count is None:
             check_alone(region, store)
+            warn_alone()
             count = 1
         if region is None:
             if count > 1:
@@ -248,7 +249,7 @@ class RegionConfig:
 
 
 def check_alone(region: int | None, store: str | None) -> None:
-    """Check a region that was not told how many regions there are: it is alone, with a warning.
+    """Check a region that was not told how many regions there are: it is alone.
 
     Raises:
         InputError: it was told its number, or a store: it is meant to have company.
@@ -259,11 +260,11 @@ def check_alone(region: int | None, store: str | None) -> None:
             f"{told} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
             f"(regions.count) in every region; to train alone, set it to 1."
         )
-    _say_alone()
 
 
 @functools.cache
-def _say_alone() -> None:
+def warn_alone() -> None:
+    """Say, once in a process, that nothing told this region of others."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning(
             "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "

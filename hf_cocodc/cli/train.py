@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..recipes.recipe import Recipe
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
 from .display import Display
 from .report import report
 
@@ -95,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
     from ..training.preflight import preflight
 
     preflight(recipe, len(regions))
+    if told is None:
+        warn_alone()
     if store is not None and count > 1:
         connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and count > 1 else None

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, RegionConfig, check_alone, from_env
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, RegionConfig, check_alone, from_env, warn_alone
 
 
 def region_shard(
@@ -78,6 +78,7 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
         check_alone(None, store)
+        warn_alone()
         return 0, 1
     with contextlib.suppress(TypeError, ValueError):
         if place is None and int(count) == 1:  # type: ignore[arg-type]  # one may be None, which int() refuses

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hf_cocodc
+from hf_cocodc import settings
 from hf_cocodc.cli import train
 from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
@@ -204,6 +205,17 @@ def test_a_name_of_the_run_that_the_environment_contradicts(
     monkeypatch.setenv("HF_COCODC_RUN", "other")
     assert main(["train", str(RECIPES / "diloco.yaml"), "--run", "mine"]) == 2
     assert "regions.run='mine' but the environment says HF_COCODC_RUN='other'" in capsys.readouterr().err
+
+
+def test_what_cannot_work_is_said_without_a_warning_about_a_single_region(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing tells of other regions here; but a run that does not begin does not train alone either."""
+    settings.warn_alone.cache_clear()
+    words = ["--set", "regions.count=null", "--set", "training.optim=nonsense"]
+    assert main(["train", str(RECIPES / "diloco.yaml"), *words]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert not caplog.records
 
 
 def test_an_ipv6_address_reaches_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:

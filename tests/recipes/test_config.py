@@ -193,7 +193,7 @@ def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One warning with the lines to set; none where one region is what the user asked for."""
-    settings._say_alone.cache_clear()
+    settings.warn_alone.cache_clear()
     RegionConfig(count=1).resolved({})
     RegionConfig().resolved({"HF_COCODC_REGIONS": "1"})
     assert not caplog.records
