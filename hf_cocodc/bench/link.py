@@ -53,10 +53,8 @@ class Trial:
     rate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.megabytes < math.inf:
-            raise InputError(
-                f"--megabytes {self.megabytes:g} must be positive and fit into memory. The default is 64."
-            )
+        if not 0.001 <= self.megabytes < math.inf:
+            raise InputError(f"--megabytes {self.megabytes:g} must be at least 0.001 and finite.")
         if self.codec not in KNOWN:
             raise InputError(f"--codec {shown(self.codec)} is not known.{nearest(self.codec, list(KNOWN))}")
         if self.repeat < 1:

@@ -203,8 +203,8 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     check("--regions", options.regions, 2, 100)
     if (ends.store is None) != (ends.region is None) or ((ends.interface or ends.run) and not ends.store):
         raise InputError(
-            "--store and --region go together, and --interface needs both, and so does --run. Give --store and --region to "
-            "measure one end of a real link, or none of the three to measure all regions on this machine."
+            "--store and --region need each other, and --interface and --run need both. Give --store and --region to measure one "
+            "end of a real link. Give none of the four to measure between regions on this machine."
         )
     if ends.region is not None and ends.region >= options.regions:
         raise InputError(
@@ -212,9 +212,6 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         )
     if options.rate_mbit is not None:
         check("--rate-mbit", options.rate_mbit, 0.01)
-    check("--megabytes", options.megabytes, 0.001)
-    here = options.regions if ends.store is None else 1
-    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     from ..bench import link
 
     trial = link.Trial(
@@ -224,6 +221,8 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         repeat=options.repeat,
         rate_limit=_rate_limit(options.rate_limit),
     )
+    here = options.regions if ends.store is None else 1
+    check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     if ends.store is not None and ends.region is not None:
         found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface, ends.run)
         setting = {"over": ends.interface or ends.store}

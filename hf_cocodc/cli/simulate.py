@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from .checks import check, check_writable
 from .labels import Labelled
@@ -24,16 +25,8 @@ def register(subparsers: Any) -> None:
         "OUTPUT_DIR/simulated.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
+    add_recipe(parser)
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
-    )
     parser.add_argument(
         "--step-time", type=float, metavar="S", help="simulated time of an inner step, in seconds"
     )

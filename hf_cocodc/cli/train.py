@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
 from .display import Display
@@ -26,7 +27,7 @@ def register(subparsers: Any) -> None:
         "With --region and --store, this machine runs only one region. Arguments after -- go to accelerate launch.",
         allow_abbrev=False,
     )
-    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
+    add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
     parser.add_argument(
         "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
@@ -36,14 +37,6 @@ def register(subparsers: Any) -> None:
         dest="run_name",
         metavar="NAME",
         help="name of the run, equal in all its regions, if its store serves several runs (default: name of the output folder)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
     )
     parser.add_argument(
         "--resume",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CocodcError, InputError
+from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
 from ..run.lock import hold, region_lock
 from ..run.status import tell
@@ -111,15 +112,7 @@ def _first(dataset: Any, blocks: int) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train one region. An error of this package becomes one paragraph and an exit code, never a traceback."""
     parser = argparse.ArgumentParser(prog="hf_cocodc.train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="change a value of the recipe; may be given more than once",
-    )
+    add_recipe(parser)
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("hf_cocodc").setLevel(logging.INFO)
