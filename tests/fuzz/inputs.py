@@ -16,6 +16,7 @@ QUICKSTARTS = [path for path in RECIPES if path.parent.name == "quickstart"]
 Case = tuple[list[str], dict[str, str]]
 """Arguments of hf-cocodc, and changes of the environment."""
 
+_ADDRESSES = ["h:1", "h:0", "h:99999", "[::1]:5", "a..b:1", "127.0.0.1:29650"]
 VALUES = [
     *("", "~", "null", "true", "no", "on", "[]", "{}", "''", "[a, b]", "[1, 2.5, null]", "{a: 1}", "{1: 2}"),
     *(
@@ -145,13 +146,8 @@ VALUES = [
         "all-linear",
         "[q_proj]",
     ),
+    *_ADDRESSES,
     *(
-        "h:1",
-        "h:0",
-        "h:99999",
-        "[::1]:5",
-        "a..b:1",
-        "127.0.0.1:29650",
         "wg0",
         "global",
         "[perplexity]",
@@ -235,12 +231,7 @@ NUMBERS = [
     *("9" * 30, "9" * 5000, "", "x", "0x10", "\u0663"),
 ]
 ADDRESSES = [
-    "h:1",
-    "h:0",
-    "h:99999",
-    "[::1]:5",
-    "a..b:1",
-    "127.0.0.1:29650",
+    *_ADDRESSES,
     "nowhere",
     ":5",
     "h:",

@@ -86,15 +86,20 @@ def with_trainer(folder: Path, region: int, loads: bool) -> torch.nn.Module:
     return trainer.model
 
 
-def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> None:
-    """A plain loop saves at SAVED_AT, trains to BACK_AT, loads what it has saved, and trains to BACK_AT once more."""
+def begin(lr: float, sharded: bool = False) -> tuple[Accelerator, Any, Any, int, int]:
+    """What a plain loop begins with, and which region and rank this is."""
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     if sharded:
         shard(accelerator)
-    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
     model = llama(layers=2)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr))
+    return accelerator, model, optimizer, int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
+
+
+def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> None:
+    """A plain loop saves at SAVED_AT, trains to BACK_AT, loads what it has saved, and trains to BACK_AT once more."""
+    accelerator, model, optimizer, region, rank = begin(1e-2, sharded)
     config = OuterConfig(sync_interval=4, num_fragments=2, overlap_steps=2, **settings)
     home, seen = Path(folder) / f"region-{region}", list[tuple[torch.Tensor, int]]()
     with OuterOptimizer(accelerator, model, optimizer, config, max_steps=STEPS) as outer:
@@ -116,11 +121,7 @@ def go_back(folder: str, settings: dict[str, Any], sharded: bool = False) -> Non
 
 def stop_twice(folder: str) -> None:
     """A plain loop that region 1 stops early; all load what was saved on the way, and it stops them once more."""
-    torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
-    model = llama(layers=2)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    accelerator, model, optimizer, region, rank = begin(1e-2)
     home, stops = Path(folder) / f"region-{region}", list[tuple[int, str | None, str]]()
     with OuterOptimizer(
         accelerator, model, optimizer, OuterConfig(sync_interval=500), max_steps=1000
@@ -144,13 +145,7 @@ def stop_twice(folder: str) -> None:
 
 def poisoned(folder: str, sharded: bool) -> None:
     """A plain loop in which one step of region 1 is not finite."""
-    torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    if sharded:
-        shard(accelerator)
-    region, rank = int(os.environ["HF_COCODC_REGION"]), accelerator.process_index
-    model = llama(layers=2)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator, model, optimizer, region, rank = begin(1e-3, sharded)
     config = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=1)
     journal = Path(folder) / f"region-{region}.jsonl"
     with OuterOptimizer(accelerator, model, optimizer, config, max_steps=30, journal=journal) as outer:
