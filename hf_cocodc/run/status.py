@@ -1,7 +1,7 @@
 """What a region is doing now, and the error that ended it, told to the command that started the region.
 
-The command names a file in the environment (`ENV_STATUS`). The region replaces the file whenever it begins something else. The
-file is no record: the journal is.
+The command names a file in the environment (`ENV_STATUS`), in a folder that holds nothing else. The region replaces the
+file whenever it begins something else. The file is no record: the journal is.
 """
 
 import contextlib
@@ -43,6 +43,15 @@ def tell(doing: str, **facts: Any) -> None:
 def tell_whom_we_await(regions: Sequence[int]) -> None:
     """Say that this region waits for others."""
     tell("waiting for " + " and ".join(f"region {region}" for region in regions))
+
+
+def forget() -> None:
+    """Remove the file, and the folder with the last file: the command is gone. From now on `tell` does nothing."""
+    with _turn, contextlib.suppress(OSError, KeyError):
+        path = Path(os.environ.pop(ENV_STATUS))
+        for each in (path, Path(f"{path}.half")):
+            each.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def heard(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..run.status import ENV_STATUS, heard
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
 from ..tensors.threads import REGIONS_HERE
 from .building import output_dir
-from .command import ENV_COMMAND
+from .command import ENV_COMMAND, ENV_OUTLIVES
 
 GRACE_S = 30.0
 POLL_S = 0.2
@@ -141,9 +141,9 @@ def start(
                 ENV_REGIONS: str(count),
                 REGIONS_HERE: str(len(regions)),
                 ENV_STATUS: str(status),
+                ENV_COMMAND: str(os.getpid()),
+                ENV_OUTLIVES: str(int(outlive_us)),
             }
-            if not outlive_us:
-                env[ENV_COMMAND] = str(os.getpid())
             if store is not None:
                 env[ENV_STORE] = store
             arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)

@@ -26,9 +26,21 @@ Trainer(model=llama(), args=args, train_dataset=Tokens(8), callbacks=[CoCoDCCall
 """
 
 
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's temporary folder, for the commands of one test alone."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
 @pytest.mark.slow
-def test_regions_end_when_their_command_is_gone(tmp_path: Path) -> None:
-    """SIGKILL of the command: the regions stop as after SIGTERM, each with a checkpoint. Until then the folder is locked."""
+def test_regions_end_when_their_command_is_gone(tmp_path: Path, temporary: Path) -> None:
+    """SIGKILL of the command: the regions stop as after SIGTERM, each with a checkpoint. Until then the folder is locked.
+
+    They remove what the command would have removed at its end.
+    """
     run = start(tmp_path)
     wait_for_step(run, tmp_path)
     everyone = psutil.Process(run.pid).children(recursive=True)
@@ -53,13 +65,14 @@ def test_regions_end_when_their_command_is_gone(tmp_path: Path) -> None:
         [*_, end] = read(tmp_path / f"region-{region}" / "cocodc" / "journal.jsonl")
         assert (end["kind"], end["exit_code"]) == ("error", 3)
         assert damage(checkpoints(tmp_path / f"region-{region}")[end["step"]]) is None
+    assert not list(temporary.glob("hf-cocodc-*"))
     assert not list(tmp_path.glob("region-*/log.1.txt")), (
         "the commands that were refused have written nothing"
     )
 
 
 @pytest.mark.slow
-def test_a_script_is_refused_where_a_region_trains(tmp_path: Path) -> None:
+def test_a_script_is_refused_where_a_region_trains(tmp_path: Path, temporary: Path) -> None:
     """The lock is the callback's, not only the command's; and one region on its own outlives its command."""
     run = start(tmp_path, "--region", "0", "--set", "regions.count=1")
     wait_for_step(run, tmp_path, regions=1)
@@ -80,6 +93,7 @@ def test_a_script_is_refused_where_a_region_trains(tmp_path: Path) -> None:
         time.sleep(3)
         assert trainer.is_running()
         assert trainer.status() != psutil.STATUS_ZOMBIE
+        assert not list(temporary.glob("hf-cocodc-*"))
     finally:
         trainer.terminate()
         psutil.wait_procs([trainer], timeout=TIMEOUT_S)

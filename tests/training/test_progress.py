@@ -8,7 +8,7 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
-from hf_cocodc.run.status import ENV_STATUS, heard, tell
+from hf_cocodc.run.status import ENV_STATUS, forget, heard, tell
 from hf_cocodc.training.progress import Progress
 from tests.processes.worker import Tokens
 from tests.toys import llama
@@ -53,3 +53,20 @@ def test_an_error_is_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tell("has ended with an error", error="no space", exit_code=2)
     tell("training", step=5)
     assert heard(status)["error"] == "no space"
+
+
+def test_nothing_is_left_where_no_command_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions whose command is gone remove what they told it, the last one with the folder; they tell no more."""
+    statuses = [tmp_path / "statuses" / f"region-{region}.json" for region in (0, 1)]
+    statuses[0].parent.mkdir()
+    for status in statuses:
+        monkeypatch.setenv(ENV_STATUS, str(status))
+        tell("training", step=5)
+    for status in statuses:
+        assert status.is_file()
+        monkeypatch.setenv(ENV_STATUS, str(status))
+        forget()
+        tell("training", step=6)
+        assert not status.exists()
+    assert not statuses[0].parent.exists()
+    forget()
