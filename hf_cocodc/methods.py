@@ -54,6 +54,7 @@ def diloco(
     sync_interval: int = 500,
     num_fragments: int = 1,
     fragment_pattern: str = "whole",
+    split_rows: bool = False,
     overlap_steps: int = 0,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
@@ -80,7 +81,7 @@ def diloco(
             "transfer. Use merge=additive or merge=compensate, or overlap_steps=0."
         )
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, overlap_steps),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
@@ -94,6 +95,7 @@ def streaming(
     sync_interval: int = 100,
     num_fragments: int = 4,
     fragment_pattern: str = "strided",
+    split_rows: bool = False,
     overlap_steps: int = 1,
     mixing_alpha: float | None = None,
     outer_lr: float = 0.4,
@@ -119,7 +121,7 @@ def streaming(
     choose.check_overlap(overlap_steps, sync_interval)
     chosen = choose.merge(merge, choose.mixing_alpha(mixing_alpha, overlap_steps))
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.staggered(sync_interval, overlap_steps),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
@@ -133,6 +135,7 @@ def eager(
     sync_interval: int = 30,
     num_fragments: int = 1,
     fragment_pattern: str = "whole",
+    split_rows: bool = False,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
     codec: str = "fp32",
@@ -155,7 +158,7 @@ def eager(
     """
     schedule = schedules.every if num_fragments == 1 else schedules.staggered
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedule(sync_interval, sync_interval, primed=True),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(
@@ -171,6 +174,7 @@ def co2(
     sync_interval: int = 48,
     num_fragments: int = 1,
     fragment_pattern: str = "whole",
+    split_rows: bool = False,
     outer_lr: float = 1.0,
     outer_momentum: float = 0.0,
     staleness_penalty: float | str = "gap",
@@ -201,7 +205,7 @@ def co2(
     """
     penalty = {} if staleness_penalty == "none" else {"penalty": choose.penalty(staleness_penalty)}
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, sync_interval),
         codec=choose.codec(codec, error_feedback, rank),
         outer=outer.chain(
@@ -220,6 +224,7 @@ def dilocox(
     sync_interval: int = 125,
     num_fragments: int = 1,
     fragment_pattern: str = "whole",
+    split_rows: bool = False,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     codec: str = "lowrank",
@@ -244,7 +249,7 @@ def dilocox(
     paper. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.rounds(sync_interval),
         codec=choose.codec(codec, error_feedback, rank, adaptive_rank=True),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
@@ -258,6 +263,7 @@ def cocodc(
     sync_interval: int = 100,
     num_fragments: int = 4,
     fragment_pattern: str = "strided",
+    split_rows: bool = True,
     overlap_steps: int | str = "auto",
     sends_per_interval: int | None = None,
     utilization: float = 0.4,
@@ -300,7 +306,7 @@ def cocodc(
         merge, choose.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
     )
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments),
+        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.adaptive(
             sync_interval,
             None if overlap_steps == "auto" else int(overlap_steps),

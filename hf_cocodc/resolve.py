@@ -1,6 +1,9 @@
 """From an `OuterConfig` to a method: choose the method and check its settings."""
 
+import dataclasses
 import inspect
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import InputError, nearest, shown
@@ -8,14 +11,17 @@ from .methods import METHODS, Method
 from .parts import choose
 from .settings import OuterConfig
 
-NEEDS = (
-    ("rank", "codec", "lowrank"),
-    ("mixing_alpha", "merge", "mix"),
-    ("compensation", "merge", "compensate"),
-    ("compensation_strength", "merge", "compensate"),
-    ("utilization", "sends_per_interval", None),
+logger = logging.getLogger(__name__)
+
+NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
+    ("rank", "codec", ("lowrank",)),
+    ("mixing_alpha", "merge", ("mix",)),
+    ("compensation", "merge", ("compensate",)),
+    ("compensation_strength", "merge", ("compensate",)),
+    ("utilization", "sends_per_interval", (None,)),
+    ("split_rows", "fragment_pattern", ("strided", "sequential")),
 )
-"""(setting, other setting, value): the setting has an effect only if the other setting has this value."""
+"""(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
 
 
 def from_config(config: OuterConfig) -> Method:
@@ -39,10 +45,11 @@ def from_config(config: OuterConfig) -> Method:
             )
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
-        if name in given and part in takes and settings[part] != needed:
-            other = f"outer.{part} in the same way" if needed is None else f"set outer.{part}={needed}"
+        if name in given and part in takes and settings[part] not in needed:
+            values = " or ".join("null" if value is None else value for value in needed)
+            other = f"outer.{part} in the same way" if None in needed else f"set outer.{part}={values}"
             raise InputError(
-                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={'null' if needed is None else needed}, "
+                f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={values}, "
                 f"but outer.{part} is {settings[part]}. Remove outer.{name} (--set outer.{name}=null), or {other}."
             )
     num_fragments = settings.get("num_fragments", 1)
@@ -63,5 +70,20 @@ def settings(config: OuterConfig) -> dict[str, object]:
     found["digest_interval"] = config.digest_interval
     if "mixing_alpha" in found:
         found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
-    idle = {name for name, part, needed in NEEDS if part in found and found[part] != needed}
+    idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}
     return {name: value for name, value in found.items() if name not in idle}
+
+
+def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
+    """`config` for a run that continues from a checkpoint with the settings `written`.
+
+    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint. Versions before
+    this setting never split a parameter.
+    """
+    default, theirs = settings(config).get("split_rows"), written.get("split_rows", False)
+    if config.split_rows is not None or default in (None, theirs):
+        return config
+    logger.info(
+        "outer.split_rows is %s by default, but fragments stay as in the checkpoint, which has %s.", default, theirs
+    )
+    return dataclasses.replace(config, split_rows=theirs)

@@ -42,6 +42,9 @@ class OuterConfig:
     sync_interval: int | None = _help("H: each fragment is sent once every H inner steps.")
     num_fragments: int | None = _help("P: number of parts of the model that are sent separately.")
     fragment_pattern: str | None = _help("Which blocks form a fragment: whole, strided or sequential.")
+    split_rows: bool | None = _help(
+        "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes."
+    )
     overlap_steps: int | str | None = _help(
         "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only)."
     )

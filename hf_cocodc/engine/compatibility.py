@@ -11,8 +11,14 @@ from ..parts.fragments import Fragment
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
-    """[name, shape] of every parameter, one list per fragment."""
-    return [[[name, list(shape)] for name, shape in zip(f.names, f.shapes, strict=True)] for f in fragments]
+    """[name, shape] of every parameter, [name, shape, [first row, row after the last]] of a piece; one list per fragment."""
+    return [
+        [
+            [name, list(shape), *([list(f.rows[i])] if i in f.rows else [])]
+            for i, (name, shape) in enumerate(zip(f.names, f.shapes, strict=True))
+        ]
+        for f in fragments
+    ]
 
 
 def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
@@ -24,20 +30,23 @@ def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
     expected = layout(fragments)
     if len(found) != len(expected):
         raise CheckpointError(
-            f"the checkpoint has {len(found)} fragments, this run {len(expected)}. Resume with the num_fragments and "
-            "fragment_pattern that wrote it."
+            f"the checkpoint has {len(found)} fragments, this run {len(expected)}. Resume with the outer.num_fragments "
+            "and outer.fragment_pattern that wrote it."
         )
     for index, (theirs, ours) in enumerate(zip(found, expected, strict=True)):
         for their_param, our_param in zip_longest(theirs, ours):
             if their_param != our_param:
                 raise CheckpointError(
                     f"fragment {index}: the checkpoint has the parameter {_show(their_param)}, this run {_show(our_param)}. "
-                    "Resume with the model and fragment_pattern that wrote it."
+                    "Resume with the model, outer.fragment_pattern and outer.split_rows that wrote it."
                 )
 
 
 def _show(param: list | None) -> str:
-    return "no more" if param is None else f"{param[0]} {param[1]}"
+    if param is None:
+        return "no more"
+    name, shape, *rows = param
+    return f"{name} {shape}" + "".join(f" (rows {start} to {stop - 1})" for start, stop in rows)
 
 
 def form_of(state: Any) -> Any:

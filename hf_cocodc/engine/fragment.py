@@ -270,7 +270,7 @@ def adopt(
     threads = HostThreads(all(shard.device == HOST for shard in shards.values()))
     adopted = []
     for fragment in fragments:
-        params = [shards[name] for name in fragment.names]
+        params = fragment.views_of(shards)
         # other devices need no pieces: their memory is as fast as the cache of the host
         piece = PIECE if device == HOST else max(fragment.numel, 1)
         pieces = cuts([param.numel() for param in params], piece)

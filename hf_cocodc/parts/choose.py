@@ -11,8 +11,8 @@ from .merges import Merge
 from .outer import OuterTransform
 
 
-def pattern(name: str, num_fragments: int) -> Pattern:
-    """The fragment pattern called `name`, for `num_fragments` fragments."""
+def pattern(name: str, num_fragments: int, split_rows: bool) -> Pattern:
+    """The fragment pattern called `name`, for `num_fragments` fragments; `split_rows` counts only for more than one."""
     if name == "whole":
         if num_fragments != 1:
             raise InputError(
@@ -25,7 +25,7 @@ def pattern(name: str, num_fragments: int) -> Pattern:
         raise InputError(
             f"outer.fragment_pattern={shown(name)} is not known.{nearest(name, ['whole', *by_blocks])}"
         )
-    return by_blocks[name](num_fragments)
+    return by_blocks[name](num_fragments, split_rows)
 
 
 CODECS: dict[str, Callable[[], Codec]] = {

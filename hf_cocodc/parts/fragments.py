@@ -1,39 +1,54 @@
 """Which parameters travel together.
 
 A fragment is a flat fp32 vector with a layout. A pattern is a function that splits a model into fragments. The fragments
-cover every trainable parameter exactly once: a tied weight is in one fragment, a frozen parameter in none.
+cover every value of every trainable parameter exactly once: a tied weight is placed once, a frozen parameter nowhere.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..tensors.flat import split_views
 from ..tensors.sharding import local_shard
+from .blocks import find_blocks
+
+EVEN = 1.1
+"""With `split_rows` nothing that is outside the blocks makes a fragment larger than this, relative to the mean fragment."""
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Parameters that are sent and landed together.
+    """Parameters, or pieces of parameters, that are sent and landed together.
 
     Attributes:
         index: position among the model's fragments.
         names: parameter names, in the order of the flat vector.
-        shapes: shape of each parameter. In a sharded model, shape of this rank's shard.
+        shapes: shape of each parameter or piece. In a sharded model, shape of what this rank's shard holds of it.
         numel: length of the flat vector.
+        rows: of each parameter of which the fragment holds only a piece, the first row and the one after the last, keyed by
+            its position in `names`. In a sharded model, rows of this rank's shard.
     """
 
     index: int
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     numel: int
+    rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """One view of the 1-D `flat` (length `numel`) for each parameter."""
+        """One view of the 1-D `flat` (length `numel`) for each parameter or piece."""
         return split_views(flat, self.shapes)
+
+    def views_of(self, shards: Mapping[str, Tensor]) -> list[Tensor]:
+        """One view of the model's own tensors for each parameter or piece. `shards`: what this rank holds, by name."""
+        return [
+            shards[name][slice(*self.rows[i])] if i in self.rows else shards[name]
+            for i, name in enumerate(self.names)
+        ]
 
 
 Pattern = Callable[[nn.Module], tuple[Fragment, ...]]
@@ -44,21 +59,29 @@ def whole() -> Pattern:
 
     >>> model = nn.Linear(2, 1)
     >>> whole()(model)
-    (Fragment(index=0, names=('weight', 'bias'), shapes=((1, 2), (1,)), numel=3),)
+    (Fragment(index=0, names=('weight', 'bias'), shapes=((1, 2), (1,)), numel=3, rows={}),)
     """
-    return lambda model: _build(model, [list(_trainable(model))])
+    return lambda model: _build(model, [[_Piece(name) for name in _trainable(model)]])
 
 
-def strided(num_fragments: int) -> Pattern:
+def strided(num_fragments: int, split_rows: bool = False) -> Pattern:
     """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default).
 
     If blocks differ in size, P neighbouring blocks still go to P different fragments, but the largest block goes to the
     fragment that is smallest so far. Otherwise a model with experts in every second layer would have all experts in every
     second fragment.
 
+    Args:
+        num_fragments: P.
+        split_rows: whether a large parameter outside the blocks is split by rows over the fragments. Otherwise it makes
+            its fragment larger than the others.
+
     >>> model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
     >>> [fragment.names for fragment in strided(2)(model)]
     [('0.weight', '2.weight'), ('1.weight', '3.weight')]
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 1), "blocks": model})
+    >>> [(fragment.numel, fragment.rows) for fragment in strided(2, split_rows=True)(model)]
+    [(6, {0: (0, 4)}), (6, {0: (4, 8)})]
     """
 
     def deal(sizes: Sequence[int]) -> list[int]:
@@ -74,44 +97,28 @@ def strided(num_fragments: int) -> Pattern:
                 totals[fragment] += sizes[block]
         return placed
 
-    return lambda model: _by_blocks(model, num_fragments, deal)
+    return lambda model: _by_blocks(model, num_fragments, deal, split_rows)
 
 
-def sequential(num_fragments: int) -> Pattern:
-    """Each fragment holds consecutive blocks (Streaming DiLoCo, 2501.18512).
+def sequential(num_fragments: int, split_rows: bool = False) -> Pattern:
+    """Each fragment holds consecutive blocks (Streaming DiLoCo, 2501.18512). `split_rows`: see `strided`.
 
     >>> model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
     >>> [fragment.names for fragment in sequential(2)(model)]
     [('0.weight', '1.weight'), ('2.weight', '3.weight')]
     """
-    return lambda model: _by_blocks(
-        model, num_fragments, lambda sizes: [i * num_fragments // len(sizes) for i in range(len(sizes))]
-    )
+
+    def deal(sizes: Sequence[int]) -> list[int]:
+        return [i * num_fragments // len(sizes) for i in range(len(sizes))]
+
+    return lambda model: _by_blocks(model, num_fragments, deal, split_rows)
 
 
-def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the transformer blocks, in order.
+class _Piece(NamedTuple):
+    """A parameter, or the rows start .. stop - 1 of it: of the whole parameter, also if it is sharded."""
 
-    Every `PreTrainedModel` with blocks lists their classes in `_no_split_modules`. The blocks are the outermost modules of
-    these classes, compared by the class name before FSDP2 renamed it. If there are fewer than two, the blocks are the children
-    of the `ModuleList` with the most parameters.
-    """
-    classes: set[str] = set()
-    for module in model.modules():
-        classes.update(getattr(module, "_no_split_modules", None) or ())
-    repeated = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.removeprefix("FSDP") in classes
-    ]
-    blocks = [name for name in repeated if not any(name.startswith(f"{other}.") for other in repeated)]
-    if len(blocks) > 1:
-        return blocks
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
-        return blocks
-    largest = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    return [f"{largest}.{child}" if largest else child for child, _ in lists[largest].named_children()]
+    name: str
+    rows: tuple[int, int] | None = None
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -127,13 +134,60 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(places.values())
 
 
+class _Filling:
+    """Fragments while they are filled.
+
+    Attributes:
+        pieces: what each fragment holds so far.
+        sizes: number of values in each fragment so far.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], num_fragments: int) -> None:
+        self.pieces: list[list[_Piece]] = [[] for _ in range(num_fragments)]
+        self.sizes = [0] * num_fragments
+        self._params = params
+        self._limit = EVEN * self.numel(list(params)) / num_fragments
+
+    def numel(self, names: Sequence[str]) -> int:
+        return sum(self._params[name].numel() for name in names)
+
+    def fits(self, names: Sequence[str]) -> bool:
+        """Whether the smallest fragment can take these parameters and is then even, or still not the largest."""
+        return min(self.sizes) + self.numel(names) <= max(self._limit, *self.sizes)
+
+    def add(self, names: Sequence[str], fragment: int | None = None) -> None:
+        """Add whole parameters to a fragment; by default to the smallest."""
+        fragment = self.sizes.index(min(self.sizes)) if fragment is None else fragment
+        self.pieces[fragment] += map(_Piece, names)
+        self.sizes[fragment] += self.numel(names)
+
+    def spread(self, name: str) -> None:
+        """Fill up the smallest fragments to one level with the rows of a parameter, from its first row on."""
+        param = self._params[name]
+        num_rows = param.shape[0] if param.dim() else 1
+        for count in range(len(self.sizes), 0, -1):
+            smallest = sorted(self.sizes)[:count]
+            level = (sum(smallest) + param.numel()) / count
+            if level >= smallest[-1]:
+                break
+        room = accumulate(max(level - size, 0.0) for size in self.sizes)
+        ends = [round(num_rows * numel / param.numel()) for numel in room]
+        for fragment, rows in enumerate(pairwise([0, *ends])):
+            if rows == (0, num_rows):
+                self.add([name], fragment)
+            elif rows[0] < rows[1]:
+                self.pieces[fragment].append(_Piece(name, rows))
+                self.sizes[fragment] += (rows[1] - rows[0]) * (param.numel() // num_rows)
+
+
 def _by_blocks(
-    model: nn.Module, num_fragments: int, place: Callable[[Sequence[int]], list[int]]
+    model: nn.Module, num_fragments: int, place: Callable[[Sequence[int]], list[int]], split_rows: bool
 ) -> tuple[Fragment, ...]:
     """Place each block as `place` decides from the block sizes, then add all other modules to the smallest fragments.
 
     The other modules follow in order of size, largest first. The paper gives the embedding a fragment of its own. Here it
-    joins a fragment: `num_fragments` is then the number of transfers in a round, and the transfers have similar sizes.
+    joins a fragment, or with `split_rows` all that have room: `num_fragments` is then the number of transfers in a round,
+    and the transfers have similar sizes.
     """
     params = _trainable(model)
     inside: dict[str, list[str]] = {block: [] for block in find_blocks(model)}
@@ -151,32 +205,60 @@ def _by_blocks(
             "at least one. Use "
             + (f"num_fragments <= {len(blocks)}." if len(blocks) > 1 else "fragment_pattern=whole.")
         )
+    filling = _Filling(params, num_fragments)
+    for names, fragment in zip(blocks, place(list(map(filling.numel, blocks))), strict=True):
+        filling.add(names, fragment)
+    for names in sorted(outside.values(), key=filling.numel, reverse=True):
+        if not split_rows or filling.fits(names):
+            filling.add(names)
+            continue
+        for name in names:
+            if filling.fits([name]):
+                filling.add([name])
+            else:
+                filling.spread(name)
+    return _build(model, filling.pieces)
 
-    def numel(names: Sequence[str]) -> int:
-        return sum(params[name].numel() for name in names)
 
-    groups: list[list[str]] = [[] for _ in range(num_fragments)]
-    for names, fragment in zip(blocks, place([numel(names) for names in blocks]), strict=True):
-        groups[fragment] += names
-    for names in sorted(outside.values(), key=numel, reverse=True):
-        min(groups, key=numel).extend(names)
-    return _build(model, groups)
-
-
-def _build(model: nn.Module, groups: Sequence[Sequence[str]]) -> tuple[Fragment, ...]:
+def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragment, ...]:
     params = _trainable(model)
     if not params:
         raise InputError(
             "the model has no trainable parameter (requires_grad=True), so there is nothing to synchronise. Unfreeze "
             "some parameters, or add an adapter (recipe section 'peft')."
         )
-    placed = [name for names in groups for name in names]
-    assert sorted(placed) == sorted(params), "fragments must cover every trainable parameter exactly once"
+    _check_cover([piece for group in groups for piece in group], params)
     order = {name: position for position, name in enumerate(params)}
     fragments = []
-    for index, names in enumerate(groups):
-        names = sorted(names, key=order.__getitem__)
-        shapes = tuple(tuple(local_shard(params[name]).shape) for name in names)
-        numel = sum(local_shard(params[name]).numel() for name in names)
-        fragments.append(Fragment(index, tuple(names), shapes, numel))
+    for index, group in enumerate(groups):
+        pieces = sorted(group, key=lambda piece: order[piece.name])
+        shards = {piece.name: local_shard(params[piece.name]) for piece in pieces}
+        rows = {
+            i: _local_rows(piece.rows, params[piece.name], shards[piece.name])
+            for i, piece in enumerate(pieces)
+            if piece.rows is not None
+        }
+        bare = Fragment(index, tuple(piece.name for piece in pieces), (), 0, rows)
+        views = bare.views_of(shards)
+        shapes = tuple(tuple(view.shape) for view in views)
+        fragments.append(replace(bare, shapes=shapes, numel=sum(view.numel() for view in views)))
     return tuple(fragments)
+
+
+def _local_rows(rows: tuple[int, int], param: Tensor, shard: Tensor) -> tuple[int, int]:
+    """Where a shard is cut, if its whole parameter is cut at `rows`: each rank's part of a piece has the same share."""
+    start, stop = (row * len(shard) // len(param) for row in rows)
+    return start, stop
+
+
+def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None:
+    """Assert that every value of every trainable parameter is placed exactly once."""
+    found: dict[str, list[tuple[int, int] | None]] = {name: [] for name in params}
+    for piece in placed:
+        found[piece.name].append(piece.rows)
+    for name, rows in found.items():
+        if rows != [None]:
+            cut = [row for each in sorted(each or (-1, -1) for each in rows) for row in each]
+            assert cut[:1] == [0] and cut[-1:] == [len(params[name])] and cut[1:-1:2] == cut[2:-1:2], (
+                f"fragments must cover every value of {name} exactly once, not {rows}"
+            )

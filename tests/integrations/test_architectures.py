@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_cocodc.parts.fragments import find_blocks, strided
+from hf_cocodc.parts.blocks import find_blocks
+from hf_cocodc.parts.fragments import strided
 from hf_cocodc.settings import OuterConfig
 from tests.toys import Region, batch, run, train_llama
 

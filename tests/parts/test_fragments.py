@@ -8,7 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.parts.fragments import Fragment, find_blocks, sequential, strided, whole
+from hf_cocodc.parts.blocks import find_blocks
+from hf_cocodc.parts.fragments import Fragment, sequential, strided, whole
 from tests.toys import Blocks, llama
 
 SMALL = {
