@@ -23,6 +23,9 @@ NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
 )
 """(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
 
+BEFORE = {"split_rows": False}
+"""What older versions did that did not have these settings yet."""
+
 
 def from_config(config: OuterConfig) -> Method:
     """The method that `config` describes.
@@ -77,13 +80,18 @@ def settings(config: OuterConfig) -> dict[str, object]:
 def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
     """`config` for a run that continues from a checkpoint with the settings `written`.
 
-    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint. Versions before
-    this setting never split a parameter.
+    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint.
     """
-    default, theirs = settings(config).get("split_rows"), written.get("split_rows", False)
+    default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
     if config.split_rows is not None or default in (None, theirs):
         return config
     logger.info(
-        "outer.split_rows is %s by default, but fragments stay as in the checkpoint, which has %s.", default, theirs
+        "outer.split_rows is %s by default, but fragments stay as in the checkpoint, which has split_rows=%s.",
+        *(default, theirs),
     )
     return dataclasses.replace(config, split_rows=theirs)
+
+
+def value_in(written: Mapping[str, Any], name: str) -> Any:
+    """A setting among those of a checkpoint, which an older version may have written; None if it had no meaning."""
+    return written.get(name, BEFORE.get(name))

@@ -15,7 +15,7 @@ from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending
-from ..resolve import from_config, settings
+from ..resolve import continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Facts, Saved
@@ -99,7 +99,7 @@ class OuterOptimizer:
         about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
-        method = from_config(config)
+        from_config(config)  # a mistake in the settings comes before everything else
         refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -107,6 +107,8 @@ class OuterOptimizer:
         if link is None:
             link = connect(accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
         self.link = link
+        if saved is not None:
+            config = continuing(config, saved.facts.settings)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
         self.endings = Endings(link, regions.when_one_ends, max_steps)
@@ -114,22 +116,14 @@ class OuterOptimizer:
         self._accelerator = accelerator
         self._allowed = regions.allowed
         self._max_steps = max_steps
-        self._config = config
+        self._config, self._bare = config, bare
         self._inner_lr = 0.0
         if saved is not None:
             check(saved, self.settings, link, self._about, self._allowed)
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self.journal = Journal(path, mark_of(saved), link.clock)
-        self.synchronizer = Synchronizer(
-            bare,
-            method,
-            link,
-            record=self.journal.write,
-            digest_interval=config.digest_interval,
-            state=None if saved is None else saved.state,
-            device=outer_device(bare, config),
-        )
+        self.synchronizer = self._adopted(None if saved is None else saved.state)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
@@ -301,9 +295,27 @@ class OuterOptimizer:
         Raises:
             CheckpointError: it is of another run.
         """
-        check(saved, self.settings, self.link, self._about, self._allowed)
-        self.synchronizer.load_state_dict(saved.state)
+        config = continuing(self._config, saved.facts.settings)
+        check(saved, settings(config), self.link, self._about, self._allowed)
+        if config == self._config:
+            self.synchronizer.load_state_dict(saved.state)
+        else:  # the checkpoint has other fragments
+            wait_for_transfers(self.synchronizer.fragments)
+            self._config, self.settings = config, settings(config)
+            self.synchronizer = self._adopted(saved.state)
         self.endings.continue_from(self.inner_step)
+
+    def _adopted(self, state: dict[str, Any] | None) -> Synchronizer:
+        """An engine for the model as it is, at the start of a run or where `state` was saved. A collective call."""
+        return Synchronizer(
+            self._bare,
+            from_config(self._config),
+            self.link,
+            record=self.journal.write,
+            digest_interval=self._config.digest_interval,
+            state=state,
+            device=outer_device(self._bare, self._config),
+        )
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from ..errors import CheckpointError
 from ..links.base import Link
+from ..resolve import value_in
 from . import checkpoint as disk
 from . import manifest, numbering
 from .about import About, refuse_another_run
@@ -294,12 +295,13 @@ def check(saved: Saved, settings: dict[str, Any], link: Link, about: About, allo
             f"the checkpoint was written with outer.method={theirs['method']}, this run has {settings['method']}. Resume with "
             "the method that wrote it, or start a new run from its global model (checkpoint-N/global)."
         )
-    changed = {name for name in theirs.keys() | settings.keys() if theirs.get(name) != settings.get(name)}
+    names = theirs.keys() | settings.keys()
+    changed = {name for name in names if value_in(theirs, name) != value_in(settings, name)}
     for name in sorted(changed):
         logger.warning(
             "outer.%s was %r when the checkpoint was written and is %r now: the run continues with the new value, and "
             "differs from the run that was stopped.",
-            *(name, theirs.get(name), settings.get(name)),
+            *(name, value_in(theirs, name), value_in(settings, name)),
         )
     for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
         logger.warning(sentence)

@@ -114,7 +114,15 @@ def test_streaming_of_one_fragment_without_overlap_is_diloco() -> None:
     )
 
 
-@pytest.mark.parametrize("pattern", [fragments.strided(2), fragments.strided(4), fragments.sequential(3)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        fragments.strided(2),
+        fragments.strided(4),
+        fragments.strided(4, split_rows=True),
+        fragments.sequential(3),
+    ],
+)
 @pytest.mark.parametrize("num_regions", [2, 3])
 def test_fragments_sent_together_are_diloco(pattern: fragments.Pattern, num_regions: int) -> None:
     """Cutting the model into fragments changes nothing as long as all are sent at once, bitwise."""

@@ -1,0 +1,152 @@
+"""Runs whose fragments hold pieces of parameters: stopped and resumed, and resumed from what older versions wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.errors import CheckpointError, InputError
+from hf_cocodc.links.base import Link
+from hf_cocodc.resolve import from_config
+from hf_cocodc.run import checkpoint as disk
+from hf_cocodc.training.simulation import simulate
+from tests.toys import batch, llama, params_of
+
+STEPS, SAVED_AT = 11, 6
+COCODC: dict[str, Any] = {"sync_interval": 4, "num_fragments": 4, "overlap_steps": 2, "sends_per_interval": 4}
+
+
+class Run:
+    """A region of a plain loop, with a model whose embedding and head are split by default."""
+
+    def __init__(self, link: Link, folder: Path | None = None, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True)
+        model = llama(link.region)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        config = OuterConfig(method="cocodc", **COCODC, **settings)
+        self.outer = OuterOptimizer(
+            self.accelerator, self.model, self.optimizer, config, max_steps=STEPS, link=link
+        )
+        if folder is not None:
+            self.accelerator.load_state(str(checkpoint_of(folder, link)))
+
+    def train(self, until: int) -> None:
+        for step in range(self.outer.inner_step, until):
+            tokens = batch(self.outer.link.region, step)
+            self.accelerator.backward(self.model(input_ids=tokens, labels=tokens).loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.step()
+
+    def end(self) -> Tensor:
+        self.train(STEPS)
+        self.outer.finish()
+        return params_of(self.model)
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(len(state.fragment.rows) for state in self.outer.synchronizer.fragments)
+
+
+def checkpoint_of(folder: Path, link: Link) -> Path:
+    return folder / f"region-{link.region}" / f"checkpoint-{SAVED_AT}"
+
+
+def saved(folder: Path, **settings: Any) -> list[Tensor]:
+    """Runs that were saved in mid-round and then trained on to their end."""
+
+    def body(region: int, link: Link) -> Tensor:
+        run = Run(link, **settings)
+        run.train(SAVED_AT)
+        assert any(state.in_flight for state in run.outer.synchronizer.fragments)
+        run.accelerator.save_state(str(checkpoint_of(folder, link)))
+        return run.end()
+
+    return simulate(body, regions=2)
+
+
+def make_older(folder: Path) -> None:
+    """Let the checkpoints look as if a version without `split_rows` had written them."""
+    for path in folder.glob("region-*/checkpoint-*/cocodc/state.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        assert content["settings"].pop("split_rows") is False
+        path.write_text(json.dumps(content), encoding="utf-8")
+        disk.seal(path.parent.parent)
+
+
+def test_a_run_with_pieces_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """Pieces in flight included; and the pieces change numbers, so that the test means something."""
+    expected = saved(tmp_path / "split")
+
+    def again(region: int, link: Link) -> Tensor:
+        run = Run(link, tmp_path / "split")
+        assert run.num_pieces == 8
+        return run.end()
+
+    for end, whole in zip(simulate(again, regions=2), expected, strict=True):
+        assert torch.equal(end, whole)
+    assert torch.equal(expected[0], expected[1])
+    assert not torch.equal(expected[0], saved(tmp_path / "undivided", split_rows=False)[0])
+
+
+@pytest.mark.parametrize("how", ["load_state", "saved"])
+def test_an_older_checkpoint_is_continued_with_undivided_fragments(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing has to be set, now or at a later resume; the log says it; the numbers are those of the older version."""
+    caplog.set_level(logging.INFO)
+    expected = saved(tmp_path, split_rows=False)
+    make_older(tmp_path)
+
+    def again(region: int, link: Link) -> Tensor:
+        if how == "load_state":
+            run = Run(link, tmp_path)
+        else:
+            run = Run.__new__(Run)
+            run.accelerator = Accelerator(cpu=True)
+            model = llama(region)
+            run.model, run.optimizer = run.accelerator.prepare(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+            )
+            checkpoint = checkpoint_of(tmp_path, link)
+            run.accelerator.load_state(str(checkpoint))
+            config, content = OuterConfig(method="cocodc", **COCODC), disk.read(checkpoint)
+            run.outer = OuterOptimizer(
+                run.accelerator, run.model, run.optimizer, config, max_steps=STEPS, link=link, saved=content
+            )
+        assert run.num_pieces == 0
+        assert run.outer.settings["split_rows"] is False
+        run.accelerator.save_state(str(checkpoint_of(tmp_path / "later", link)))
+        return run.end()
+
+    for end, whole in zip(simulate(again, regions=2), expected, strict=True):
+        assert torch.equal(end, whole)
+    assert "fragments stay as in the checkpoint, which has split_rows=False" in caplog.text
+    assert "outer.split_rows was" not in caplog.text
+    later = simulate(lambda region, link: Run(link, tmp_path / "later").end(), regions=2)
+    assert torch.equal(later[0], expected[0])
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_setting_cannot_change_at_a_resume(given: bool, tmp_path: Path) -> None:
+    """The error names it."""
+    saved(tmp_path, split_rows=not given)
+    with pytest.raises(CheckpointError, match=r"rows 0 to 15.*outer\.split_rows that wrote it"):
+        simulate(lambda region, link: Run(link, tmp_path, split_rows=given), regions=2)
+
+
+def test_the_setting_needs_several_fragments() -> None:
+    """Where it would have no effect it is refused, with what to set."""
+    with pytest.raises(
+        InputError, match=r"split_rows=True has an effect only with outer\.fragment_pattern=strided or sequen"
+    ):
+        from_config(OuterConfig(split_rows=True))
