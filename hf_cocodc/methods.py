@@ -114,9 +114,9 @@ def streaming(
 
     The default alpha is 0.5, but 0 if tau is 0 or 1.
 
-    Differs from the paper: the embedding and the head join the smallest fragments; in the paper they form a fragment of
-    their own. Blocks of different sizes (dense and MoE layers) are spread evenly over the fragments. In the 4-bit format
-    64 values share one scale; the paper gives no number.
+    Differs from the paper: the embedding and the head join the smallest fragments, undivided by default; in the paper they
+    form a fragment of their own. Blocks of different sizes (dense and MoE layers) are spread evenly over the fragments. In
+    the 4-bit format 64 values share one scale; the paper gives no number.
     """
     choose.check_overlap(overlap_steps, sync_interval)
     chosen = choose.merge(merge, choose.mixing_alpha(mixing_alpha, overlap_steps))
@@ -292,8 +292,8 @@ def cocodc(
 
     Follows measured times: T_s and T_c, unless overlap_steps and sends_per_interval are given.
 
-    Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form).
-    mixing_alpha has an effect only with merge=mix.
+    Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form). By default
+    split_rows makes fragments even, because T_s is the time of any fragment. mixing_alpha has an effect only with merge=mix.
     """
     if overlap_steps != "auto":
         choose.check_overlap(overlap_steps, sync_interval)

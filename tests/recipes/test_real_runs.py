@@ -61,7 +61,7 @@ LLAMA_150M = Run(
 RUNS = {
     "llama-150m/diloco.yaml": LLAMA_150M,
     "llama-150m/streaming.yaml": LLAMA_150M,
-    "llama-150m/cocodc.yaml": LLAMA_150M,
+    "llama-150m/cocodc.yaml": LLAMA_150M._replace(evenness=1.01),  # it splits the vocabularies
     "llama-1b/streaming.yaml": Run(8, "H100", 989, params=1194.4, trained=1194.4, evenness=1.5),
     "qwen3-8b-lora/streaming.yaml": Run(1, "RTX 4090", 165, params=8234.4, trained=43.6, evenness=1.0),
     "opt-1.3b/dilocox.yaml": Run(8, "A100", 312, params=1315.8, trained=1315.8, evenness=1.0),
@@ -122,7 +122,8 @@ def test_a_real_run_can_be_built(name: str, tmp_path: Path) -> None:
     assert round(sum(param.numel() for param in trained.values()) / 1e6, 1) == expected.trained
     assert {param.dtype for param in trained.values()} == {torch.float32}
     fragments = from_config(recipe.outer).fragments(model)
-    assert sorted(key for fragment in fragments for key in fragment.names) == sorted(trained)
+    assert {key for fragment in fragments for key in fragment.names} == set(trained)
+    assert sum(fragment.numel for fragment in fragments) == sum(param.numel() for param in trained.values())
     sizes = [fragment.numel for fragment in fragments]
     assert max(sizes) <= expected.evenness * min(sizes)
 
