@@ -22,6 +22,7 @@ from . import card
 
 WRAPPED = {
     "train": ("resume_from_checkpoint",),
+    "set_initial_training_values": (),
     "evaluate": (),
     "predict": (),
     "log": ("logs",),
@@ -39,6 +40,9 @@ CALLED = {
     "_save": ("output_dir", "state_dict"),
 }
 """Private methods of Trainer that are called, with the parameters that are given."""
+
+SAMPLES = 3
+"""Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
 
 
 class Runner(Protocol):
@@ -63,6 +67,10 @@ class Runner(Protocol):
 
     def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
         """Trains across regions, with Trainer's own method `train`."""
+        ...
+
+    def agree_on_length(self, max_steps: int) -> int:
+        """The inner steps that all regions make."""
         ...
 
     def hold(self, control: TrainerControl) -> None:
@@ -93,6 +101,13 @@ class Patches:
             return self._callback.train(
                 lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
             )
+
+    def set_initial_training_values(self, compute: Callable, *args: Any, **kwargs: Any) -> tuple:
+        """Cuts the run to the length that all regions can make, before the learning rate schedule is made for it."""
+        *values, max_steps = compute(*args, **kwargs)
+        agreed = self._callback.agree_on_length(max_steps)
+        values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
+        return *values, agreed
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""

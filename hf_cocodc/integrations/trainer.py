@@ -24,10 +24,11 @@ from ..run.connect import connect, refuse_unsupported
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
+from ..run.starting import Beginning
 from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
-from .beginning import agree_on_beginning
+from .beginning import agree_on_length, check_habits
 from .patches import Patches
 from .signals import first_signal
 
@@ -90,6 +91,7 @@ class CoCoDCCallback(TrainerCallback):
         self._link: Link | None = None
         self._saved: Saved | None = None
         self._start = Start(None)
+        self._beginning: Beginning | None = None
         self._trainer: Trainer | None = None
         self._signal: str | None = None
         self._seed: int | None = None
@@ -154,11 +156,13 @@ class CoCoDCCallback(TrainerCallback):
                     "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
                 )
             self._link = self._meet(trainer, resumes=False)
+            state.max_steps = self.agree_on_length(state.max_steps, is_fixed=True)
+        assert self._beginning is not None
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
         together = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
-        run = agree_on_beginning(self._link, args, state, kwargs.get("train_dataloader"), together)
+        check_habits(self._link, args, state, kwargs.get("train_dataloader"), together)
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -173,7 +177,9 @@ class CoCoDCCallback(TrainerCallback):
         )
         # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
         if args.should_save:
-            settle_in(Path(args.output_dir), run, self._start, self.outer.inner_step, self.region)
+            settle_in(
+                Path(args.output_dir), self._beginning.run, self._start, self.outer.inner_step, self.region
+            )
         for sentence in self._start.skipped:
             self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._saved = None  # its tensors are the outer optimizer's now
@@ -239,6 +245,12 @@ class CoCoDCCallback(TrainerCallback):
             state.global_step = outer.inner_step
             control.should_save = outer.endings.word.saved_at < outer.inner_step
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
+
+    def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:
+        """The inner steps that all regions make, where this one would make `max_steps`. A collective call."""
+        assert self._link is not None
+        self._beginning = agree_on_length(self._link, max_steps, is_fixed)
+        return self._beginning.max_steps
 
     @property
     def in_training(self) -> bool:

@@ -19,10 +19,12 @@ class Beginning(NamedTuple):
 
     Attributes:
         max_steps: inner steps that it would make.
+        is_fixed: whether it has made its learning rate schedule over them already.
         run: a number for the run; region 0's counts for all.
     """
 
     max_steps: int
+    is_fixed: bool
     run: int
 
 
@@ -36,9 +38,25 @@ def agree_on_start(link: Link, own: Beginning) -> Beginning:
     """The smallest `max_steps` of all regions, and region 0's number for the run. A collective call.
 
     Shards of different lengths make epochs of different lengths.
+
+    Raises:
+        HandshakeError: a region cannot make fewer steps any more.
     """
     told = link.gather(own, "the number of inner steps")
-    return Beginning(min(other.max_steps for other in told), told[0].run)
+    max_steps = min(other.max_steps for other in told)
+    for region, other in enumerate(told):
+        if other.is_fixed and other.max_steps > max_steps:
+            raise HandshakeError(
+                f"region {region} would make {other.max_steps} inner steps, another region {max_steps}. Its learning rate "
+                "schedule is longer, and made already: its Trainer was told of CoCoDCCallback too late. Give the callback to "
+                "Trainer's constructor, or call callback.attach(trainer) before trainer.train()."
+            )
+    if max_steps < own.max_steps:
+        logger.warning(
+            "region %d would make %d inner steps, another region %d: all make %d.",
+            *(link.region, own.max_steps, max_steps, max_steps),
+        )
+    return Beginning(max_steps, own.is_fixed, told[0].run)
 
 
 def check_same_interval(link: Link, own: Interval, verb: str, setting: str) -> None:
