@@ -8,7 +8,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from ..links.base import Link
-from ..run.starting import Beginning, Interval, agree_on_start, check_same_interval
+from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
 
 
 def agree_on_length(link: Link, max_steps: int, is_fixed: bool) -> Beginning:
@@ -40,17 +40,22 @@ def check_habits(
     Raises:
         HandshakeError: two regions differ.
     """
-    often = interval(args.save_strategy, state.save_steps, args, loader, state.max_steps)
-    check_same_interval(link, Interval(often), "saves", "save")
-    if together:
-        often = interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps)
-        check_same_interval(link, Interval(often), "evaluates", "eval")
+    own = Habits(
+        saves=interval(args.save_strategy, state.save_steps, args, loader, state.max_steps),
+        evaluates=interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps),
+        eval_delay=args.eval_delay,
+        eval_on_start=args.eval_on_start,
+        together=together,
+    )
+    check_same_habits(link, own)
 
 
 def interval(strategy: str, steps: int, args: TrainingArguments, loader: Any, max_steps: int) -> int:
-    """Inner steps between two saves, or two evaluations, of Trainer; 0 if there are none, or if the number is unknown."""
+    """Inner steps between two saves, or two evaluations, of Trainer; NEVER or UNKNOWN."""
+    if strategy == IntervalStrategy.NO:
+        return NEVER
     if strategy == IntervalStrategy.STEPS:
         return min(int(steps), max_steps)
     if strategy != IntervalStrategy.EPOCH or not has_length(loader):
-        return 0
+        return UNKNOWN
     return min(max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1), max_steps)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from transformers import Trainer, TrainerControl
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InputError
 from ..run.checkpoint import EXPORT, PREFIX, make_room, rotate
 from ..run.durable import saving
 from ..run.lock import hold, region_lock
@@ -22,6 +22,7 @@ from . import card
 
 WRAPPED = {
     "train": ("resume_from_checkpoint",),
+    "hyperparameter_search": (),
     "set_initial_training_values": (),
     "evaluate": (),
     "predict": (),
@@ -101,6 +102,13 @@ class Patches:
             return self._callback.train(
                 lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
             )
+
+    def hyperparameter_search(self, search: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        raise InputError(
+            "trainer.hyperparameter_search would draw other values in each region, and train each trial across regions with "
+            "them. Search in one region, with a Trainer without CoCoDCCallback; then train across regions with the values found."
+        )
 
     def set_initial_training_values(self, compute: Callable, *args: Any, **kwargs: Any) -> tuple:
         """Cuts the run to the length that all regions can make, before the learning rate schedule is made for it."""

@@ -21,7 +21,7 @@ from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.sharding import local_shard
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 

@@ -1,7 +1,7 @@
 """Regions agree on a run's length and intervals before step 1 of training."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..engine.memory import in_words
@@ -28,10 +28,25 @@ class Beginning(NamedTuple):
     run: int
 
 
-class Interval(NamedTuple):
-    """Inner steps between two saves, or two evaluations, of a region; 0 if there are none, or if the number is unknown."""
+NEVER, UNKNOWN = 0, -1
 
-    inner_steps: int
+
+class Habits(NamedTuple):
+    """When a region saves and evaluates.
+
+    Attributes:
+        saves: inner steps between two checkpoints; NEVER, or UNKNOWN after epochs of unknown length.
+        evaluates: inner steps between two evaluations; as `saves`.
+        eval_delay: Trainer's setting.
+        eval_on_start: Trainer's setting.
+        together: whether its evaluations need those of all other regions at the same inner step.
+    """
+
+    saves: int
+    evaluates: int
+    eval_delay: float
+    eval_on_start: bool
+    together: bool
 
 
 def agree_on_start(link: Link, own: Beginning) -> Beginning:
@@ -59,28 +74,66 @@ def agree_on_start(link: Link, own: Beginning) -> Beginning:
     return Beginning(max_steps, own.is_fixed, told[0].run)
 
 
-def check_same_interval(link: Link, own: Interval, verb: str, setting: str) -> None:
-    """Check that all regions save, or evaluate, at the same inner steps.
+def check_same_habits(link: Link, own: Habits) -> None:
+    """Check that all regions save at the same inner steps, and evaluate if they need each other for it. A collective call.
+
+    Raises:
+        HandshakeError: two regions differ.
+    """
+    told = link.gather(own, "when a region saves and evaluates")
+    _check_same_interval([habits.saves for habits in told], "saves", "save")
+    if len(told) == 1 or not any(habits.together for habits in told):
+        return
+    _check_same("evaluate_on", ["global" if habits.together else "local" for habits in told])
+    evaluates = [habits.evaluates for habits in told]
+    if UNKNOWN in evaluates:
+        raise HandshakeError(
+            f"region {evaluates.index(UNKNOWN)} evaluates after epochs of unknown length, but all regions must do it together. "
+            "Set eval_strategy=steps, and the same eval_steps in every region."
+        )
+    _check_same_interval(evaluates, "evaluates", "eval")
+    _check_same("eval_on_start", [habits.eval_on_start for habits in told])
+    if any(evaluates):
+        _check_same("eval_delay", [f"{habits.eval_delay:g}" for habits in told])
+
+
+def _check_same(setting: str, values: Sequence[Any]) -> None:
+    """Raises HandshakeError if the regions' values of a setting differ."""
+    for region, value in enumerate(values):
+        if value != values[0]:
+            raise HandshakeError(
+                f"{setting}={values[0]} in region 0, but {value} in region {region}: all regions must evaluate together. Give it "
+                "the same value in every region."
+            )
+
+
+def _check_same_interval(told: Sequence[int], verb: str, setting: str) -> None:
+    """Check the intervals of all regions.
 
     Args:
-        link: reaches the other regions.
-        own: this region's interval.
+        told: the regions' intervals.
         verb: what regions do: "saves" or "evaluates".
         setting: prefix of Trainer's settings: "save" or "eval".
 
     Raises:
         HandshakeError: two regions differ.
     """
-    told = link.gather(own, f"how often a region {verb}")
-    found = {region: other.inner_steps for region, other in enumerate(told) if other.inner_steps}
+    found = {region: steps for region, steps in enumerate(told) if steps != UNKNOWN}
     for region, steps in found.items():
         first = min(found)
-        if steps != found[first]:
-            raise HandshakeError(
-                f"region {first} {verb} every {found[first]} inner steps, region {region} every {steps}, but all regions "
-                f"must do it together. If the interval is an epoch, their shards differ in length: set "
-                f"{setting}_strategy=steps and {setting}_steps={min(found.values())} in every region."
+        if steps == found[first]:
+            continue
+        way_out = f"Give {setting}_strategy and {setting}_steps the same values in every region."
+        if NEVER not in found.values():
+            way_out = (
+                f"If the interval is an epoch, their shards differ in length: set {setting}_strategy=steps and "
+                f"{setting}_steps={min(found.values())} in every region."
             )
+        often = [f"every {each}" if each else "never" for each in (found[first], steps)]
+        unit = " inner steps" if found[first] else ""
+        raise HandshakeError(
+            f"region {first} {verb} {often[0]}{unit}, region {region} {often[1]}, but all regions must do it together. {way_out}"
+        )
 
 
 def mark_of(saved: Saved | None) -> Mark:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import IterableDataset
 from transformers import Trainer, get_scheduler
 
 from hf_cocodc import CoCoDCCallback, simulate
@@ -93,3 +95,64 @@ def test_a_schedule_that_is_made_before_regions_meet(tmp_path: Path) -> None:
         HandshakeError, match=r"region 1 would make 16 inner steps.* callback\.attach\(trainer\)"
     ):
         simulate(lambda region, link: body(1, region, link), regions=2)
+
+
+STEPS_2 = {"eval_strategy": "steps", "eval_steps": 2}
+DELAYED = {**STEPS_2, "eval_delay": 3}
+NEVER = {"eval_strategy": "no"}
+STREAM = Tokens(16).rows.tolist()
+
+
+def rows() -> Iterator[dict[str, list[int]]]:
+    return ({"input_ids": row, "labels": row} for row in STREAM)
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "message"),
+    [
+        (
+            STEPS_2,
+            NEVER,
+            r"region 0 evaluates every 2 inner steps, region 1 never.*eval_strategy and eval_steps",
+        ),
+        (STEPS_2, DELAYED, r"eval_delay=0 in region 0, but 3 in region 1"),
+        (
+            {"eval_on_start": True},
+            {"eval_on_start": False},
+            r"eval_on_start=True in region 0, but False in region 1",
+        ),
+        (
+            {"eval_strategy": "epoch", "data": IterableDataset.from_generator(rows)},
+            {},
+            r"region 0 evaluates after epochs of unknown length.*eval_strategy=steps",
+        ),
+        (
+            {"save_strategy": "steps", "save_steps": 3},
+            {"save_strategy": "no"},
+            r"region 0 saves every 3 inner steps, region 1 never",
+        ),
+        (STEPS_2, {"evaluate_on": "local"}, r"evaluate_on=global in region 0, but local in region 1"),
+    ],
+)
+def test_regions_that_would_wait_for_each_other_in_vain(
+    common: dict, own: dict, message: str, tmp_path: Path
+) -> None:
+    """With eager updates an evaluation needs all regions. What they do not do together is refused before step 1."""
+
+    def body(region: int, link: Link) -> None:
+        make(tmp_path, link, "eager", **{"save_strategy": "no", **common, **(own if region else {})}).train()
+
+    with pytest.raises(HandshakeError, match=message):
+        simulate(body, regions=2)
+
+
+def test_an_evaluation_that_needs_no_other_region_may_take_place_in_one(tmp_path: Path) -> None:
+    """All regions hold the same global weights: region 1 need not evaluate them, nor at the start."""
+
+    def body(region: int, link: Link) -> list[int]:
+        how = NEVER if region else {**STEPS_2, "eval_on_start": True}
+        trainer = make(tmp_path, link, save_strategy="no", max_steps=4, **how)
+        trainer.train()
+        return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    assert simulate(body, regions=2) == [[0, 2, 4], []]

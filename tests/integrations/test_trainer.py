@@ -106,7 +106,7 @@ def test_outer_figures_stand_beside_trainers_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """auto_find_batch_size, load_best_model_at_end, save_only_model, one callback for two Trainers."""
+    """auto_find_batch_size, load_best_model_at_end, save_only_model, a search, one callback for two Trainers."""
     best = {
         "load_best_model_at_end": True,
         "save_strategy": "steps",
@@ -122,6 +122,8 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
             make(tmp_path, [CoCoDCCallback(CONFIG)], **more)
     callback = CoCoDCCallback(CONFIG)
     trainer = make(tmp_path, [callback])
+    with pytest.raises(InputError, match="other values in each region.*without CoCoDCCallback"):
+        trainer.hyperparameter_search(n_trials=1, backend="optuna")
     with pytest.raises(InputError, match="cocodc/COMPLETE is missing"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(InputError, match="already serves another Trainer"):

@@ -56,12 +56,15 @@ def make(
 ) -> Trainer:
     """A Trainer of the region that `link` belongs to, with data of its own."""
     policy, model = more.pop("when_one_ends", "auto"), more.pop("model", None)
+    weights = more.pop("evaluate_on", "global")
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 2, "learning_rate": 1e-3}
     common |= {"report_to": "none", "save_strategy": "steps", "save_steps": 1, "use_cpu": True}
     args = TrainingArguments(
         output_dir=str(folder), dataloader_pin_memory=False, disable_tqdm=True, **(common | more)
     )
-    callback = CoCoDCCallback(config(name), RegionConfig(when_one_ends=policy), link=link)
+    callback = CoCoDCCallback(
+        config(name), RegionConfig(when_one_ends=policy), evaluate_on=weights, link=link
+    )
     return Trainer(
         model=model if model is not None else llama(),
         args=args,
