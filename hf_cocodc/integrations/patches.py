@@ -1,8 +1,8 @@
 """All methods of Trainer that we wrap, and all its private methods that we rely on.
 
 A bare callback is not told about evaluation, saving or logging before they happen. Therefore these methods of one Trainer
-object are replaced by wrappers; the class, and every other Trainer, stay as they are. `WRAPPED` and `CALLED` name everything
-private that we need: a test compares them with the installed Transformers.
+object are replaced by wrappers; every other Trainer stays as it is. `WRAPPED` and `CALLED` name everything private that we
+need: a test compares them with the installed Transformers.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from ..run.durable import saving
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from . import card
+from .hub import leave_to_region_0, only_the_model
 
 WRAPPED = {
     "train": ("resume_from_checkpoint",),
@@ -29,6 +30,7 @@ WRAPPED = {
     "log": ("logs",),
     "save_model": ("output_dir", "_internal_call"),
     "create_model_card": (),
+    "push_to_hub": (),
     "_save_checkpoint": ("model", "trial"),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_push_from_checkpoint": ("checkpoint_folder",),
@@ -52,12 +54,14 @@ class Runner(Protocol):
     Attributes:
         outer: the outer optimizer; None before training.
         evaluate_on: "global" or "local".
+        region: this one.
         started: when training started, by the link's clock.
         blocked_before: seconds that training was blocked before it was resumed.
     """
 
     outer: OuterOptimizer | None
     evaluate_on: str
+    region: int
     started: float
     blocked_before: float
 
@@ -160,6 +164,14 @@ class Patches:
         else:
             create_model_card(*args, **kwargs)
 
+    def push_to_hub(self, push: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Pushes the model, from region 0."""
+        if self._callback.region:
+            leave_to_region_0(self._callback.region)
+            return None
+        with only_the_model():
+            return push(*args, **kwargs)
+
     def _save_checkpoint(
         self, save_checkpoint: Callable, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -207,7 +219,8 @@ class Patches:
 
     def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
         """Pushes the global model of a checkpoint."""
-        push(str(Path(checkpoint_folder) / EXPORT))
+        with only_the_model():
+            push(str(Path(checkpoint_folder) / EXPORT))
 
     def _maybe_log_save_evaluate(self, log_save_evaluate: Callable, *args: Any, **kwargs: Any) -> None:
         """Notices callbacks that stop training after an evaluation, before Trainer leaves its loop."""

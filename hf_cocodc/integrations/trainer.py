@@ -29,6 +29,7 @@ from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
 from .beginning import agree_on_length, check_habits
+from .hub import only_region_0_creates
 from .patches import Patches
 from .signals import first_signal
 
@@ -83,6 +84,7 @@ class CoCoDCCallback(TrainerCallback):
             assert self.regions.region is not None
             assert self.regions.count is not None
             self.region, self.num_regions = self.regions.region, self.regions.count
+        only_region_0_creates(CoCoDCCallback)
         if evaluate_on not in ("global", "local"):
             raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
         self.evaluate_on = evaluate_on
