@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ..errors import InputError, LinkError, RunStopped
+from ..errors import InputError, RunStopped
 from ..links.base import Link
 from ..links.trailer import Ending
 from ..recipes.recipe import Recipe, facts_of_data
@@ -30,6 +30,7 @@ from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
 from .beginning import agree_on_length, check_habits
 from .hub import only_region_0_creates
+from .leaving import leave
 from .patches import Patches
 from .signals import first_signal
 
@@ -293,7 +294,7 @@ class CoCoDCCallback(TrainerCallback):
             if not self._running.should_stop:
                 self._running.finish()
         except BaseException as error:
-            self._leave(trainer, error)
+            leave(trainer, self._link, self.outer, error)
             raise
         finally:
             self._link = self._saved = None
@@ -316,28 +317,6 @@ class CoCoDCCallback(TrainerCallback):
         return connect(
             trainer.accelerator, bare, self.config, self.regions, given, resumes, about=self._about
         )
-
-    def _leave(self, trainer: Trainer, error: BaseException) -> None:
-        """An error ends this region: leave in good order if possible, so that the others can stop with a checkpoint."""
-        reason = f"{type(error).__name__} at step {self.outer.inner_step if self.outer else 0}: {error}"
-        outer = self.outer
-        if outer is None:
-            if self._link is not None:
-                self._link.close(reason)
-            return
-        orderly = isinstance(error, Exception) and not isinstance(error, LinkError)
-        if orderly and trainer.accelerator.num_processes == 1 and not outer.should_stop:
-            logger.warning(
-                "region %d failed (%s). It keeps in step with the others until they have heard of it; interrupt it to leave "
-                "at once.",
-                *(self.region, reason),
-            )
-            try:
-                outer.leave(reason)
-            except Exception as second:  # after a CUDA error nothing works on that device
-                logger.warning("region %d cannot keep in step (%s): it leaves at once.", self.region, second)
-        outer.close(reason)
-        outer.journal.write_error(outer.inner_step, error)
 
     def _note_signal(self, name: str) -> None:
         self._signal = name

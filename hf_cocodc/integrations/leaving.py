@@ -1,0 +1,41 @@
+"""What a region does when an error ends its training."""
+
+import logging
+
+from transformers import Trainer
+
+from ..errors import LinkError
+from ..links.base import Link
+from ..run.outer_optimizer import OuterOptimizer
+
+logger = logging.getLogger(__name__)
+
+
+def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, error: BaseException) -> None:
+    """Leave in good order if possible, so that the other regions can stop with a checkpoint.
+
+    Args:
+        trainer: of this region.
+        link: reaches the other regions; None before they have met.
+        outer: the outer optimizer; None before there is one.
+        error: ends this region.
+    """
+    reason = f"{type(error).__name__} at step {outer.inner_step if outer else 0}: {error}"
+    if outer is None:
+        if link is not None:
+            link.close(reason)
+        return
+    region = outer.link.region
+    orderly = isinstance(error, Exception) and not isinstance(error, LinkError)
+    if orderly and trainer.accelerator.num_processes == 1 and not outer.should_stop:
+        logger.warning(
+            "region %d failed (%s). It keeps in step with the others until they have heard of it; interrupt it to leave "
+            "at once.",
+            *(region, reason),
+        )
+        try:
+            outer.leave(reason)
+        except Exception as second:  # after a CUDA error nothing works on that device
+            logger.warning("region %d cannot keep in step (%s): it leaves at once.", region, second)
+    outer.close(reason)
+    outer.journal.write_error(outer.inner_step, error)
