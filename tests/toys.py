@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.methods import Method
+from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 
 T = TypeVar("T")
 Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
 VOCAB = 64
+_NAMES = {field.name for field in dataclasses.fields(TrainingArguments)}
+RECOMPUTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
+"""The argument of Trainer that recomputes activations; older releases of transformers have the second name."""
 
 
 def llama(
@@ -127,3 +132,11 @@ def params_of(model: nn.Module) -> Tensor:
 def global_of(region: Region) -> Tensor:
     """All global params, flat, in the order of the fragments."""
     return torch.cat([state.global_params for state in region.synchronizer.fragments])
+
+
+def with_known_names(recipe: Recipe) -> Recipe:
+    """The recipe with the arguments of Trainer as the installed transformers names them."""
+    training = {
+        RECOMPUTING if "checkpointing" in key else key: value for key, value in recipe.training.items()
+    }
+    return dataclasses.replace(recipe, training=training)

@@ -27,11 +27,9 @@ def blaming(section: str) -> Iterator[None]:
     """
     import torch
 
-    # torch before 2.8 has no AcceleratorError
-    not_blamed = CocodcError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", CocodcError)
     try:
         yield
-    except not_blamed:
+    except (CocodcError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
         raise InputError(f"{section}: {reason(error)}.") from error

@@ -26,6 +26,7 @@ MISFITS = (
     "must match the size of tensor",
     "shapes cannot be multiplied",
     "is invalid for input of size",
+    "must divide the number of heads",
     "probability has to be between",
 )
 """What torch says about tensors that do not fit together, and about a wrong dropout."""
@@ -121,6 +122,8 @@ def _arguments(recipe: Recipe) -> Any:
     with blaming("training"):
         set_seed(args.seed)
         args.ddp_timeout_delta  # noqa: B018  a number that is too large raises
+        # only newer releases of transformers have such an argument
+        start_method = getattr(args, "dataloader_multiprocessing_context", None)
         for batch_size in (args.train_batch_size, args.eval_batch_size):
             DataLoader(
                 TensorDataset(torch.zeros(1)),
@@ -128,7 +131,7 @@ def _arguments(recipe: Recipe) -> Any:
                 num_workers=args.dataloader_num_workers,
                 prefetch_factor=args.dataloader_prefetch_factor,
                 persistent_workers=args.dataloader_persistent_workers,
-                multiprocessing_context=args.dataloader_multiprocessing_context,
+                multiprocessing_context=start_method,
             )
     return args
 

@@ -31,7 +31,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import config as config_of
-from tests.toys import VOCAB, llama
+from tests.toys import RECOMPUTING, VOCAB, llama
 
 H, STEPS, OVERLAP = 4, 14, 2
 CONFIG = OuterConfig(
@@ -176,7 +176,7 @@ VARIANTS = {
     "gradient accumulation": Variant(
         {"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 4}, atol=2e-6
     ),
-    "activation checkpointing": Variant({"activation_checkpointing": True}, {}, {"build": with_dropout}),
+    "activation checkpointing": Variant({RECOMPUTING: True}, {}, {"build": with_dropout}),
     "torch_compile": Variant({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}, atol=2e-6),
     "loss scaling": Variant({"prepare": scale_losses}, {}, {"max_grad_norm": 0.0}),
     "workers": Variant({"dataloader_num_workers": 2}, {}, {"build": with_dropout}),

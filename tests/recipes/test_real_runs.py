@@ -26,7 +26,7 @@ from hf_cocodc.settings import OuterConfig
 from hf_cocodc.training import building
 from hf_cocodc.training.preflight import check
 from tests.recipes.traffic import landings, step_time_s, traffic
-from tests.toys import Region, llama_adamw, run, train_llama
+from tests.toys import Region, llama_adamw, run, train_llama, with_known_names
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8").partition("## Real runs")[2]
@@ -84,7 +84,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 @cache
 def load(name: str) -> Recipe:
-    return Recipe.load(ROOT / "recipes" / name)
+    return with_known_names(Recipe.load(ROOT / "recipes" / name))
 
 
 @cache

@@ -18,6 +18,7 @@ from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.run.journal import read
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.training.preflight import check
+from tests.toys import with_known_names
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -36,7 +37,7 @@ def command(mark: str) -> str:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_recipe_is_complete(path: Path) -> None:
     """It loads, its method composes, its training and peft keys exist."""
-    check(Recipe.load(path))
+    check(with_known_names(Recipe.load(path)))
 
 
 def test_the_readmes_quickstart_runs(

@@ -95,6 +95,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
 def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) -> None:
     """FSDP2 writes folders with a pickle in them: the optimizer's is written anew, the weights are the global ones."""
     whole = tmp_path / "whole.pt"
