@@ -9,7 +9,8 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..errors import InputError
 from ..links.base import Link
-from ..run.checkpoint import EXPORT, Facts
+from ..run.checkpoint import Facts
+from ..run.manifest import EXPORT
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
     if args.save_only_model:
         raise InputError(
             "save_only_model=True would save no optimizer, schedule or random state, and no resume could be exact. Set it to "
-            "False: from_pretrained loads the global model alone from checkpoint-N/global."
+            "False: from_pretrained loads the global model alone from checkpoint-N."
         )
     if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         raise InputError(
@@ -81,7 +82,7 @@ def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> boo
             return args.max_steps <= facts.step
         raise InputError(
             f"{checkpoint} is of step {facts.step} of a run that had not finished, and max_steps={args.max_steps} leaves nothing "
-            f"to train. Raise max_steps, or use the global model of this step: {checkpoint / EXPORT}."
+            f"to train. Raise max_steps, or use the global model of this step: {checkpoint}."
         )
     if not facts.finished:
         return False

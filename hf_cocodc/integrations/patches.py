@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from transformers import Trainer, TrainerControl
 
 from ..errors import CheckpointError, InputError
-from ..run.checkpoint import EXPORT, PREFIX, make_room, rotate
+from ..run.checkpoint import PREFIX, make_room, rotate
 from ..run.durable import saving
+from ..run.export import put_into_folder
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from . import card
+from . import card, weights
 from .hub import leave_to_region_0, only_the_model
 
 WRAPPED = {
@@ -149,11 +150,18 @@ class Patches:
         log(logs, *args, **kwargs)
 
     def save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
-        """Saves and pushes the global weights; only Trainer's own checkpoints need the local ones."""
-        swap = self._callback.in_training and not (_internal_call and output_dir)
-        folder = Path(output_dir or self._trainer.args.output_dir or ".")
+        """Saves and pushes the global weights, into checkpoints too: our own file there holds the local ones."""
+        outer, trainer = self._callback.outer, self._trainer
+        swap = self._callback.in_training
+        folder = Path(output_dir or trainer.args.output_dir or ".")
         with saving(folder), self._own_global_weights() if swap else contextlib.nullcontext():
-            save_model(output_dir, _internal_call)
+            if outer is None or not (_internal_call and output_dir):
+                save_model(output_dir, _internal_call)
+                return
+            weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
+            if trainer.args.should_save:
+                card.write(folder, card.section(outer))
+                put_into_folder(folder)
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
         """Adds our section to the card."""
@@ -201,26 +209,24 @@ class Patches:
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
         """Writes all parts of a checkpoint; `save` writes Trainer's."""
-        outer.save(checkpoint)
-        with self._own_global_weights() if self._callback.in_training else contextlib.nullcontext():
-            _export(self._trainer, str(checkpoint / EXPORT))
-        if self._trainer.args.should_save:
-            card.write(checkpoint / EXPORT, card.section(outer))
+        outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
         save()
         outer.seal(checkpoint)
 
-    def _load_from_checkpoint(self, load_from_checkpoint: Callable, *args: Any, **kwargs: Any) -> None:
-        """Removes adapters that Trainer loads by mistake: our folder of the global model, and exports that a user has added."""
-        model: Any = self._trainer.model
-        before = set(getattr(model, "peft_config", ()))
-        load_from_checkpoint(*args, **kwargs)
-        for adapter in set(getattr(model, "peft_config", ())) - before:
-            model.delete_adapter(adapter)
+    def _load_from_checkpoint(
+        self, load_from_checkpoint: Callable, resume_from_checkpoint: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Loads the local weights from our own file."""
+        weights.load_local(
+            self._trainer,
+            Path(resume_from_checkpoint),
+            lambda: load_from_checkpoint(resume_from_checkpoint, *args, **kwargs),
+        )
 
     def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
-        """Pushes the global model of a checkpoint."""
+        """Pushes the global model, and nothing of the run."""
         with only_the_model():
-            push(str(Path(checkpoint_folder) / EXPORT))
+            push(checkpoint_folder)
 
     def _maybe_log_save_evaluate(self, log_save_evaluate: Callable, *args: Any, **kwargs: Any) -> None:
         """Notices callbacks that stop training after an evaluation, before Trainer leaves its loop."""
@@ -236,13 +242,3 @@ class Patches:
     def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         assert self._callback.outer is not None
         return self._callback.outer.own_global_weights()
-
-
-def _export(trainer: Trainer, folder: str) -> None:
-    """Save the model as it is, even if Trainer itself would save only shards."""
-    if not trainer.is_fsdp_enabled:
-        trainer.save_model(folder, _internal_call=True)
-        return
-    weights = trainer.accelerator.get_state_dict(trainer.model)
-    if trainer.args.should_save:
-        trainer._save(folder, state_dict=weights)

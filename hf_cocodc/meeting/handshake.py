@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
-from ..tensors.sharding import local_shard
+from ..tensors.sharding import local_shard, plain_parts
 
 PROTOCOL = 8
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
@@ -215,17 +215,6 @@ def frozen_digest(model: nn.Module) -> str:
     others = [(name, t) for name, t in saved.items() if isinstance(t, Tensor) and id(t) not in named]
     for name, tensor in frozen + buffers + others:
         sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        for part in _parts(local_shard(tensor)):
+        for part in plain_parts(local_shard(tensor)):
             sha.update(memoryview(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return sha.hexdigest()[:16]
-
-
-def _parts(tensor: Any) -> list[Tensor]:
-    """Plain tensors inside `tensor`.
-
-    A quantised weight may be a tensor subclass that holds values and scales, but no bytes of its own.
-    """
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]

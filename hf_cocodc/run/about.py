@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..meeting.handshake import may_differ
+from .local_weights import base_digest
 
 logger = logging.getLogger(__name__)
 
 _MODEL = "model.config"
+_BASE = "frozen base (digest)"
 _NOT_THE_FUNCTION = {
     *(
         "architectures",
@@ -75,16 +77,20 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
 def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
     """The config of a Transformers model, without what changes neither its outputs nor its loss; flat, by dotted names.
 
+    If the model has a frozen base that no checkpoint holds, its digest as well.
+
     Args:
         model: unwrapped.
         tokenizer: the tokenizer, or the processor, of a Trainer. The ids of special tokens are then its own: Trainer writes
             them into the config, but only when it trains. The pad token matters: it has no gradient, and a classifier reads
             the token before it.
     """
+    digest = base_digest(model)
+    base = {} if digest is None else {_BASE: digest}
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
-        return {}
-    fields = dict(_flat(_MODEL, config.to_dict()))
+        return base
+    fields = dict(_flat(_MODEL, config.to_dict())) | base
     if not hasattr(tokenizer, "pad_token_id"):
         tokenizer = getattr(tokenizer, "tokenizer", None)  # a processor's
     if not hasattr(tokenizer, "pad_token_id"):
@@ -120,9 +126,7 @@ def refuse_another_run(
             way_out = (
                 f"Set it back, or allow the change: regions.may_differ={name}."
                 if free
-                else (
-                    "Set it back, or start a new run from the checkpoint's global model (checkpoint-N/global)."
-                )
+                else ("Set it back, or start a new run from the checkpoint's global model (checkpoint-N).")
             )
             raise CheckpointError(
                 f"the checkpoint was written with {name}={theirs[name]!r}, this run has {ours[name]!r}. {way_out}"

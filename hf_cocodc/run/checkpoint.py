@@ -2,22 +2,26 @@
 
 ::
 
-    checkpoint-N/                     files of Trainer or Accelerate (local weights, inner optimizer, ...)
+    checkpoint-N/                     the global model, for `from_pretrained`, and files of Trainer (inner optimizer, ...)
         cocodc/state.json             format version, facts of the run, and the engine's state without its tensors
         cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
+        cocodc/local-lane0.safetensors    this region's local weights (see `local_weights`)
         cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
         cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
-        global/                       the global model, for `from_pretrained`
+        global/                       the files of the global model once more (see `export`)
 
-We read no pickle.
+`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. So were
+Trainer's files in format 1, where only `global/` held the global model. We read no pickle.
 """
 
 import contextlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
@@ -34,7 +38,6 @@ from .trees import put_together, take_apart
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
-EXPORT = manifest.EXPORT
 _TAKEN_OVER = "joining"
 """Name of `Facts.taken_over` in format 1."""
 
@@ -95,10 +98,12 @@ class Saved(NamedTuple):
     Attributes:
         state: of `Synchronizer.state_dict`.
         facts: of the run that wrote it.
+        weights: `local_weights.digests` of the lane; empty in format 1, and if the checkpoint was taken over.
     """
 
     state: dict[str, Any]
     facts: Facts
+    weights: Mapping[str, str] = MappingProxyType({})
 
 
 def tensors_file(lane: int = 0) -> str:
@@ -137,7 +142,7 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
         replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
-        content = {"format": FORMAT, **saved.facts.to_json(), "state": tree}
+        content = {"format": FORMAT, **saved.facts.to_json(), "weights": dict(saved.weights), "state": tree}
         text = json.dumps(content, indent=1, allow_nan=False)
         replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -181,7 +186,8 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
         content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
-        return Saved(put_together(content["state"], tensors), Facts.from_json(content))
+        state = put_together(content["state"], tensors)
+        return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))
     except (ValueError, TypeError, SafetensorError, KeyError, OSError) as error:
         raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error
 
@@ -190,7 +196,17 @@ def mark_taken_over(checkpoint: Path) -> None:
     """Write into a copied checkpoint that it is another region's."""
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**content, _TAKEN_OVER: True}), encoding="utf-8")
+        path.write_text(json.dumps({**content, "weights": {}, _TAKEN_OVER: True}), encoding="utf-8")
+
+
+def trained(checkpoint: Path) -> set[str]:
+    """Names of the parameters that the run of a complete checkpoint trains.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    fragments = _content_of(checkpoint)["state"]["layout"]
+    return {parameter[0] for fragment in fragments for parameter in fragment}
 
 
 def facts_of(checkpoint: Path) -> Facts:
@@ -200,8 +216,15 @@ def facts_of(checkpoint: Path) -> Facts:
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        return Facts.from_json(json.loads((checkpoint / state_file()).read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError, OSError) as error:
+        return Facts.from_json(_content_of(checkpoint))
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint / state_file()} lacks {error}.") from error
+
+
+def _content_of(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{checkpoint / state_file()} cannot be read: {error}.") from error
 
 

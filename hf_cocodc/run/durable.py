@@ -68,7 +68,13 @@ def sha256(path: Path) -> str:
 
 
 def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file. A thread needs about a second per GB; at most four threads share the files."""
+    """The SHA-256 of each file. A thread needs about a second per GB; at most four threads share the files.
+
+    A file with several names (hard links) is read once.
+    """
+    known = [(path.stat().st_dev, path.stat().st_ino) for path in paths]
+    files = dict(zip(known, paths, strict=True))
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-hash") as pool:
-        return list(pool.map(sha256, paths))
+        found = dict(zip(files, pool.map(sha256, files.values()), strict=True))
+    return [found[file] for file in known]

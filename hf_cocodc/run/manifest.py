@@ -12,18 +12,18 @@ hashes of our own files only: the others are then compared by their sizes.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .durable import replace, sha256_of_all, sync
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when earlier versions would misread the files. Older formats are still read."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 EXPORT = "global"
-"""Folder of the global model in a checkpoint."""
+"""Folder in a checkpoint that has the files of the global model. Since format 2 they lie in the checkpoint's own folder, too."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
@@ -67,6 +67,10 @@ class Manifest(NamedTuple):
     def is_hashed(self) -> bool:
         """Whether every file has its hash."""
         return all(file.sha256 for file in self.files.values())
+
+    def is_exported(self, name: str) -> bool:
+        """Whether a file is one of the global model's. In format 1, a file beside `global/` was not."""
+        return name.startswith(f"{EXPORT}/") or (self.format > 1 and f"{EXPORT}/{name}" in self.files)
 
 
 def write(checkpoint: Path, run: int) -> None:
@@ -124,16 +128,16 @@ def damage(checkpoint: Path, hashes: bool = True) -> str | None:
         checkpoint: its folder.
         hashes: whether to read every file and to compare its hash; else only names and sizes are compared.
     """
-    return _compare(checkpoint, lambda name: not name.startswith(f"{EXPORT}/"), hashes)
+    return _compare(checkpoint, False, hashes)
 
 
 def damage_of_export(checkpoint: Path) -> str | None:
     """What is wrong with the global model in a checkpoint, in the words of `damage`; None if nothing is."""
-    return _compare(checkpoint, lambda name: name.startswith(f"{EXPORT}/"), hashes=True)
+    return _compare(checkpoint, True, hashes=True)
 
 
-def _compare(checkpoint: Path, counts: Callable[[str], bool], hashes: bool) -> str | None:
-    """What is wrong with those files whose names count; cards, which only people read, never do."""
+def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
+    """What is wrong with the files of the global model, or with all others; cards, which only people read, never count."""
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
@@ -142,7 +146,11 @@ def _compare(checkpoint: Path, counts: Callable[[str], bool], hashes: bool) -> s
             return (
                 f"its format is {manifest.format}, this hf_cocodc reads up to {FORMAT}; install a newer one"
             )
-        files = {n: file for n, file in manifest.files.items() if counts(n) and not n.endswith(".md")}
+        files = {
+            name: file
+            for name, file in manifest.files.items()
+            if manifest.is_exported(name) == exported and not name.endswith(".md")
+        }
         return (
             _changed(checkpoint, files)
             or _added(checkpoint, manifest.files)

@@ -80,7 +80,7 @@ class OuterOptimizer:
     Raises:
         InputError: settings that cannot work.
         HandshakeError: regions disagree.
-        CheckpointError: `saved` is of another run.
+        CheckpointError: `saved` is of another run, or the model holds other weights.
         LinkError: the store or a region cannot be reached in time.
     """
 
@@ -116,10 +116,10 @@ class OuterOptimizer:
         self._accelerator = accelerator
         self._allowed = regions.allowed
         self._max_steps = max_steps
-        self._config, self._bare = config, bare
+        self._config, self.model = config, bare
         self._inner_lr = 0.0
         if saved is not None:
-            check(saved, self.settings, link, self._about, self._allowed)
+            check(saved, self.settings, link, self._about, self._allowed, bare)
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self.journal = Journal(path, mark_of(saved), link.clock)
@@ -260,10 +260,15 @@ class OuterOptimizer:
         self._undo = []
         self.link.close(reason)
 
-    def save(self, checkpoint: str | Path) -> None:
+    def save(self, checkpoint: str | Path, *, weights: bool = False) -> None:
         """Write the outer optimizer's state into a checkpoint's folder; `seal` it when everything else is there.
 
         A collective call of this region's ranks; saving changes no number and asks nothing of other regions.
+
+        Args:
+            checkpoint: its folder.
+            weights: whether to write the local weights, too. Else save the model's parameters yourself, as
+                `accelerator.save_state` does; a digest of them is written in both cases.
 
         Raises:
             CheckpointError: the disk refuses.
@@ -280,7 +285,8 @@ class OuterOptimizer:
             model=dict(self._about.model),
             facts=dict(self._about.facts),
         )
-        write(self._accelerator, self.link, Path(checkpoint), Saved(self.synchronizer.state_dict(), facts))
+        saved = Saved(self.synchronizer.state_dict(), facts)
+        write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)
 
     def seal(self, checkpoint: str | Path) -> None:
         """Declare a checkpoint complete, once every rank of the region has written its part."""
@@ -293,10 +299,10 @@ class OuterOptimizer:
         """Continue from a checkpoint whose weights the model already holds. A collective call.
 
         Raises:
-            CheckpointError: it is of another run.
+            CheckpointError: it is of another run, or the model holds other weights.
         """
         config = continuing(self._config, saved.facts.settings)
-        check(saved, settings(config), self.link, self._about, self._allowed)
+        check(saved, settings(config), self.link, self._about, self._allowed, self.model)
         if config == self._config:
             self.synchronizer.load_state_dict(saved.state)
         else:  # the checkpoint has other fragments
@@ -308,13 +314,13 @@ class OuterOptimizer:
     def _adopted(self, state: dict[str, Any] | None) -> Synchronizer:
         """An engine for the model as it is, at the start of a run or where `state` was saved. A collective call."""
         return Synchronizer(
-            self._bare,
+            self.model,
             from_config(self._config),
             self.link,
             record=self.journal.write,
             digest_interval=self._config.digest_interval,
             state=state,
-            device=outer_device(self._bare, self._config),
+            device=outer_device(self.model, self._config),
         )
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:

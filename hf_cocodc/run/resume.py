@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from torch import nn
 
 from ..errors import CheckpointError
 from ..links.base import Link
 from ..resolve import value_in
 from . import checkpoint as disk
-from . import manifest, numbering
+from . import local_weights, manifest, numbering
 from .about import About, refuse_another_run
 from .checkpoint import Saved
 from .shelf import Shelf, main_says
@@ -268,12 +269,27 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
         logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
 
 
-def check(saved: Saved, settings: dict[str, Any], link: Link, about: About, allowed: Collection[str]) -> None:
+def check(
+    saved: Saved,
+    settings: dict[str, Any],
+    link: Link,
+    about: About,
+    allowed: Collection[str],
+    model: nn.Module,
+) -> None:
     """Compare the run that wrote a checkpoint with this one; warn if this run cannot be exact. A collective call.
+
+    Args:
+        saved: our part of the checkpoint.
+        settings: of the method.
+        link: of this region.
+        about: the rest of this training.
+        allowed: regions.may_differ.
+        model: unwrapped; it holds the weights that were saved with the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is of another method, model or training, is used by two regions, or is of a region with
-            another number of lanes.
+            another number of lanes; or the model holds other weights.
     """
     facts = saved.facts
     writer = -1 if facts.taken_over else facts.region
@@ -287,13 +303,13 @@ def check(saved: Saved, settings: dict[str, Any], link: Link, about: About, allo
     if facts.num_lanes != link.num_lanes:
         raise CheckpointError(
             f"a region of {facts.num_lanes} lane(s) wrote the checkpoint, this region has {link.num_lanes}. Launch it with as "
-            "many ranks and the same sharding, or start a new run from checkpoint-N/global."
+            "many ranks and the same sharding, or start a new run from checkpoint-N."
         )
     theirs = facts.settings
     if theirs["method"] != settings["method"]:
         raise CheckpointError(
             f"the checkpoint was written with outer.method={theirs['method']}, this run has {settings['method']}. Resume with "
-            "the method that wrote it, or start a new run from its global model (checkpoint-N/global)."
+            "the method that wrote it, or start a new run from its global model (checkpoint-N)."
         )
     names = theirs.keys() | settings.keys()
     changed = {name for name in names if value_in(theirs, name) != value_in(settings, name)}
@@ -305,6 +321,7 @@ def check(saved: Saved, settings: dict[str, Any], link: Link, about: About, allo
         )
     for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
         logger.warning(sentence)
+    local_weights.check(model, saved.weights)
     if facts.num_regions != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "

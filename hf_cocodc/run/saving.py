@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate import Accelerator
+from torch import nn
 
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
+from . import local_weights
 from .checkpoint import Saved
 from .shelf import main_says
 
@@ -17,6 +19,7 @@ class Savable(Protocol):
     """An outer optimizer, as far as it is saved and loaded."""
 
     link: Link
+    model: nn.Module
 
     def save(self, checkpoint: str | Path) -> None: ...
 
@@ -25,8 +28,18 @@ class Savable(Protocol):
     def load(self, saved: Saved) -> None: ...
 
 
-def write(accelerator: Accelerator, link: Link, checkpoint: Path, saved: Saved) -> None:
+def write(
+    accelerator: Accelerator, link: Link, model: nn.Module, checkpoint: Path, saved: Saved, whole: bool
+) -> None:
     """Write the part of every lane into a checkpoint that is not complete yet. A collective call of the region's ranks.
+
+    Args:
+        accelerator: of this region.
+        link: of this region.
+        model: unwrapped, with the local weights.
+        checkpoint: its folder.
+        saved: the rest of our part.
+        whole: whether our own file holds all local weights; else it holds buffers, and the caller saves the parameters.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -35,15 +48,17 @@ def write(accelerator: Accelerator, link: Link, checkpoint: Path, saved: Saved) 
         disk.begin(checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process or link.lane:
-        disk.write(checkpoint, saved, link.lane)
+        kept = local_weights.kept(model)
+        disk.write(checkpoint, saved._replace(weights=local_weights.digests(kept)), link.lane)
+        with disk.saving(checkpoint):
+            own = kept if whole else local_weights.buffers(model)
+            local_weights.write(checkpoint / local_weights.weights_file(link.lane), own)
 
 
 def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
     """Declare a checkpoint complete, once every rank has written its part. A collective call of the region's ranks."""
     accelerator.wait_for_everyone()
-    is_main = accelerator.is_main_process  # every pipeline stage leads itself
-    # hashing may take longer than a collective call may wait
-    link.lead(lambda _: disk.seal(checkpoint) if is_main else None, "the hashes of a checkpoint")
+    main_says(link, accelerator, lambda: disk.seal(checkpoint), "the hashes of a checkpoint")
     accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
 
 
@@ -53,12 +68,12 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
     Accelerate calls hooks before it writes or reads its own files, and the hooks receive the folder. Our last part must come
     after Accelerate's files: the two methods of this accelerator are therefore wrapped.
     """
-    folder: list[str] = []
+    folder: list[Path] = []
     read: list[Saved] = []
     save_state, load_state = accelerator.save_state, accelerator.load_state
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
-        folder[:] = [output_dir]
+        folder[:] = [Path(output_dir)]
         outer.save(output_dir)
 
     def before_loading(models: Any, input_dir: str) -> None:
@@ -70,6 +85,7 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
             raise CheckpointError(
                 f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run."
             )
+        folder[:] = [checkpoint]
         read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +95,9 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
 
     def load_all(*args: Any, **kwargs: Any) -> None:
         load_state(*args, **kwargs)
+        file = folder[0] / local_weights.weights_file(outer.link.lane)
+        if file.is_file():  # an older version wrote none
+            local_weights.restore(outer.model, file, local_weights.buffers(outer.model))
         outer.load(read[0])
 
     hooks = [

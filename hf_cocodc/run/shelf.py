@@ -110,8 +110,19 @@ def main_says(link: Link, accelerator: Accelerator, find: Callable[[], Value], w
     `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
 
     Raises:
-        CocodcError: what `find` has raised, in all ranks.
+        Exception: what `find` has raised, in all ranks.
     """
-    is_main = accelerator.is_main_process  # every pipeline stage leads itself
-    said: list[Any] = [link.lead(lambda _: find() if is_main else None, what)]
-    return broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]
+
+    def attempt(_: Link) -> tuple[Any, Exception | None] | None:
+        if not accelerator.is_main_process:  # every pipeline stage leads itself
+            return None
+        try:
+            return find(), None
+        except Exception as error:
+            return None, error
+
+    said: list[Any] = [link.lead(attempt, what)]
+    value, error = broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]
+    if error is not None:
+        raise error
+    return value

@@ -8,19 +8,21 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import checkpoint as disk
-from . import manifest, numbering
+from . import local_weights, manifest, numbering
+from .export import put_beside
 from .trees import put_together, take_apart
 
 logger = logging.getLogger(__name__)
@@ -30,14 +32,12 @@ _TREES = "trees"
 """Folder of what was taken apart, while it travels."""
 _STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt", "scaler.pt")
 """States that Trainer and Accelerate pickle; a folder is sharded."""
-_LOCAL = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
-"""Local weights of a sharded region: the region that takes over writes the global weights in their form."""
 _ITEMS = "$items"
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
     rf"trainer_state\.json|{disk.FOLDER}/state(-lane\d+)?\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
-    rf"|{_TREES}/({'|'.join(map(re.escape, _STATES))})\.(json|safetensors)|{_TREES}/({'|'.join(map(re.escape, _LOCAL))})"
-    rf"|{disk.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
+    rf"|{_TREES}/({'|'.join(map(re.escape, _STATES))})\.(json|safetensors)|{disk.FOLDER}/local-lane\d+\.safetensors"
+    rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )
 """Names of the files that may cross the link."""
 
@@ -111,7 +111,10 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
 
 @contextmanager
 def _parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
-    """The files that another region can continue from: all but local weights and random numbers. Pickles are taken apart."""
+    """The files that another region can continue from: no local weights or random numbers, and pickles taken apart.
+
+    Of the local weights, only what is not trained goes with them: buffers, and frozen weights.
+    """
     aside = checkpoint.with_name(f"{checkpoint.name}.sent")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -120,9 +123,9 @@ def _parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
             for name in _STATES:
                 if (checkpoint / name).exists():
                     _take_apart(checkpoint / name, aside / _TREES / name)
-            for name in _LOCAL:
-                if (checkpoint / name).exists():
-                    (aside / _TREES / name).touch()
+            (aside / disk.FOLDER).mkdir()
+            for path in checkpoint.glob(local_weights.weights_file("*")):
+                _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
         found = {
             path.relative_to(folder).as_posix(): path
             for folder in (checkpoint, aside)
@@ -136,21 +139,18 @@ def _parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
 
 def _make_own(checkpoint: Path) -> None:
     """Turn the received files into a checkpoint: a region that takes over starts from the global weights."""
-    trees, export = checkpoint / _TREES, checkpoint / disk.EXPORT
-    for path in export.rglob("*"):
-        if path.is_file():
-            own = checkpoint / path.relative_to(export)
-            own.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, own)
+    trees = checkpoint / _TREES
+    put_beside(checkpoint)
     for path in trees.glob("*.json"):
         _put_together(path.with_suffix(""), checkpoint / path.stem)
-    for name in _LOCAL:
-        if (trees / name).is_file():
-            parts = [load_file(path) for path in sorted(export.glob("*.safetensors"))]
-            weights = {key: value for part in parts for key, value in part.items()}
-            _pickle({"model": weights} if name.endswith("_0") else weights, checkpoint / name)
     shutil.rmtree(trees, ignore_errors=True)
     disk.mark_taken_over(checkpoint)
+
+
+def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:
+    """Copy a file of tensors without those of these names."""
+    with safe_open(weights, framework="pt") as file:
+        save_file({name: file.get_tensor(name) for name in file.keys() if name not in names}, to)  # noqa: SIM118
 
 
 def _take_apart(state: Path, to: Path) -> None:

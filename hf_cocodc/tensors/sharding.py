@@ -1,4 +1,6 @@
-"""Access to the shards that FSDP2 leaves on this rank."""
+"""Access to the shards that FSDP2 leaves on this rank, and to the plain tensors inside others."""
+
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,6 +11,17 @@ def local_shard(tensor: Tensor) -> Tensor:
 
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """Plain tensors inside `tensor`.
+
+    A quantised weight may be a tensor subclass that holds values and scales, but no bytes of its own.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
 
 
 def reshard(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from transformers import (
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard, simulate
 from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
+from hf_cocodc.run.local_weights import weights_file
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import config as config_of
 from tests.toys import RECOMPUTING, VOCAB, llama
@@ -218,17 +219,17 @@ def test_a_way_to_train_changes_nothing(name: str, tmp_path: Path) -> None:
     theirs = train(tmp_path / "reference", **variant.common, **variant.reference)
     torch.testing.assert_close(ours[0].params, theirs[0].params, rtol=0, atol=variant.atol)
     folders = [tmp_path / "run" / f"region-{region}" for region in range(2)]
-    exported = [weights(folder / f"checkpoint-{STEPS // 2}" / "global") for folder in folders]
-    local = [weights(folder / f"checkpoint-{STEPS // 2}") for folder in folders]
+    exported = [weights(folder / f"checkpoint-{STEPS // 2}" / "model.safetensors") for folder in folders]
+    local = [weights(folder / f"checkpoint-{STEPS // 2}" / weights_file()) for folder in folders]
     assert torch.equal(exported[0], exported[1])
     assert not torch.equal(local[0], local[1])
-    final = AutoModelForCausalLM.from_pretrained(folders[0] / f"checkpoint-{STEPS}" / "global")
+    final = AutoModelForCausalLM.from_pretrained(folders[0] / f"checkpoint-{STEPS}")
     assert torch.equal(trained_params(final), ours[0].params)
 
 
-def weights(folder: Path) -> Tensor:
-    """Everything in a folder's model.safetensors, flat."""
-    return torch.cat([tensor.reshape(-1) for tensor in load_file(folder / "model.safetensors").values()])
+def weights(file: Path) -> Tensor:
+    """Everything in a file, flat."""
+    return torch.cat([tensor.reshape(-1) for tensor in load_file(file).values()])
 
 
 def test_rows_of_like_length_share_a_batch(tmp_path: Path) -> None:
@@ -317,7 +318,7 @@ def test_idle_regions_in_pure_bf16_do_not_drift(tmp_path: Path) -> None:
         assert len(idle) == 7
         assert all(torch.equal(later, settled) for later in idle)
         assert outcome.params.dtype == torch.bfloat16
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1" / f"checkpoint-{STEPS}" / "global")
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "region-1" / f"checkpoint-{STEPS}")
     assert torch.equal(trained_params(final), outcomes[0].params)
 
 

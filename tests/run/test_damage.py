@@ -19,6 +19,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import numbering
 from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.run.local_weights import weights_file
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
 
@@ -56,7 +57,10 @@ def edit_step(checkpoint: Path, other: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Damage]] = {
-    "a bit of the local weights": ("model.safetensors", lambda own, other: flip(own / "model.safetensors")),
+    "a bit of the local weights": (
+        weights_file(),
+        lambda own, other: flip(own / weights_file()),
+    ),
     "a bit of the inner optimizer": ("optimizer.pt", lambda own, other: flip(own / "optimizer.pt")),
     "the other region's random numbers": (
         "rng_state.pth",
@@ -114,7 +118,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize("good", [True, False])
 def test_a_damaged_checkpoint_that_a_path_names_is_refused(good: bool, again: Path) -> None:
     """The reason is said, and the newest that is good in every region, if there is one."""
-    flip(checkpoint_of(again, 1, LAST) / "model.safetensors")
+    flip(checkpoint_of(again, 1, LAST) / weights_file())
     for step in state.checkpoints(again / "region-0"):
         if not good and step != LAST:
             shutil.rmtree(checkpoint_of(again, 0, step))
@@ -131,7 +135,7 @@ def test_a_damaged_checkpoint_that_a_path_names_is_refused(good: bool, again: Pa
     before = contents(again)
     simulate(body, regions=2)
     first, second = sorted(said)
-    assert f"checkpoint-{LAST} cannot be resumed from: model.safetensors has changed" in first
+    assert f"checkpoint-{LAST} cannot be resumed from: {weights_file()} has changed" in first
     assert f"region 1 cannot resume from its checkpoint-{LAST}" in second
     for message in said:
         assert (f"good in every region is checkpoint-{BEFORE}" in message) == good

@@ -15,8 +15,9 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import manifest, numbering
+from hf_cocodc.run import durable, manifest, numbering
 from hf_cocodc.run.durable import sha256_of_all
+from hf_cocodc.run.export import put_into_folder
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.run.resume import newest_common
 from hf_cocodc.run.shelf import Shelf
@@ -30,10 +31,13 @@ FILES = (
     "pytorch_model_fsdp_0/__0_0.distcp",
     "cocodc/state.json",
     "cocodc/global-lane0.safetensors",
+    "cocodc/local-lane0.safetensors",
+    "config.json",
     "global/model.safetensors",
     "global/config.json",
     "global/README.md",
 )
+"""In format 2 the files of the global model have two names; the others are what a resume reads."""
 
 
 def put(path: Path, content: bytes) -> None:
@@ -74,7 +78,9 @@ def test_a_file_that_no_resume_reads_may_be_added(checkpoint: Path, name: str) -
     assert manifest.damage(checkpoint) is None
 
 
-@pytest.mark.parametrize("name", ["README.md", "global/README.md", "global/model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "model.safetensors", "global/README.md", "global/model.safetensors"]
+)
 def test_a_file_that_no_resume_reads_may_change(checkpoint: Path, name: str) -> None:
     put(checkpoint / name, b"edited by its user")
     assert manifest.damage(checkpoint) is None
@@ -110,7 +116,29 @@ def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name:
     assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
 
 
-@pytest.mark.parametrize("name", ["global/model.safetensors", "global/config.json"])
+def test_in_format_1_local_weights_lay_beside_the_global_model(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "FORMAT", 1)
+        manifest.write(checkpoint, run=7)
+    put(checkpoint / "model.safetensors", b"other")
+    assert str(manifest.damage(checkpoint)).startswith("model.safetensors has changed since it was saved")
+
+
+def test_a_file_with_two_names_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model.safetensors", "cocodc/state.json"):
+        put(tmp_path / "checkpoint-4" / name, b"saved")
+    put_into_folder(tmp_path / "checkpoint-4")
+    hashed, sha256 = [], durable.sha256
+    monkeypatch.setattr(durable, "sha256", lambda path: [hashed.append(path), sha256(path)][1])
+    manifest.write(tmp_path / "checkpoint-4", run=7)
+    assert sorted(path.name for path in hashed) == ["model.safetensors", "state.json"]
+    files = manifest.read(tmp_path / "checkpoint-4").files
+    assert files["model.safetensors"] == files["global/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "global/model.safetensors", "global/config.json"])
 def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -> None:
     """Only its weights and configs are compared."""
     assert manifest.damage_of_export(checkpoint) is None

@@ -36,6 +36,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
+from hf_cocodc.run.local_weights import kept, restore, weights_file
 from tests.processes.worker import Tokens
 from tests.run.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of
@@ -389,7 +390,7 @@ def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCap
 def test_a_region_that_joins_starts_from_the_global_weights(tmp_path: Path) -> None:
     """Before its first step its model is the global model, and its residuals are zero."""
     step = stopped(tmp_path, 6, name="dilocox")
-    exported = AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path, 0, step) / "global")
+    exported = AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path, 0, step))
     seen = {}
 
     def body(region: int, link: Link) -> None:
@@ -487,7 +488,7 @@ def test_a_limit_of_one_leaves_what_every_region_can_go_on_from(num_regions: int
 
 
 def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
-    """checkpoint-N/global is the global model of that moment; what a user saves, evaluates and predicts with, too."""
+    """checkpoint-N is the global model of that moment; what a user saves, evaluates and predicts with, too."""
     seen: dict[int, dict[str, Any]] = {}
 
     def body(region: int, link: Link) -> None:
@@ -515,14 +516,15 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
         found = seen[region]
         assert torch.equal(found["local"], found["after"])
         assert not torch.equal(found["local"], found["global"])
-        for folder in (checkpoint_of(tmp_path, region, 7) / "global", tmp_path / f"saved-{region}"):
-            assert torch.equal(params_of(AutoModelForCausalLM.from_pretrained(folder)), found["global"]), (
-                folder
-            )
-        local = AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path, region, 7))
-        assert torch.equal(params_of(local), found["local"])
+        checkpoint = checkpoint_of(tmp_path, region, 7)
+        for folder in (checkpoint, checkpoint / "global", tmp_path / f"saved-{region}"):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            assert torch.equal(params_of(model), found["global"]), folder
+        assert (checkpoint / "model.safetensors").samefile(checkpoint / "global" / "model.safetensors")
+        restore(model, checkpoint / weights_file(), kept(model))
+        assert torch.equal(params_of(model), found["local"])
         numpy.testing.assert_array_equal(found["logits"], found["expected"])
-    for readme in (checkpoint_of(tmp_path, 0, 7) / "global", tmp_path / "region-0"):
+    for readme in (checkpoint_of(tmp_path, 0, 7), tmp_path / "region-0"):
         card = (readme / "README.md").read_text()
         for word in ("hf-cocodc", "| method | streaming |", "| regions | 2 |", "2501.18512", "bytes", "fp4"):
             assert word in card, f"{word} in {readme}"
@@ -530,7 +532,7 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
-    """PEFT: checkpoint-N/global loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit.
+    """PEFT: checkpoint-N loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit.
 
     A callback may export the adapter into the checkpoint once more, as PEFT's examples do.
     """
@@ -553,7 +555,7 @@ def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
         return params_of(trainer.model), seen[0]
 
     whole = simulate(body, regions=2)
-    loaded = PeftModel.from_pretrained(llama(), str(checkpoint_of(tmp_path, 1, 7) / "global"))
+    loaded = PeftModel.from_pretrained(llama(), str(checkpoint_of(tmp_path, 1, 7)))
     assert torch.equal(params_of(loaded), whole[1][1])
     for region in range(2):
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))

@@ -15,7 +15,8 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import numbering, take_over
+from hf_cocodc.run import local_weights, numbering, take_over
+from hf_cocodc.run.export import put_into_folder
 from tests.run.test_checkpoints import FACTS
 
 RUN = 7
@@ -32,13 +33,15 @@ def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "region-0" / "checkpoint-3"
     numbering.begin_run(folder.parent, RUN)
     state.begin(folder)
-    state.write(folder, state.Saved({"tensor": torch.ones(2)}, FACTS))
-    for place in (folder, folder / "global"):
-        (place / "extra").mkdir(parents=True)
-        save_file(WEIGHTS, place / "model.safetensors")
-        save_file(WEIGHTS, place / "extra" / "adapter_model.safetensors")
-        (place / "config.json").write_text("{}")
-        torch.save({"a": 1}, place / "training_args.bin")
+    ours = {"tensor": torch.ones(2), "layout": [[["weight", [2, 3]]]]}
+    state.write(folder, state.Saved(ours, FACTS, {"weight": "its digest"}))
+    local_weights.write(folder / local_weights.weights_file(), WEIGHTS | {"buffer": torch.ones(1)})
+    (folder / "extra").mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
+    (folder / "config.json").write_text("{}")
+    torch.save({"a": 1}, folder / "training_args.bin")
+    put_into_folder(folder)
     torch.save(ADAM, folder / "optimizer.pt")
     torch.save({"last_epoch": 3, "_last_lr": [1e-3], "lr_lambdas": [None]}, folder / "scheduler.pt")
     torch.save({"python": [1, 2]}, folder / "rng_state.pth")
@@ -97,7 +100,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
 def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) -> None:
-    """FSDP2 writes folders with a pickle in them: the optimizer's is written anew, the weights are the global ones."""
+    """FSDP2 writes folders with a pickle in them: the optimizer's is written anew, local weights are not sent."""
     whole = tmp_path / "whole.pt"
     adam = {"optimizer": {"state": {"weight": WEIGHTS["weight"]}}}
     for name, content in (
@@ -110,8 +113,16 @@ def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) ->
     own = taken_over(checkpoint)
     dcp_to_torch_save(own / "optimizer_0", whole)
     assert same(torch.load(whole), adam)
-    dcp_to_torch_save(own / "pytorch_model_fsdp_0", whole)
-    assert torch.equal(torch.load(whole)["model"]["weight"], WEIGHTS["weight"])
+    assert not (own / "pytorch_model_fsdp_0").exists()
+
+
+def test_what_is_not_trained_travels(checkpoint: Path) -> None:
+    """Of the local weights: buffers and frozen weights. No digest goes with them, for local weights are then the global ones."""
+    own = taken_over(checkpoint)
+    assert set(load_file(own / local_weights.weights_file())) == {"buffer"}
+    assert state.read(checkpoint).weights
+    assert not state.read(own).weights
+    assert (own / "model.safetensors").samefile(own / "global" / "model.safetensors")
 
 
 NAMES = [

@@ -1,0 +1,34 @@
+"""The global model in a checkpoint: as `save_pretrained` writes it, beside our folder; and once more in `global/`.
+
+Format 1 had it in `global/` alone. The folder is still there for those who look for it, at no cost: its files are hard links.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from .manifest import EXPORT, FOLDER
+
+
+def put_into_folder(checkpoint: Path) -> None:
+    """Give all files that lie in a checkpoint now, but our own, a second name in `global/`."""
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint)
+        if path.is_file() and name.parts[0] not in (FOLDER, EXPORT):
+            _same(path, checkpoint / EXPORT / name)
+
+
+def put_beside(checkpoint: Path) -> None:
+    """Give all files in `global/` a second name in the checkpoint's own folder."""
+    folder = checkpoint / EXPORT
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _same(path, checkpoint / path.relative_to(folder))
+
+
+def _same(path: Path, other: Path) -> None:
+    other.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, other)
+    except OSError:  # the file system knows no hard links, or is full: the copy then says so
+        shutil.copyfile(path, other)
