@@ -67,11 +67,15 @@ def interrupt_twice(control: TrainerControl) -> None:
     time.sleep(60)
 
 
+def die(control: TrainerControl) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def dawdle(control: TrainerControl) -> None:
     time.sleep(LATE_S)
 
 
-ACTIONS = {"stop": stop, "fail": fail, "interrupt twice": interrupt_twice, "dawdle": dawdle}
+ACTIONS = {"stop": stop, "fail": fail, "die": die, "interrupt twice": interrupt_twice, "dawdle": dawdle}
 
 
 def live(

@@ -137,6 +137,16 @@ def test_an_error_in_one_region(outer: dict[str, Any], tmp_path: Path) -> None:
     assert ours["step"] == STEPS
 
 
+def test_a_killed_region_is_named(tmp_path: Path) -> None:
+    """SIGKILL of region 1 ends region 0 as soon as it hears nothing more, not after the time-out."""
+    store = serve_store("127.0.0.1")
+    processes = start(tmp_path, store, {}, {"action": "die"})
+    [ours] = outcomes(tmp_path, processes[:1])
+    processes[1].join(TIMEOUT_S)
+    assert processes[1].exitcode == -signal.SIGKILL
+    assert "region 1 closed its connection while region 0 waited for fragment" in ours["error"]
+
+
 def test_sigterm_to_one_region(tmp_path: Path) -> None:
     """Both save the same step, and go on from it to the bits of a run that nobody stopped."""
     stores = [serve_store("127.0.0.1") for _ in range(2)]

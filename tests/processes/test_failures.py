@@ -64,6 +64,7 @@ def training_processes(parent: int) -> dict[int, psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_region_is_named_by_the_other(tmp_path: Path) -> None:
     """SIGKILL of region 1 ends region 0 with a message that names region 1, long before the time-out of 120 s."""
     run = start(tmp_path)
