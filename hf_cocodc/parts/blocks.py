@@ -2,27 +2,50 @@
 
 from torch import nn
 
+Block = tuple[str, ...]
+"""Names of the modules of one block; more than one if a model keeps its attention and its MLPs in lists of their own."""
+_Stack = dict[str, nn.Module]
+"""The children of a module that numbers them (a ModuleList, a Sequential, a ModuleDict with keys 0, 1, ...), by full name."""
 
-def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the transformer blocks, in order.
 
-    Every `PreTrainedModel` with blocks lists their classes in `_no_split_modules`. The blocks are the outermost modules of
-    these classes, compared by the class name before FSDP2 renamed it. If there are fewer than two, the blocks are the children
-    of the `ModuleList` with the most parameters.
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The transformer blocks of a model, in order; of a composite one (text, vision, audio) those of every part.
+
+    A stack is a module with numbered children. Its blocks are the children that have modules of their own: a list of
+    embeddings or heads has none. Stacks inside a block (experts) do not count. Stacks of one length, side by side in one
+    module, form blocks together (XLM).
+
+    If no child of a stack has modules of its own, the blocks are the children of the stack with the most parameters.
+
+    >>> def layer():
+    ...     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> find_blocks(nn.ModuleDict({"embed": nn.Embedding(4, 2), "layers": nn.ModuleList([layer(), layer()])}))
+    [('layers.0',), ('layers.1',)]
     """
-    classes: set[str] = set()
-    for module in model.modules():
-        classes.update(getattr(module, "_no_split_modules", None) or ())
-    repeated = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.removeprefix("FSDP") in classes
-    ]
-    blocks = [name for name in repeated if not any(name.startswith(f"{other}.") for other in repeated)]
-    if len(blocks) > 1:
-        return blocks
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if not lists:
-        return blocks
-    largest = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-    return [f"{largest}.{child}" if largest else child for child, _ in lists[largest].named_children()]
+    stacks = _stacks(model, "")
+    if not any(map(_deep, stacks)):
+        return [(child,) for child in max(stacks, key=_numel, default={})]
+    beside: dict[tuple[str, int], list[list[str]]] = {}
+    for children in map(_deep, stacks):
+        if children:
+            home = children[0].rpartition(".")[0].rpartition(".")[0]
+            beside.setdefault((home, len(children)), []).append(children)
+    return [block for lists in beside.values() for block in zip(*lists, strict=True)]
+
+
+def _stacks(module: nn.Module, prefix: str) -> list[_Stack]:
+    """The outermost stacks. A Sequential around one whole model (sentence-transformers) is none."""
+    children = {f"{prefix}{name}": child for name, child in module.named_children()}
+    inside = [stack for name, child in children.items() for stack in _stacks(child, f"{name}.")]
+    is_numbered = bool(children) and all(name.rpartition(".")[2].isdigit() for name in children)
+    single = isinstance(module, nn.Sequential) and len(_deep(children)) == 1
+    return inside if not is_numbered or (single and any(map(_deep, inside))) else [children]
+
+
+def _deep(stack: _Stack) -> list[str]:
+    """Names of the children that have modules of their own."""
+    return [name for name, child in stack.items() if any(child.children())]
+
+
+def _numel(stack: _Stack) -> int:
+    return sum(param.numel() for child in stack.values() for param in child.parameters())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..tensors.flat import split_views
 from ..tensors.sharding import local_shard
-from .blocks import find_blocks
+from .blocks import Block, find_blocks
 
 EVEN = 1.1
 """With `split_rows` nothing that is outside the blocks makes a fragment larger than this, relative to the mean fragment."""
@@ -190,10 +190,12 @@ def _by_blocks(
     and the transfers have similar sizes.
     """
     params = _trainable(model)
-    inside: dict[str, list[str]] = {block: [] for block in find_blocks(model)}
+    inside: dict[Block, list[str]] = {block: [] for block in find_blocks(model)}
     outside: dict[str, list[str]] = {}
     for name in params:
-        block = next((block for block in inside if name.startswith(f"{block}.")), None)
+        block = next(
+            (block for block in inside if name.startswith(tuple(f"{each}." for each in block))), None
+        )
         if block is None:
             outside.setdefault(name.rpartition(".")[0], []).append(name)
         else:
