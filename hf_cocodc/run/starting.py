@@ -13,6 +13,9 @@ from .journal import Journal, Mark
 
 logger = logging.getLogger(__name__)
 
+UNEVEN = 1.5
+"""The log names a largest fragment above this, relative to the mean."""
+
 
 class Beginning(NamedTuple):
     """What a region begins with.
@@ -150,7 +153,7 @@ def note_start(
     max_steps: int | None,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write into the journal what begins, or continues, and into the log what it keeps in memory."""
+    """Write into the journal what begins, or continues; into the log what it keeps in memory, and that fragments are uneven."""
     journal.write(
         "resume" if continues else "start",
         step=synchronizer.inner_step,
@@ -164,3 +167,14 @@ def note_start(
     )
     for sentence in in_words(synchronizer.memory()):
         logger.info(sentence)
+    sizes = [state.fragment.numel for state in synchronizer.fragments]
+    if (
+        settings.get("split_rows") is False
+        and not continues
+        and max(sizes) * len(sizes) > UNEVEN * sum(sizes)
+    ):
+        logger.info(
+            "the largest of %d fragments is %.3g times as large as the mean, and the link must carry it in the same time. "
+            "outer.split_rows=true splits an embedding or a head over all fragments.",
+            *(len(sizes), max(sizes) * len(sizes) / sum(sizes)),
+        )

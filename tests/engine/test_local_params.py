@@ -13,6 +13,7 @@ from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors.pieces import cuts
 from hf_cocodc.tensors.pools import HOST
 from tests.far import FAR
 from tests.toys import Blocks
@@ -63,6 +64,29 @@ def test_params_that_cannot_be_cut_move_whole() -> None:
     assert torch.equal(flat, torch.arange(NUMEL, dtype=torch.float32))
     params.show(flat * 2)
     assert torch.equal(params.gather(torch.empty(NUMEL)), flat * 2)
+
+
+@pytest.mark.parametrize("device", [HOST, FAR])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_pieces_of_params_are_read_and_written_in_place(
+    device: torch.device, dtype: torch.dtype, is_transposed: bool
+) -> None:
+    """A fragment that holds some rows of a parameter changes these rows and no others, on every device."""
+    table = torch.arange(60.0).view(6, 10).T if is_transposed else torch.arange(60.0).view(10, 6)
+    shards = {"table": table.to(dtype).to(device), "bias": torch.full((3,), 70.0, dtype=dtype).to(device)}
+    before = shards["table"].clone()
+    piece = Fragment(1, ("table", "bias"), ((4, 6), (3,)), 27, {0: (3, 7)})
+    views = piece.views_of(shards)
+    params = LocalParams(piece, views, cuts([view.numel() for view in views], 5))
+    flat = params.gather(torch.empty(27))
+    assert flat.tolist() == [*before[3:7].cpu().float().reshape(-1).tolist(), 70, 70, 70]
+    params.show(-flat)
+    found = shards["table"].cpu().float()
+    assert torch.equal(found[3:7].reshape(-1), -flat[:24])
+    assert torch.equal(found[:3], before[:3].cpu().float())
+    assert torch.equal(found[7:], before[7:].cpu().float())
+    assert (params.pieces is not None) == (device == HOST and not is_transposed)
 
 
 def test_memory_on_the_device_is_told() -> None:

@@ -92,6 +92,7 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
         "evaluations": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
         "digest": synchronizer.global_digest(),
         "numel": sum(state.fragment.numel for state in synchronizer.fragments),
+        "pieces": sum(len(state.fragment.rows) for state in synchronizer.fragments),
         "num_params": synchronizer.num_params,
         "bytes_sent": synchronizer.totals.bytes_sent,
         "change": list(synchronizer.measured.agreed.change),

@@ -70,13 +70,16 @@ def test_lanes_of_shards_train_as_a_leader_of_replicas_does(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["FULL", "SHARDED"])
 def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
-    """Stopped mid-round with transfers in flight, and resumed; the exported global model is whole."""
-    expected = regions(tmp_path / "whole", "fsdp", how)
-    stopped = regions(tmp_path / "run", "fsdp", how, stop=4)
+    """Stopped mid-round with transfers in flight, and resumed; the exported global model is whole. With 4 fragments its
+    embedding and its head are split by rows, in every shard."""
+    cut = {"num_fragments": 4 if how == "SHARDED" else 2}
+    expected = regions(tmp_path / "whole", "fsdp", how, **cut)
+    assert [found["pieces"] for found in expected.values()] == [8 if how == "SHARDED" else 0] * 4
+    stopped = regions(tmp_path / "run", "fsdp", how, stop=4, **cut)
     assert "region 0 was interrupted" in stopped["region0-rank0"]["stopped"]
     [step] = {max(state.checkpoints(tmp_path / "run" / f"region-{region}")) for region in range(2)}
     assert step < STEPS
-    resumed = regions(tmp_path / "run", "fsdp", how)
+    resumed = regions(tmp_path / "run", "fsdp", how, **cut)
     for name, found in resumed.items():
         assert torch.equal(found["final"], expected[name]["final"]), name
     folder = tmp_path / "run" / "region-1" / f"checkpoint-{step}"

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError
 from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
@@ -150,3 +151,16 @@ def test_the_setting_needs_several_fragments() -> None:
         InputError, match=r"split_rows=True has an effect only with outer\.fragment_pattern=strided or sequen"
     ):
         from_config(OuterConfig(split_rows=True))
+
+
+@pytest.mark.parametrize(("given", "said"), [({}, True), ({"split_rows": True}, False)])
+def test_the_log_names_uneven_fragments(given: dict, said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Where Streaming keeps a large embedding whole, a user hears how to even the fragments."""
+    caplog.set_level(logging.INFO)
+    model = llama(layers=2, tie=True)
+    model.resize_token_embeddings(512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = OuterConfig(method="streaming", num_fragments=2, **given)
+    OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, link=loopback())
+    told = "the largest of 2 fragments is 1.61 times as large as the mean"
+    assert (told in caplog.text) is said
