@@ -48,6 +48,11 @@ class Method:
     merge: Merge
     closing: Callable[[Merge, int], Closing]
 
+    @property
+    def reads_lr(self) -> bool:
+        """Whether a part computes with the inner learning rate."""
+        return self.outer.reads_lr or self.merge.reads_lr
+
 
 def diloco(
     *,

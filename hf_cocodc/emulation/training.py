@@ -294,9 +294,9 @@ class _Region:
         for batch in self._batches(steps):
             self._accelerator.backward(model(input_ids=batch, labels=batch).loss)
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
             after_step()
+            scheduler.step()
         at_end()
         return time.perf_counter() - start
 

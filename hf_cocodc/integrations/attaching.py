@@ -10,6 +10,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 from ..errors import InputError
 from ..links.base import Link
 from ..run.checkpoint import Facts
+from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
 from ..run.manifest import EXPORT
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def refuse(trainer: Trainer) -> None:
             "adapter another name."
         )
     refuse_arguments(trainer.args)
+    for given in (trainer.optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]):
+        refuse_two_sets_of_weights(given)
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -65,6 +68,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
             f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, and no run across regions can resume "
             "from it. Use every_save or end, which push the global weights."
         )
+    if args.optim.startswith("schedule_free"):
+        raise InputError(two_sets_of_weights(f"training.optim={args.optim.value}"))
     if args.deepspeed:
         raise InputError(
             "DeepSpeed inside a region is not supported. Use DDP (accelerate launch --multi_gpu)."

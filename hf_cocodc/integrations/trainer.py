@@ -194,6 +194,11 @@ class CoCoDCCallback(TrainerCallback):
     ) -> None:
         self._epoch_began_at = state.global_step
 
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running.note_lr()  # Trainer steps its schedule before on_step_end
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -22,12 +22,14 @@ class Merge(NamedTuple):
         measure: (piece, info) -> two tensors, stored in `snapshot` and `room` of the piece. The engine calls it for all
             pieces before the first `apply`. Then `apply` finds the two tensors in `snapshot` and `room`, and their norms
             for each parameter in `Piece.norms`; the content of `local` is undefined by then. None if `apply` needs no norms.
+        reads_lr: whether the result depends on `MergeInfo.flight_lr`.
     """
 
     apply: Callable[[Piece, MergeInfo], Tensor]
     keeps_local_steps: bool
     reads_local: bool = True
     measure: Callable[[Piece, MergeInfo], tuple[Tensor, Tensor]] | None = None
+    reads_lr: bool = False
 
 
 def replace() -> Merge:
@@ -139,7 +141,7 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
         return Merge(additive, keeps_local_steps=True)
     if mode == "adaptive":
         return Merge(adapted, keeps_local_steps=True, measure=terms)
-    return Merge(scaled, keeps_local_steps=True)
+    return Merge(scaled, keeps_local_steps=True, reads_lr=mode == "lr_normalized")
 
 
 def additive() -> Merge:

@@ -37,12 +37,14 @@ class OuterTransform(NamedTuple):
             transform may read local params, so its step is taken at the landing, by the training thread.
         asks_region: whether `begin` needs `total` or `round_lr`, which the ranks of a sharded region settle together. Such a
             step is not taken before the landing if the region has several lanes.
+        reads_lr: whether `begin` needs `round_lr`.
     """
 
     init: Callable[[Tensor], OuterState]
     begin: Callable[[OuterState, OuterInfo], tuple[Step, OuterState]]
     regions_agree: bool = True
     asks_region: bool = False
+    reads_lr: bool = False
 
 
 def chain(**transforms: OuterTransform) -> OuterTransform:
@@ -69,7 +71,11 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
 
     parts = transforms.values()
     return OuterTransform(
-        init, begin, all(part.regions_agree for part in parts), any(part.asks_region for part in parts)
+        init,
+        begin,
+        regions_agree=all(part.regions_agree for part in parts),
+        asks_region=any(part.asks_region for part in parts),
+        reads_lr=any(part.reads_lr for part in parts),
     )
 
 
@@ -85,7 +91,7 @@ def scale(factor: float | Callable[[OuterInfo], float]) -> OuterTransform:
         chosen = factor(info) if callable(factor) else factor
         return lambda grad, index: grad.mul_(chosen), state
 
-    return OuterTransform(lambda flat: {}, begin, asks_region=callable(factor))
+    return OuterTransform(lambda flat: {}, begin, asks_region=callable(factor), reads_lr=callable(factor))
 
 
 def nesterov(momentum: float) -> OuterTransform:

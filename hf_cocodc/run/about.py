@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..meeting.handshake import may_differ
+from .inner_optimizer import parts_of
 from .local_weights import base_digest
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ class About:
 
 def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About:
     """What an ordinary Accelerate loop shows of its training."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    facts = {
-        "training.optimizer": type(inner).__name__,
+    parts = parts_of(optimizer)
+    kinds = list(dict.fromkeys(type(part).__name__ for part in parts))
+    facts: dict[str, Any] = {
+        "training.optimizer": kinds[0] if len(kinds) == 1 else kinds,
         "training.gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
         "training.mixed_precision": accelerator.mixed_precision,
     }
@@ -67,7 +69,8 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
         first = [f"initial_{key}", key]
         values = [
             next(group[name] for name in first if name in group)
-            for group in inner.param_groups
+            for part in parts
+            for group in part.param_groups
             if key in group
         ]
         facts[f"training.{name}"] = jsonable([v.item() if isinstance(v, Tensor) else v for v in values])

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -21,6 +20,7 @@ from .about import About, of_loop
 from .checkpoint import Facts, Saved
 from .connect import connect, outer_device, refuse_unsupported
 from .endings import Endings
+from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 from .recovery import recover
 from .resume import check
@@ -54,18 +54,23 @@ class OuterOptimizer:
     Args:
         accelerator: of this region; its processes are the region's ranks.
         model: as `accelerator.prepare` returned it.
-        optimizer: the inner optimizer, as `accelerator.prepare` returned it; its learning rate is read.
+        optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is
+            read. It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are
+            refused.
         config: the method and its settings.
         regions: which region this is; by default the environment says so.
         max_steps: inner steps of the run, if known; regions must agree on it.
         journal: file for one JSON line per event; none by default.
-        link: reaches the other regions; by default it is made from `regions`.
+        link: reaches the other regions, which compare over it what they are; by default it is made from `regions`.
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
         about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show,
             which is nothing of the data.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that
             stage, not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual
             optimizer, 2506.21263). See below.
+
+    The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order, or
+    `outer.note_lr()` before a schedule that steps earlier.
 
     The constructor is a collective call: it waits for all regions, compares their settings, and starts them from region
     0's parameters.
@@ -78,7 +83,7 @@ class OuterOptimizer:
     and with it every region.
 
     Raises:
-        InputError: settings that cannot work.
+        InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
         HandshakeError: regions disagree.
         CheckpointError: `saved` is of another run, or the model holds other weights.
         LinkError: the store or a region cannot be reached in time.
@@ -99,10 +104,13 @@ class OuterOptimizer:
         about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
-        from_config(config)  # a mistake in the settings comes before everything else
+        method = from_config(config)  # a mistake in the settings comes before everything else
         refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+        self._inner = InnerOptimizer(
+            optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
+        )
         self._about = about or of_loop(accelerator, bare, optimizer)
         if link is None:
             link = connect(accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
@@ -117,7 +125,6 @@ class OuterOptimizer:
         self._allowed = regions.allowed
         self._max_steps = max_steps
         self._config, self.model = config, bare
-        self._inner_lr = 0.0
         if saved is not None:
             check(saved, self.settings, link, self._about, self._allowed, bare)
         continues = saved is not None and not saved.facts.taken_over
@@ -129,9 +136,7 @@ class OuterOptimizer:
             if not continues:
                 take_over(self.synchronizer.fragments)
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
-        self._inner = getattr(optimizer, "optimizer", optimizer)
-        hook = self._inner.register_step_post_hook(self._note_lr)
-        self._undo = [hook.remove, *hook_into_saving(accelerator, self)]
+        self._undo = hook_into_saving(accelerator, self)
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
@@ -143,7 +148,7 @@ class OuterOptimizer:
 
     @property
     def report(self) -> dict[str, float]:
-        """Figures at the last landing: rounds, staleness, seconds blocked, bytes sent, mean loss of the regions."""
+        """Figures at the last landing: rounds, staleness, seconds blocked, bytes sent (`Totals`), mean loss of the regions."""
         return self.synchronizer.account.report
 
     @property
@@ -168,6 +173,10 @@ class OuterOptimizer:
     def step(self, loss: float | None = None) -> None:
         """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
 
+        The learning rate is read here: step a schedule after this call, or call `note_lr` before. Of groups with different
+        rates counts the mean, weighted by the number of values that they train, without groups whose rate is 0. Only CO2 and
+        `compensation=lr_normalized` compute with it.
+
         A step that a gradient scaler skipped counts, as in Trainer's `global_step`: scalers of different regions skip
         at different times, and regions that count differently would wait for each other for ever.
 
@@ -183,8 +192,15 @@ class OuterOptimizer:
             return
         if loss is not None:
             self.note_loss(loss)
-        self._step(self._inner_lr)
+        self._step(self._inner.take_lr())
         self.journal.check()
+
+    def note_lr(self) -> None:
+        """Read the learning rate now, for the inner step that has just been made; without this call `step` reads it.
+
+        Only needed if the learning rate schedule is stepped before `step`.
+        """
+        self._inner.note_lr()
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
@@ -342,6 +358,3 @@ class OuterOptimizer:
             self.close()  # after a verdict to stop, the link is still open
         else:  # never communicate after an exception: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
-
-    def _note_lr(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._inner_lr = float(optimizer.param_groups[0]["lr"])

@@ -6,13 +6,12 @@ would sit out every later round.
 
 import logging
 
-import torch
-
 from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
 from ..links.trailer import Ending
 from ..settings import OuterConfig
 from .endings import Endings
+from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 def recover(
     synchronizer: Synchronizer,
-    inner: torch.optim.Optimizer,
+    inner: InnerOptimizer,
     config: OuterConfig,
     endings: Endings,
     journal: Journal,
@@ -44,5 +43,5 @@ def recover(
         *(said, synchronizer.inner_step),
     )
     begin_anew(synchronizer.fragments)
-    inner.state.clear()
+    inner.begin_anew()
     journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds)

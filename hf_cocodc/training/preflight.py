@@ -141,8 +141,11 @@ def _optimizer(args: Any, model: Any) -> None:
     import torch
     from transformers import Trainer, get_scheduler
 
+    from ..run.inner_optimizer import refuse_two_sets_of_weights
+
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
     parameters: Any = [torch.nn.Parameter(torch.zeros(1))]
+    refuse_two_sets_of_weights(kind)
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if not is_class or "model" in settings:
         kind, settings = torch.optim.SGD, {"lr": args.learning_rate}  # it takes a whole model, not on meta

@@ -55,6 +55,10 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("training.learning_rate=-1", "training: Invalid learning rate: -1"),
         ("training.adam_beta2=1.5", "training: Invalid beta"),
         ("training.optim=adamw_8bit", "training: You need to install `bitsandbytes`"),
+        (
+            "training.optim=schedule_free_adamw",
+            "training.optim=schedule_free_adamw keeps two sets of weights",
+        ),
         ("training.lr_scheduler_type=cosin", "training: cosin is not a valid SchedulerType"),
         ("training.lr_scheduler_kwargs={nope: 1}", "unexpected keyword argument 'nope'"),
         ("training.per_device_train_batch_size=0", "training: batch_size should be a positive integer"),

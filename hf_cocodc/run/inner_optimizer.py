@@ -1,0 +1,191 @@
+"""The inner optimizer, of whatever kind: which kinds can be trained with, its learning rate, and how it begins anew."""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from ..errors import InputError, shown
+
+logger = logging.getLogger(__name__)
+
+_WAY_OUT = "Give the optimizer, or the list of optimizers, that accelerator.prepare returned."
+_NAMED = 3
+"""Parameters that a message names."""
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that hold the parameters: without Accelerate's wrapper, and each one of several.
+
+    Args:
+        optimizer: an optimizer; a list of optimizers; or an object that holds several as `optimizers`, or, as Transformers'
+            layer-wise optimizers do, one for each parameter as `optimizer_dict`. An optimizer need not be PyTorch's: it has
+            `param_groups`, dicts with a list of parameters as "params".
+
+    Raises:
+        InputError: it is something else.
+    """
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return parts_of(optimizer.optimizer)
+    if isinstance(optimizer, type):
+        raise InputError(f"optimizer={optimizer.__name__} is a class. {_WAY_OUT}")
+    if hasattr(optimizer, "get_last_lr"):
+        raise InputError(f"{type(optimizer).__name__} is a learning rate schedule, no optimizer. {_WAY_OUT}")
+    several = optimizer if isinstance(optimizer, list | tuple) else _held(optimizer)
+    if several:
+        return [part for each in several for part in parts_of(each)]
+    if not hasattr(optimizer, "param_groups"):
+        raise InputError(
+            f"optimizer={shown(optimizer)} ({type(optimizer).__name__}) has no param_groups, so its parameters and its "
+            f'learning rate are unknown. {_WAY_OUT} An optimizer of your own needs param_groups: dicts with "params" and "lr".'
+        )
+    return [optimizer]
+
+
+def refuse_two_sets_of_weights(optimizer: Any) -> None:
+    """Check that an optimizer, or a class of optimizers, keeps one set of weights.
+
+    A schedule-free optimizer (2405.15682) has train() and eval(), which put one or the other set into the parameters.
+
+    Raises:
+        InputError: it keeps two.
+    """
+    while optimizer is not None:
+        if not isinstance(optimizer, AcceleratedOptimizer) and all(
+            callable(getattr(optimizer, name, None)) for name in ("train", "eval")
+        ):
+            kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+            raise InputError(two_sets_of_weights(f"the optimizer {kind.__name__}"))
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def two_sets_of_weights(optimizer: str) -> str:
+    """What is said of such an optimizer."""
+    return (
+        f"{optimizer} keeps two sets of weights, one to train with and one to evaluate, as schedule-free optimizers do. Regions "
+        "would exchange only the first, and end with different models. Use an optimizer with one set of weights and a learning "
+        "rate schedule, for example optim=adamw_torch and lr_scheduler_type=cosine."
+    )
+
+
+class InnerOptimizer:
+    """The inner optimizer of a region.
+
+    Args:
+        optimizer: see `parts_of`.
+        model: unwrapped.
+        reads_lr: whether the method computes with the learning rate.
+        begins_anew: whether `begin_anew` may be called.
+
+    Raises:
+        InputError: no region can train with it; the message says what to change.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module, *, reads_lr: bool, begins_anew: bool) -> None:
+        self._parts, self._model, self._reads_lr = parts_of(optimizer), model, reads_lr
+        self._noted: float | None = None
+        for part in self._parts:
+            refuse_two_sets_of_weights(part)
+            if begins_anew and not callable(getattr(getattr(part, "state", None), "clear", None)):
+                raise InputError(
+                    f"{type(part).__name__} has no `state` that can be cleared, as outer.on_nonfinite=restart does. Give the "
+                    "optimizers that it combines, as a list; or set outer.on_nonfinite=stop."
+                )
+        self._check_parameters()
+        if reads_lr and all(rate is None for rate, _ in self._rates()):
+            raise InputError(
+                f"this method computes with the inner optimizer's learning rate, but no parameter group of {self._name} has a "
+                'number as "lr". Give the optimizer a learning rate; or use a method or a compensation that needs none '
+                "(CO2 and compensation=lr_normalized need one)."
+            )
+        self._at_start: float | None = self._lr()
+
+    @property
+    def _name(self) -> str:
+        return " and ".join(type(part).__name__ for part in self._parts)
+
+    def note_lr(self) -> None:
+        """Remember the learning rate as it is now, for the inner step that has just been made."""
+        self._noted = self._lr()
+
+    def take_lr(self) -> float:
+        """The learning rate of the inner step that has just been made: as noted, or as it is now."""
+        lr = self._lr() if self._noted is None else self._noted
+        if self._reads_lr and self._noted is None and self._at_start not in (None, lr):
+            logger.warning(
+                "the learning rate went from %g to %g before the first outer.step(): call optimizer.step(), outer.step(), "
+                "scheduler.step() in this order, or outer.note_lr() before scheduler.step(). Otherwise each step counts with "
+                "the learning rate of the next one.",
+                *(self._at_start, lr),
+            )
+        self._at_start = self._noted = None
+        return lr
+
+    def begin_anew(self) -> None:
+        """Forget all state: moments, counts of steps.
+
+        Raises:
+            InputError: an optimizer keeps it.
+        """
+        for part in self._parts:
+            part.state.clear()
+            if part.state:
+                raise InputError(
+                    f"{type(part).__name__} gives a copy of its state, which cannot be cleared (outer.on_nonfinite=restart). "
+                    "Give the optimizers that it combines, as a list; or set outer.on_nonfinite=stop."
+                )
+
+    def _rates(self) -> Iterator[tuple[float | None, Any]]:
+        """The learning rate of each group, None if it is no number, and the group's parameters."""
+        for part in self._parts:
+            for group in part.param_groups:
+                rate = group.get("lr")
+                is_number = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1)
+                yield float(rate) if is_number else None, group.get("params", ())
+
+    def _lr(self) -> float:
+        """One learning rate for all groups: their mean, weighted by the number of values that they train.
+
+        Groups whose rate is 0, or that train nothing of the model, do not count: a frozen group says nothing about the steps
+        of the others. 0 if no group is left.
+        """
+        moving = [(rate, params) for rate, params in self._rates() if rate]
+        if len({rate for rate, _ in moving}) > 1:
+            trained = {id(param) for param in self._model.parameters() if param.requires_grad}
+            sizes = [sum(p.numel() for p in params if id(p) in trained) for _, params in moving]
+            found = [(rate, size) for (rate, _), size in zip(moving, sizes, strict=True) if size]
+            if len({rate for rate, _ in found}) > 1:
+                return math.fsum(rate * size for rate, size in found) / sum(size for _, size in found)
+            moving = [(rate, ()) for rate, _ in found]
+        return moving[0][0] if moving else 0.0  # not a mean: that of equal numbers may be rounded
+
+    def _check_parameters(self) -> None:
+        """Refuse an optimizer that trains nothing of the model; warn about parameters that it leaves out."""
+        held = {id(param) for _, params in self._rates() for param in params}
+        trainable = {name: param for name, param in self._model.named_parameters() if param.requires_grad}
+        missing = [name for name, param in trainable.items() if id(param) not in held]
+        if not missing:
+            return
+        if len(missing) == len(trainable):
+            raise InputError(
+                f"{self._name} holds none of the model's {len(trainable)} trainable parameters (the first is {missing[0]}): it "
+                "would train copies, or another model. Make it from model.parameters(), and prepare model and optimizer "
+                "together (accelerator.prepare)."
+            )
+        names = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        logger.warning(
+            "%s does not hold %d of the model's %d trainable parameters (%s): they do not change, but take part in every "
+            "transfer. Give them to the optimizer, or freeze them (requires_grad_(False)).",
+            *(self._name, len(missing), len(trainable), names),
+        )
+
+
+def _held(optimizer: Any) -> list[Any]:
+    """The optimizers that one object holds, if it holds several."""
+    several = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer_dict", None)
+    if isinstance(several, dict):
+        return list(several.values())
+    return list(several) if isinstance(several, list | tuple) else []
