@@ -69,6 +69,7 @@ class Journal:
         self._clock = clock
         self._began = clock()
         self._mark: Mark | None = mark
+        self._position, self._sha256 = 0, hashlib.sha256()
         self._failure: OSError | None = None
 
     def check(self) -> None:
@@ -85,10 +86,13 @@ class Journal:
                 "training.output_dir, then resume."
             ) from self._failure
 
-    def mark(self, step: int | None = None) -> Mark:
-        """How far the journal has come at inner step `step`. Reads all of it."""
-        written = self.path.read_bytes() if self.path is not None and self.path.is_file() else b""
-        return Mark(len(written), hashlib.sha256(written).hexdigest(), step) if written else Mark(step=step)
+    def mark(self) -> Mark:
+        """How far the journal has come."""
+        if self.path is None:
+            return Mark()
+        if self._mark is not None:
+            return self._mark
+        return Mark(self._position, self._sha256.hexdigest())
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
@@ -101,8 +105,10 @@ class Journal:
                 self._open(self.path, self._mark)
                 self._mark = None
             clean["time_s"] = round(self._clock() - self._began, 4)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(clean) + "\n")
+            written = f"{json.dumps(clean)}\n".encode()
+            with self.path.open("ab") as file:
+                file.write(written)
+            self._note(written)
         except OSError as error:
             self._failure = error
 
@@ -119,8 +125,13 @@ class Journal:
         other = path.with_name(f"{path.name}.new")
         other.write_bytes(found[:to_keep])
         os.replace(other, path)  # a reader notices a new file, but not a file that has shrunk
+        self._note(found[:to_keep])
         events = read(path)
         self._began -= events[-1].get("time_s", 0.0) if events else 0.0
+
+    def _note(self, written: bytes) -> None:
+        self._position += len(written)
+        self._sha256.update(written)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

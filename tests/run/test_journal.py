@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.run.journal import Journal, earlier_name, read
+from hf_cocodc.run.journal import Journal, Mark, earlier_name, read
 
 
 def steps(path: Path) -> list[int]:
@@ -37,7 +38,7 @@ def test_a_resumed_run_keeps_the_lines_behind_its_checkpoint(tmp_path: Path) -> 
     for step in range(1, 8):
         journal.write("send", step=step)
         if step == 3:
-            mark = journal.mark(step)
+            mark = journal.mark()
     resumed = Journal(path, mark)
     assert steps(path) == [1, 2, 3, 4, 5, 6, 7]
     resumed.write("resume", step=3)
@@ -88,7 +89,7 @@ def test_a_run_that_is_resumed_after_another_begins_a_new_journal(known: bool, t
     first = Journal(path)
     for step in range(1, 4):
         first.write("send", step=step)
-    mark = first.mark(step=3)
+    mark = first.mark()._replace(step=3)
     second = Journal(path)
     for step in range(1, 9):
         second.write("log", step=step, loss=2.5)
@@ -104,7 +105,7 @@ def test_an_older_checkpoint_does_not_keep_events_of_later_steps(tmp_path: Path)
     path = tmp_path / "journal.jsonl"
     other = Journal(path)
     other.write("send", step=5)
-    mark = other.mark(step=3)._replace(sha256="")
+    mark = other.mark()._replace(step=3, sha256="")
     Journal(path, mark).write("resume", step=3)
     assert steps(path) == [3]
 
@@ -113,6 +114,22 @@ def test_a_journal_that_is_missing_begins_anew(tmp_path: Path) -> None:
     """As in a checkpoint that was copied without it."""
     first = Journal(tmp_path / "first.jsonl")
     first.write("send", step=3)
-    Journal(tmp_path / "second.jsonl", first.mark(step=3)).write("resume", step=3)
+    Journal(tmp_path / "second.jsonl", first.mark()).write("resume", step=3)
     assert steps(tmp_path / "second.jsonl") == [3]
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_mark_is_of_what_was_written(tmp_path: Path) -> None:
+    """The hash of the run's own lines, in a new journal and in a resumed one; nothing is read to find it."""
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"kind": "start", "step": 99}\n')
+    journal = Journal(path)
+    assert journal.mark() == Mark(), "what lies there is of another run"
+    for step in range(3):
+        journal.write("send", step=step, loss=float("nan"), message="\u00e9")
+        assert journal.mark() == Mark(len(path.read_bytes()), sha256(path.read_bytes()).hexdigest())
+    resumed = Journal(path, journal.mark())
+    assert resumed.mark() == journal.mark()
+    resumed.write("resume", step=3)
+    assert resumed.mark() == Mark(len(path.read_bytes()), sha256(path.read_bytes()).hexdigest())
+    assert Journal(None).mark() == Mark()

@@ -241,7 +241,7 @@ def test_a_journal_that_is_cut_back_while_it_is_read_along(tmp_path: Path) -> No
     for step in range(1, 8):
         journal.write("send", step=step, fragment=0)
         if step == 3:
-            mark = journal.mark(step)
+            mark = journal.mark()
     display = Display([0], [path], 100, resumed=True)
     display.update()
     assert display.step == 7
