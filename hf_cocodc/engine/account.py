@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..links.base import Arrival
+import torch
+
+from ..links.base import Arrival, Link
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +17,17 @@ Record = Callable[..., None]
 
 @dataclass
 class Totals:
-    """Counters of a run on this rank."""
+    """Counters of a run on this rank.
+
+    Attributes:
+        sends: transfers sent.
+        landings: transfers landed.
+        bytes_sent: payload bytes that this region has sent, to all other regions together, over all its lanes: transfers,
+            means of global params for evaluations and exports, and broadcasts. Region 0 broadcasts the first parameters, and
+            global params that had come apart; a region broadcasts the checkpoint that another one takes over. Of a region of
+            DDP ranks only the leader sends.
+        blocked_s: seconds that training waited for the link.
+    """
 
     sends: int = 0
     landings: int = 0
@@ -40,6 +52,11 @@ class Account:
         self.totals = Totals()
         self.report: dict[str, float] = {}
         self._record = record
+
+    def count_broadcasts(self, link: Link) -> None:
+        """Count what broadcasts have sent since the last call. A collective call of the region's ranks."""
+        sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64))
+        self.totals.bytes_sent += round(sent.item())
 
     def sent(self, step: int, fragment: int, numel: int, blocked_s: float) -> None:
         """A transfer has left."""

@@ -79,6 +79,7 @@ class Synchronizer:
         self._next_event = 0  # no inner step before this one has events
         if state is not None:
             self.load_state_dict(state)
+        self.account.count_broadcasts(link)
 
     @property
     def inner_step(self) -> int:

@@ -124,6 +124,7 @@ class Traffic:
             fragment.settled_at = max(fragment.settled_at, settled)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
                 reunite(self._link, fragment, transfer)
+            self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
             self._account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
             return tuple(trailer.word for trailer in arrival.trailers) or None
 

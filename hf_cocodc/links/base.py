@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..meeting.stopping import StopAgreement
@@ -113,6 +114,10 @@ class Link(Protocol):
         """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here."""
         ...
 
+    def count_broadcasts(self) -> int:
+        """Bytes that this rank has sent with broadcasts, to all other regions together, since the last count."""
+        ...
+
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         """Every region's record, in order; blocks until all regions have called. See `records`."""
         ...
@@ -145,6 +150,19 @@ class Here:
 
     def wait(self) -> Arrival:
         return self._arrival
+
+
+def spread(link: Link, source: int, data: bytes, what: str) -> bytes:
+    """The bytes of region `source`, in every region. A collective call; messages call it `what`."""
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    link.broadcast(length.view(torch.float32), f"the length of {what}", source)
+    size = int(length)
+    padded = bytearray(data if link.region == source else size)
+    padded += bytes(-size % 4)
+    if not padded:
+        return b""
+    link.broadcast(torch.frombuffer(padded, dtype=torch.float32), what, source)
+    return bytes(padded[:size])
 
 
 def drive(conversation: Conversation, exchange: Callable) -> Result:

@@ -73,6 +73,7 @@ class GlooLink:
         self.lane, self.num_lanes = 0, num_lanes
         self.timing = "measured"
         self.agreement: StopAgreement | None = None
+        self._broadcast_bytes = 0
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
         self.wire = Wire(
@@ -149,6 +150,12 @@ class GlooLink:
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self._submit(lambda: self._spread(flat.view(torch.uint8), what, source), what).wait()
+        if self.region == source:
+            self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)
+
+    def count_broadcasts(self) -> int:
+        counted, self._broadcast_bytes = self._broadcast_bytes, 0
+        return counted
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         def swap() -> tuple[Record, ...]:

@@ -213,6 +213,7 @@ class LockstepLink:
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
         self.agreement: StopAgreement | None = None
+        self._broadcast_bytes = 0
         self._hub = hub
         self._calls = 0
         self.now = 0.0
@@ -249,6 +250,12 @@ class LockstepLink:
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region(source))))
+        if self.region == source:
+            self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)
+
+    def count_broadcasts(self) -> int:
+        counted, self._broadcast_bytes = self._broadcast_bytes, 0
+        return counted
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         all_records = _from_all(lambda records: [tuple(records)] * len(records))

@@ -78,6 +78,9 @@ class SharedLink:
         self.lead(lambda link: link.broadcast(flat, what, source), what)
         flat.copy_(self.share(flat))
 
+    def count_broadcasts(self) -> int:
+        return 0 if self._link is None else self._link.count_broadcasts()
+
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         records = self.lead(lambda link: link.gather(record, what), what)
         return self.share_records(type(record), records or ())
@@ -211,6 +214,9 @@ class LaneLink:
 
     def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
         self._link.broadcast(flat, what, source)
+
+    def count_broadcasts(self) -> int:
+        return self._link.count_broadcasts()
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         return self._link.gather(record, what)

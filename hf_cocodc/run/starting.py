@@ -4,11 +4,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
+from ..resolve import from_config
+from ..settings import OuterConfig
 from .checkpoint import Saved
+from .connect import outer_device
 from .journal import Journal, Mark
 
 logger = logging.getLogger(__name__)
@@ -139,6 +144,21 @@ def _check_same_interval(told: Sequence[int], verb: str, setting: str) -> None:
         )
 
 
+def engine_for(
+    model: nn.Module, config: OuterConfig, link: Link, journal: Journal, state: dict[str, Any] | None
+) -> Synchronizer:
+    """The engine for a model as it is, at the start of a run or where `state` was saved. A collective call."""
+    return Synchronizer(
+        model,
+        from_config(config),
+        link,
+        record=journal.write,
+        digest_interval=config.digest_interval,
+        state=state,
+        device=outer_device(model, config),
+    )
+
+
 def mark_of(saved: Saved | None) -> Mark:
     """How far the journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region."""
     if saved is None or saved.facts.taken_over:
@@ -163,6 +183,7 @@ def note_start(
         num_fragments=len(synchronizer.fragments),
         max_steps=max_steps,
         timing=synchronizer.link.timing,
+        bytes_sent=synchronizer.totals.bytes_sent,
         outer=settings,
     )
     for sentence in in_words(synchronizer.memory()):

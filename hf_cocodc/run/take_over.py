@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from ..errors import CheckpointError
-from ..links.base import Link
+from ..links.base import Link, spread
 from . import checkpoint as disk
 from . import local_weights, manifest, numbering
 from .export import put_beside
@@ -85,7 +85,9 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
 def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
     """Send files by their names in the checkpoint; write those that arrive below `into`, if given."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    listed = _spread(link, source, json.dumps(sizes).encode(), "the list of files of its checkpoint")
+    listed = spread(
+        link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"
+    )
     for name in json.loads(listed):
         if not _KNOWN.fullmatch(name):
             raise CheckpointError(
@@ -101,7 +103,7 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
                 with files[name].open("rb") as file:
                     file.seek(start)
                     chunk = file.read(_CHUNK_BYTES)
-            chunk = _spread(link, source, chunk, f"{name} of its checkpoint")
+            chunk = spread(link, source, chunk, f"{name} of region {source}'s checkpoint")
             if into is not None:
                 with disk.saving(into):
                     (into / name).parent.mkdir(parents=True, exist_ok=True)
@@ -200,18 +202,3 @@ def _without_items(value: Any) -> Any:
         pairs = value.get(_ITEMS, value.items())
         return {key: _without_items(each) for key, each in pairs}
     return [_without_items(each) for each in value] if isinstance(value, list) else value
-
-
-def _spread(link: Link, source: int, data: bytes, what: str) -> bytes:
-    """The bytes of region `source`, in every region."""
-    what = f"region {source}'s {what}"
-    length = torch.tensor([len(data)], dtype=torch.int64)
-    link.broadcast(length.view(torch.float32), f"the length of {what}", source)
-    size = int(length)
-    padded = bytearray(data if link.region == source else size)
-    padded += bytes(-size % 4)
-    if not padded:
-        return b""
-    flat = torch.frombuffer(padded, dtype=torch.float32)
-    link.broadcast(flat, what, source)
-    return bytes(padded[:size])

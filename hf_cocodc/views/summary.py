@@ -12,6 +12,8 @@ from ..run.journal import read
 class Summary:
     """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions.
 
+    `bytes_sent` is most often region 0's, which also sends the first parameters; see `engine.account.Totals`.
+
     `timing` says what the seconds are: "measured", "simulated", or "none".
     `sat_out` has a sentence about each region that was not finite at times.
     """

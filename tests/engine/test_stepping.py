@@ -232,3 +232,30 @@ def test_outer_transforms_say_what_they_ask_for() -> None:
     assert method_of("co2").outer.asks_region
     assert not method_of("eager").outer.regions_agree
     assert isinstance(method_of("co2").outer, OuterTransform)
+
+
+@pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
+def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
+    """Region 0's, at the start and where regions drift apart: its global params and its momentum travel to each other region."""
+
+    def body(index: int, link: Link) -> tuple[int, int]:
+        model, landed = Blocks(START), [0]
+
+        def record(kind: str, **facts: Any) -> None:
+            landed[0] += facts["bytes_sent"] if kind == "land" else 0
+
+        synchronizer = Synchronizer(model, method_of("diloco"), link, digest_interval=1, record=record)
+        begun = synchronizer.totals.bytes_sent
+        for step in range(1, STEPS + 1):
+            train(model, index, step)
+            synchronizer.step(0.05)
+            if step == 9 and index == 1:
+                for fragment in synchronizer.fragments:
+                    fragment.global_params.mul_(1 + 1e-6)
+        synchronizer.finish()
+        return begun, synchronizer.totals.bytes_sent - landed[0]
+
+    model_bytes = 4 * sum(vector.numel() for vector in START)
+    found = run(3, body)
+    assert found[1:] == [(0, 0)] * 2
+    assert found[0] == (2 * model_bytes, 2 * (1 + 2) * model_bytes)
