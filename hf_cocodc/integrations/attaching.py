@@ -4,7 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..errors import InputError
@@ -30,12 +30,24 @@ def find_trainer() -> Trainer | None:
     return None
 
 
-def refuse(trainer: Trainer) -> None:
+def refuse(trainer: Trainer, callback: TrainerCallback) -> None:
     """Check that a Trainer can train across regions.
+
+    Args:
+        trainer: of this region.
+        callback: ours, which is to train it.
 
     Raises:
         InputError: it cannot; the message says what to change.
     """
+    if any(
+        each is not callback and isinstance(each, type(callback))
+        for each in trainer.callback_handler.callbacks
+    ):
+        raise InputError(
+            f"this Trainer has two {type(callback).__name__}s: both would write the model's parameters. Give it one "
+            "(trainer.remove_callback removes the other)."
+        )
     if EXPORT in getattr(trainer.model, "peft_config", {}):
         raise InputError(
             f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "

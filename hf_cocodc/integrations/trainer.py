@@ -20,7 +20,7 @@ from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import from_config
 from ..run.about import About, refuse_another_run
 from ..run.checkpoint import Saved, read
-from ..run.connect import connect, refuse_unsupported
+from ..run.connect import meet, refuse_unsupported
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
@@ -120,7 +120,7 @@ class CoCoDCCallback(TrainerCallback):
             raise InputError(
                 "this CoCoDCCallback already serves another Trainer. Make a new one for each Trainer."
             )
-        refuse(trainer)
+        refuse(trainer, self)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -278,7 +278,7 @@ class CoCoDCCallback(TrainerCallback):
         """
         trainer = self._trainer
         assert trainer is not None
-        refuse_unsupported(trainer.accelerator, self.config)
+        refuse_unsupported(trainer.accelerator, self.config, trainer.model)
         self.outer, self._signal = None, None
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
             torch.manual_seed(self._seed)
@@ -316,12 +316,9 @@ class CoCoDCCallback(TrainerCallback):
         """Meet the other regions."""
         bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self._about = of_trainer(trainer, bare, self._facts)
-        if self._given_link is not None:
-            return self._given_link
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
-        return connect(
-            trainer.accelerator, bare, self.config, self.regions, given, resumes, about=self._about
-        )
+        mine = (trainer.accelerator, bare, self.config, self.regions, given, resumes)
+        return meet(self._given_link, *mine, about=self._about)
 
     def _note_signal(self, name: str) -> None:
         self._signal = name

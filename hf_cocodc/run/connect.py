@@ -1,11 +1,15 @@
 """How a region meets the other regions, and which of its ranks connect to them."""
 
 import atexit
+import json
 import logging
 import os
 import sys
 import time
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
-from ..links.base import Link
+from ..links.base import Link, spread
 from ..links.gloo import GlooLink
 from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..meeting.addresses import own_address
-from ..meeting.handshake import frozen_digest, hello, side_by_side
+from ..meeting.handshake import compare, frozen_digest, hello, side_by_side
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
@@ -35,14 +39,22 @@ logger = logging.getLogger(__name__)
 
 _GLOO_END_S = 0.1
 _NOTHING = About()
+_COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
+"""Links over which nothing has been trained since their regions compared what they are."""
 
 
-def refuse_unsupported(accelerator: Accelerator, config: OuterConfig) -> None:
-    """Check that we support a region as `accelerate launch` has set it up.
+def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.Module) -> None:
+    """Check that we support a region as `accelerate launch` has set it up, and its model.
 
     Raises:
         InputError: we do not; the message says what to change.
     """
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.is_complex():
+            raise InputError(
+                f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
+                "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
+            )
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:
@@ -153,33 +165,14 @@ def connect(
 
     def meet() -> str:
         assert regions.store is not None
-        shared = {
-            "connections": regions.connections,
-            "timeout_s": regions.timeout_s,
-            "when_one_ends": regions.when_one_ends,
-            "resume": resumes,
-            # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
-            "device": (device if config.device == "model" else HOST).type,
-        }
-        mine = hello(
-            model,
-            {**settings(config), **shared},
-            max_steps,
-            num_lanes,
-            config=about.model,
-            facts=about.facts,
-            first_samples=about.first_samples,
-            allowed=regions.allowed,
-            frozen=frozen,
-        )
+        mine = _hello(accelerator, model, config, regions, max_steps, resumes, about, num_lanes, frozen)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
         name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
         name = name if stage is None else f"{name}, stage {lane}"
         roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
         hosts = ", ".join(str(each["host"]) for each in roster.hellos)
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
-        for sentence in side_by_side(roster.hellos):
-            logger.warning(sentence)
+        _show_differences(roster.hellos)
         return roster.run
 
     def reach(met: str | None) -> GlooLink:
@@ -218,7 +211,85 @@ def connect(
         leader_link = inside.lead(lambda: reach(met), "the connections between the regions")
         found = SharedLink(leader_link, region, count, device, inside)
     found.agreement = agreement(met)
+    _COMPARED.add(found)
     return found
+
+
+def meet(
+    link: Link | None,
+    accelerator: Accelerator,
+    model: nn.Module,
+    config: OuterConfig,
+    regions: RegionConfig,
+    max_steps: int | None,
+    resumes: bool = False,
+    stage: tuple[int, int] | None = None,
+    about: About = _NOTHING,
+) -> Link:
+    """Meet the other regions over a link that is given (`simulate`), or else `connect`.
+
+    Regions compare over a given link what they compare at the store, once before each training (`begin_over`).
+
+    Raises:
+        InputError, HandshakeError, LinkError: see `connect`.
+    """
+    if link is None:
+        return connect(accelerator, model, config, regions, max_steps, resumes, stage, about)
+    if link in _COMPARED or link.num_regions == 1:
+        return link
+    mine = _hello(accelerator, model, config, regions, max_steps, resumes, about, link.num_lanes, None)
+    told = json.dumps(mine).encode()
+    hellos = [
+        json.loads(spread(link, region, told, f"what region {region} is"))
+        for region in range(link.num_regions)
+    ]
+    link.count_broadcasts()  # what crosses a store does not count either
+    compare(hellos)
+    _show_differences(hellos)
+    _COMPARED.add(link)
+    return link
+
+
+def begin_over(link: Link) -> None:
+    """A training over `link` begins: before the next one regions compare anew."""
+    _COMPARED.discard(link)
+
+
+def _hello(
+    accelerator: Accelerator,
+    model: nn.Module,
+    config: OuterConfig,
+    regions: RegionConfig,
+    max_steps: int | None,
+    resumes: bool,
+    about: About,
+    num_lanes: int,
+    frozen: str | None,
+) -> dict[str, Any]:
+    shared = {
+        "connections": regions.connections,
+        "timeout_s": regions.timeout_s,
+        "when_one_ends": regions.when_one_ends,
+        "resume": resumes,
+        # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
+        "device": (accelerator.device if config.device == "model" else HOST).type,
+    }
+    return hello(
+        model,
+        {**settings(config), **shared},
+        max_steps,
+        num_lanes,
+        config=about.model,
+        facts=about.facts,
+        first_samples=about.first_samples,
+        allowed=regions.allowed,
+        frozen=frozen,
+    )
+
+
+def _show_differences(hellos: Sequence[Mapping[str, Any]]) -> None:
+    for sentence in side_by_side(hellos):
+        logger.warning(sentence)
 
 
 def _region_store(accelerator: Accelerator) -> RegionStore | None:

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..engine.saving import take_over, wait_for_transfers
-from ..engine.synchronizer import Synchronizer
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending
@@ -18,14 +17,15 @@ from ..resolve import continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Facts, Saved
-from .connect import connect, outer_device, refuse_unsupported
+from .claim import claim, refuse_second
+from .connect import begin_over, meet, refuse_unsupported
 from .endings import Endings
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 from .recovery import recover
 from .resume import check
 from .saving import hook_into_saving, seal, write
-from .starting import mark_of, note_start
+from .starting import engine_for, mark_of, note_start
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,10 @@ class OuterOptimizer:
     The constructor is a collective call: it waits for all regions, compares their settings, and starts them from region
     0's parameters.
 
-    With `stage`, each stage has its own measured times, low rank, round length, next fragment and finite or infinite outer
-    gradients. Stages of a region may thus send and land at different inner steps. No stage waits for ever: a landing
-    waits only for sends of its own step or an earlier one. But stages would also hear of another region's early end at
-    different steps, and the first to leave would keep the others waiting for activations. Therefore give `max_steps`, and
-    make all these steps in every region. An error in one stage ends its region, because the launcher ends the other ranks,
-    and with it every region.
+    With `stage`, each stage has its own measured times, low rank and rounds: stages of a region may send and land at different
+    inner steps. They would also hear of another region's early end at different steps, and the first to leave would keep
+    the others waiting for activations. Therefore give `max_steps`, and make all these steps in every region. An error in
+    one stage ends every region.
 
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
@@ -105,15 +103,16 @@ class OuterOptimizer:
         stage: tuple[int, int] | None = None,
     ) -> None:
         method = from_config(config)  # a mistake in the settings comes before everything else
-        refuse_unsupported(accelerator, config)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+        refuse_unsupported(accelerator, config, bare)
+        refuse_second(bare)
         self._inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
         )
         self._about = about or of_loop(accelerator, bare, optimizer)
-        if link is None:
-            link = connect(accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
+        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
+        begin_over(link)
         self.link = link
         if saved is not None:
             config = continuing(config, saved.facts.settings)
@@ -130,13 +129,15 @@ class OuterOptimizer:
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self.journal = Journal(path, mark_of(saved), link.clock)
-        self.synchronizer = self._adopted(None if saved is None else saved.state)
+        self.synchronizer = engine_for(
+            bare, config, link, self.journal, None if saved is None else saved.state
+        )
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
                 take_over(self.synchronizer.fragments)
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
-        self._undo = hook_into_saving(accelerator, self)
+        self._undo = [claim(bare), *hook_into_saving(accelerator, self)]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
@@ -324,20 +325,8 @@ class OuterOptimizer:
         else:  # the checkpoint has other fragments
             wait_for_transfers(self.synchronizer.fragments)
             self._config, self.settings = config, settings(config)
-            self.synchronizer = self._adopted(saved.state)
+            self.synchronizer = engine_for(self.model, config, self.link, self.journal, saved.state)
         self.endings.continue_from(self.inner_step)
-
-    def _adopted(self, state: dict[str, Any] | None) -> Synchronizer:
-        """An engine for the model as it is, at the start of a run or where `state` was saved. A collective call."""
-        return Synchronizer(
-            self.model,
-            from_config(self._config),
-            self.link,
-            record=self.journal.write,
-            digest_interval=self._config.digest_interval,
-            state=state,
-            device=outer_device(self.model, self._config),
-        )
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""

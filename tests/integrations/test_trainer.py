@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
-from hf_cocodc.errors import InputError
+from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig, simulate
+from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
 from hf_cocodc.training.data import byte_tokenizer
@@ -73,7 +73,8 @@ def test_evaluation_sees_the_global_weights(tmp_path: Path) -> None:
 
     def train(evaluate: bool, on: str = "global") -> Any:
         def body(region: int, link: Link) -> tuple[list[float], torch.Tensor]:
-            callback = CoCoDCCallback(CONFIG, link=link, evaluate_on=on)
+            may_differ = RegionConfig(may_differ="seed")
+            callback = CoCoDCCallback(CONFIG, may_differ, link=link, evaluate_on=on)
             how = {"eval_strategy": "steps", "eval_steps": 3} if evaluate else {}
             trainer = make(tmp_path, [callback], seed=region, **how)
             trainer.train()
@@ -126,10 +127,50 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
         trainer.hyperparameter_search(n_trials=1, backend="optuna")
     with pytest.raises(InputError, match="cocodc/COMPLETE is missing"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
+    with pytest.raises(InputError, match="this Trainer has two CoCoDCCallbacks.*Give it one"):
+        make(tmp_path, [CoCoDCCallback(CONFIG), CoCoDCCallback(CONFIG)])
     with pytest.raises(InputError, match="already serves another Trainer"):
         make(tmp_path, [callback])
     with pytest.raises(InputError, match="outer.method='x' is not known"):
         CoCoDCCallback(OuterConfig(method="x"))
+
+
+def test_two_trainers_may_train_a_model_one_after_the_other(tmp_path: Path) -> None:
+    """Not at the same time: a second one is refused as long as the first trains."""
+    refused = []
+
+    class Meanwhile(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                second = Trainer(
+                    model,
+                    arguments(tmp_path / "2"),
+                    train_dataset=Tokens(8),
+                    callbacks=[CoCoDCCallback(CONFIG)],
+                )
+                with pytest.raises(InputError, match="another CoCoDCCallback, trains this LlamaForCausalLM"):
+                    second.train()
+                refused.append(second)
+
+    first = make(tmp_path / "1", [CoCoDCCallback(CONFIG), Meanwhile()])
+    first.train()
+    refused[0].train()
+
+
+def test_regions_of_a_simulation_compare_their_training(tmp_path: Path) -> None:
+    """As those of a real run do, before anything is trained; what may differ may."""
+
+    def body(region: int, link: Link, may_differ: str = "") -> None:
+        callback = CoCoDCCallback(
+            CONFIG, RegionConfig(may_differ=may_differ), link=link, facts={"data.path": "x"}
+        )
+        make(tmp_path, [callback], learning_rate=1e-3 * (1 + region)).train()
+
+    with pytest.raises(
+        HandshakeError, match="disagree on training.learning_rate: region 0 has 0.001, region 1"
+    ):
+        simulate(body, regions=2)
+    simulate(lambda region, link: body(region, link, "learning_rate"), regions=2)
 
 
 class Sentences(Dataset):
