@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
@@ -85,7 +86,8 @@ class InnerOptimizer:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module, *, reads_lr: bool, begins_anew: bool) -> None:
-        self._parts, self._model, self._reads_lr = parts_of(optimizer), model, reads_lr
+        self._given, self._parts = optimizer, parts_of(optimizer)
+        self._model, self._reads_lr = model, reads_lr
         self._noted: float | None = None
         for part in self._parts:
             refuse_two_sets_of_weights(part)
@@ -123,6 +125,23 @@ class InnerOptimizer:
             )
         self._at_start = self._noted = None
         return lr
+
+    def warn_of_unsaved(self, accelerator: Accelerator) -> None:
+        """Warn if `accelerator.save_state` leaves out the state of an optimizer: it knows those that it has prepared."""
+        kept = [*accelerator._optimizers, *accelerator._custom_objects]
+        kept += [each.optimizer for each in accelerator._optimizers]
+
+        def is_kept(optimizer: Any) -> bool:
+            several = optimizer if isinstance(optimizer, list | tuple) else _held(optimizer)
+            return any(optimizer is each for each in kept) or (bool(several) and all(map(is_kept, several)))
+
+        if not is_kept(self._given):
+            logger.warning(
+                "accelerator.save_state does not save all state of %s: a run that loads this checkpoint will not be exact. "
+                "Prepare the optimizer (accelerator.prepare), or give it state_dict() and load_state_dict() and register it "
+                "(accelerator.register_for_checkpointing).",
+                self._name,
+            )
 
     def begin_anew(self) -> None:
         """Forget all state: moments, counts of steps.

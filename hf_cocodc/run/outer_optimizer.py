@@ -137,7 +137,7 @@ class OuterOptimizer:
             if not continues:
                 take_over(self.synchronizer.fragments)
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
-        self._undo = [claim(bare), *hook_into_saving(accelerator, self)]
+        self._undo = [claim(bare), *hook_into_saving(accelerator, self, self._inner)]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)

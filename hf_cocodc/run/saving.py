@@ -12,6 +12,7 @@ from ..links.base import Link
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
+from .inner_optimizer import InnerOptimizer
 from .shelf import main_says
 
 
@@ -62,8 +63,12 @@ def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
     accelerator.wait_for_everyone()  # the leader must not end before the others have heard of it
 
 
-def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[[], Any]]:
+def hook_into_saving(
+    accelerator: Accelerator, outer: Savable, inner: InnerOptimizer
+) -> list[Callable[[], Any]]:
     """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this.
+
+    A warning says if `save_state` leaves out state of `inner`.
 
     Accelerate calls hooks before it writes or reads its own files, and the hooks receive the folder. Our last part must come
     after Accelerate's files: the two methods of this accelerator are therefore wrapped.
@@ -74,6 +79,7 @@ def hook_into_saving(accelerator: Accelerator, outer: Savable) -> list[Callable[
 
     def before_saving(models: Any, weights: Any, output_dir: str) -> None:
         folder[:] = [Path(output_dir)]
+        inner.warn_of_unsaved(accelerator)
         outer.save(output_dir)
 
     def before_loading(models: Any, input_dir: str) -> None:

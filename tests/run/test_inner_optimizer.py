@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,3 +353,39 @@ def test_facts_of_several_optimizers() -> None:
     ).facts
     assert facts["training.optimizer"] == ["SGD", "AdamW"]
     assert facts["training.learning_rate"] == [0.5, 0.25]
+
+
+class Saved(Duck):
+    """An optimizer of one's own that can be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "registered"])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_state_that_no_checkpoint_keeps_is_named(
+    kind: str, prepared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accelerate saves the optimizers that it has prepared, and the objects that were registered."""
+    accelerator, model = Accelerator(cpu=True), llama(layers=2)
+    made = (KINDS | {"registered": lambda model: Saved(one(model))})[kind](model)
+    if prepared and kind == "container":
+        made.optimizers = [accelerator.prepare(each) for each in made.optimizers]
+    elif prepared:
+        made = (
+            [accelerator.prepare(each) for each in made]
+            if isinstance(made, list)
+            else accelerator.prepare(made)
+        )
+    if kind == "registered":
+        accelerator.register_for_checkpointing(made)
+    outer = OuterOptimizer(accelerator, model, made, CO2, link=loopback())
+    with caplog.at_level(logging.WARNING):
+        accelerator.save_state(str(tmp_path / "checkpoint"))
+    outer.close()
+    is_kept = kind == "registered" or (prepared and "duck" not in kind)
+    assert ("save_state does not save all state of" in caplog.text) != is_kept
