@@ -117,7 +117,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for more, message in (
         ({"auto_find_batch_size": True}, "Set it to False"),
         ({**best, "eval_steps": 2}, "local weights"),
-        ({"save_only_model": True}, "Set it to False.*checkpoint-N/global"),
+        ({"save_only_model": True}, "Set it to False.*checkpoint-N\\."),
     ):
         with pytest.raises(InputError, match=message):
             make(tmp_path, [CoCoDCCallback(CONFIG)], **more)
