@@ -1,7 +1,6 @@
 """The outer optimizer: trains one model across regions from an ordinary Accelerate loop."""
 
 import contextlib
-import logging
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,8 +25,6 @@ from .recovery import recover
 from .resume import check
 from .saving import hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start
-
-logger = logging.getLogger(__name__)
 
 
 class OuterOptimizer:
