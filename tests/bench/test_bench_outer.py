@@ -11,7 +11,8 @@ import torch
 
 from hf_cocodc.bench import outer
 from hf_cocodc.cli.main import main
-from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.fragment import FragmentState
+from hf_cocodc.engine.traffic import Traffic
 
 
 def test_every_part_of_an_outer_step_has_a_row() -> None:
@@ -50,22 +51,22 @@ def test_the_model_is_about_as_large_as_asked_for(numel: int) -> None:
 
 
 def test_the_engine_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each send and each landing is one of the Synchronizer's; sends move nothing, landings move the model. The first method
+    """Each send and each landing is one of the engine's; sends move nothing, landings move the model. The first method
     is measured without overlap too."""
     calls: list[str] = []
-    for name in ("_send", "_land"):
-        original = getattr(Synchronizer, name)
+    for name in ("send", "land"):
+        original = getattr(Traffic, name)
 
-        def called(self: Synchronizer, state: object, *rest: object, name=name, original=original) -> None:  # noqa: ANN001
-            [before] = [params.clone() for params in self.fragments[0].local.params[:1]]
+        def called(self: Traffic, state: FragmentState, *rest: object, name=name, original=original) -> None:  # noqa: ANN001
+            before = state.local.params[0].clone()
             original(self, state, *rest)
-            moved = not torch.equal(before, self.fragments[0].local.params[0])
-            assert moved == (name == "_land")
+            moved = not torch.equal(before, state.local.params[0])
+            assert moved == (name == "land")
             calls.append(name)
 
-        monkeypatch.setattr(Synchronizer, name, called)
+        monkeypatch.setattr(Traffic, name, called)
     outer.measure(20_000, 3, threads=(1,))
-    assert calls == ["_send", "_land"] * (len(outer._LANDINGS) + 1) * (3 + 2)
+    assert calls == ["send", "land"] * (len(outer._LANDINGS) + 1) * (3 + 2)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
