@@ -258,6 +258,9 @@ def test_a_nan_region_recovers_where_the_merge_keeps_local_steps() -> None:
         assert all(torch.isfinite(params).all() for params in run(2, small(name), llama_adamw(), poisoned))
 
 
+SPLIT = {"num_fragments": 4, "split_rows": True}
+
+
 @pytest.mark.parametrize(
     ("method", "parts"),
     [
@@ -268,6 +271,10 @@ def test_a_nan_region_recovers_where_the_merge_keeps_local_steps() -> None:
         ("diloco", {"merge": "additive", "overlap_steps": 2}),
         ("eager", {"num_fragments": 2, "fragment_pattern": "strided", "codec": "bf16"}),
         ("co2", {"codec": "int4", "error_feedback": True}),
+        # four fragments of this model hold pieces of its embedding and its head
+        ("streaming", SPLIT | {"codec": "lowrank", "rank": 2, "error_feedback": True}),
+        ("eager", SPLIT | {"fragment_pattern": "strided", "codec": "int8"}),
+        ("dilocox", SPLIT | {"fragment_pattern": "sequential", "rank": 2}),
     ],
 )
 def test_every_part_can_be_replaced_on_its_own(method: str, parts: dict[str, Any]) -> None:
