@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import __version__
 from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
-from ..tensors.sharding import local_shard, plain_parts
+from ..tensors.contents import bytes_of, contents
 
 PROTOCOL = 8
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
@@ -208,13 +208,9 @@ def frozen_digest(model: nn.Module) -> str:
     example the scales of quantised weights.
     """
     sha = hashlib.sha256()
-    saved = model.state_dict(keep_vars=True)
-    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-    buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
-    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    others = [(name, t) for name, t in saved.items() if isinstance(t, Tensor) and id(t) not in named]
-    for name, tensor in frozen + buffers + others:
-        sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        for part in plain_parts(local_shard(tensor)):
-            sha.update(memoryview(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    for name, tensor in contents(model).items():
+        if not tensor.requires_grad:
+            sha.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+            for part in bytes_of(tensor):
+                sha.update(part)
     return sha.hexdigest()[:16]

@@ -98,7 +98,7 @@ class Saved(NamedTuple):
     Attributes:
         state: of `Synchronizer.state_dict`.
         facts: of the run that wrote it.
-        weights: `local_weights.digests` of the lane; empty in format 1, and if the checkpoint was taken over.
+        weights: `tensors.contents.digests` of the lane; empty in format 1, and if the checkpoint was taken over.
     """
 
     state: dict[str, Any]

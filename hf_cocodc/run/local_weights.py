@@ -5,10 +5,8 @@ leaves out the rest (transformers#48805). Our file holds what the model holds. A
 they came from, they are compared with the digests that were saved.
 """
 
-import os
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,11 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..tensors.sharding import local_shard, plain_parts
+from ..tensors.contents import digests
+from ..tensors.sharding import local_shard
 from .durable import replace
 from .manifest import FOLDER
-
-_MOST_THREADS = 4
 
 
 def weights_file(lane: int | str = 0) -> str:
@@ -56,13 +53,6 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 def has_a_base(model: nn.Module) -> bool:
     """Whether a model has frozen weights that no checkpoint holds."""
     return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "is_quantized", False))
-
-
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Shape, type and checksum (CRC-32 of the bytes) of each tensor, as a text. Takes about a second per GB and thread."""
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-digest") as pool:
-        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -152,14 +142,6 @@ def base_digest(model: nn.Module) -> str | None:
         return None
     found = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
     return f"{zlib.crc32(repr(found).encode()):08x}"
-
-
-def _digest(tensor: Tensor) -> str:
-    checksum = 0
-    for part in plain_parts(tensor):
-        flat = part.detach().cpu().contiguous().reshape(-1)
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy(), checksum)
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {checksum:08x}"
 
 
 def _alone(tensor: Tensor) -> Tensor:

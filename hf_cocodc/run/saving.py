@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..links.base import Link
+from ..tensors.contents import digests
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
@@ -50,7 +51,7 @@ def write(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process or link.lane:
         kept = local_weights.kept(model)
-        disk.write(checkpoint, saved._replace(weights=local_weights.digests(kept)), link.lane)
+        disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
         with disk.saving(checkpoint):
             own = kept if whole else local_weights.buffers(model)
             local_weights.write(checkpoint / local_weights.weights_file(link.lane), own)

@@ -19,11 +19,11 @@ from hf_cocodc.run.local_weights import (
     base_digest,
     buffers,
     check,
-    digests,
     kept,
     restore,
     write,
 )
+from hf_cocodc.tensors.contents import digests
 from tests.run.test_resuming import STEPS, checkpoint_of, config, make
 from tests.toys import batch, llama
 
