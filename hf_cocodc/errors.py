@@ -37,7 +37,7 @@ class InputError(CocodcError, ValueError):
 
 
 class HandshakeError(InputError):
-    """Two regions differ in something that must be equal in all regions before step 1."""
+    """Two regions differ in something that must be equal in all regions: before step 1, in what they train, or at the end."""
 
 
 class CheckpointError(InputError):

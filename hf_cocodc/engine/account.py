@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,25 @@ class Account:
             bytes_sent=arrival.bytes_sent,
             outer_grad_norm=math.sqrt(arrival.square),
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+        )
+
+    def adopted(
+        self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
+    ) -> None:
+        """More parameters are synchronised from now on."""
+        for names, source in ((averaged, "the mean of the regions"), (created, "region 0's values")):
+            if names:
+                logger.info(
+                    "from step %d on %d more parameters are synchronised, beginning with %s: %s%s.",
+                    *(step, len(names), source, ", ".join(names[:3]), ", ..." if names[3:] else ""),
+                )
+        self._record(
+            "adopt",
+            step=step,
+            num_params=num_params,
+            num_fragments=num_fragments,
+            averaged=list(averaged),
+            created=list(created),
         )
 
     def finished(self, step: int, digest: int) -> None:

@@ -1,11 +1,11 @@
 """Checks that regions are in step, start from one state and end with one model."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..errors import CheckpointError, LinkError
-from ..links.base import Link
+from ..errors import CheckpointError, HandshakeError, LinkError
+from ..links.base import Link, spread
 from ..links.trailer import Ending, Trailer
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,51 @@ def check_same_start(link: Link, own: Standing) -> None:
             )
 
 
-def check_same_end(link: Link, own: Standing) -> None:
-    """Compare the final weights of all regions; warn if they differ."""
-    for region, other in enumerate(link.gather(own, "the end of the run")):
-        if other.digest != own.digest:
-            logger.warning(
-                "the final global weights of region %d and region %d differ. Do their processors round differently? Use one "
-                "of the two models and lower digest_interval.",
-                *(link.region, region),
+def agreed_layout(
+    link: Link, heard: Sequence[tuple[Trailer, ...]], lines_of: Callable[[int], Sequence[str]]
+) -> int | None:
+    """The layout that all regions want, by the newest of the transfers that have just landed; None if there is none.
+
+    A region that is about to end has no say: it trains no more, and changes no parameters.
+
+    Args:
+        link: reaches the other regions.
+        heard: the trailers of each transfer.
+        lines_of: what this region has called by the number of a layout: one line for each parameter.
+
+    Raises:
+        HandshakeError: regions want different ones.
+    """
+    said = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each)]
+    for trailers in said:
+        if len({trailer.layout for trailer in trailers}) > 1:
+            _refuse_layouts(link, trailers, lines_of(trailers[link.region].layout))
+    newest = max(said, key=lambda trailers: trailers[0].inner_step, default=None)
+    return newest[0].layout if newest else None
+
+
+def _refuse_layouts(link: Link, trailers: Sequence[Trailer], own: Sequence[str]) -> None:
+    told = [text.split("\n") for text in texts(link, "\n".join(own), "the names of trained parameters")]
+    for region, lines in enumerate(told):
+        if lines == told[0]:
+            continue
+        theirs, ours = sorted(set(lines) - set(told[0])), sorted(set(told[0]) - set(lines))
+        raise HandshakeError(
+            f"region 0 and region {region} do not train the same parameters at step {trailers[0].inner_step}: "
+            + " and ".join(
+                f"only region {who} has {', '.join(found[:3])}"
+                + (f" and {len(found) - 3} more" if found[3:] else "")
+                for who, found in ((0, ours), (region, theirs))
+                if found
             )
+            + ". Unfreeze or add parameters in all regions at the same inner step: let the step decide, or a number that is "
+            "equal in all regions, but not a region's own loss, epoch or random numbers."
+        )
+
+
+def texts(link: Link, own: str, what: str) -> list[str]:
+    """Every region's text, in the order of the regions. A collective call."""
+    return [
+        spread(link, region, own.encode(), f"{what} of region {region}").decode()
+        for region in range(link.num_regions)
+    ]

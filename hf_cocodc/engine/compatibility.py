@@ -21,6 +21,11 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
     ]
 
 
+def names_in(found: list) -> frozenset[str]:
+    """Names of the parameters in a saved layout."""
+    return frozenset(name for fragment in found for name, *_ in fragment)
+
+
 def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
     """Check that a saved layout equals the layout of `fragments`.
 

@@ -1,6 +1,6 @@
 """The engine's state of one fragment, and how a send and a landing change it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,10 @@ class FragmentState:
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat tensor of this fragment, piece by piece."""
         return flat.split_with_sizes(self._lengths)
+
+    def move_to(self, shards: Mapping[str, Tensor]) -> None:
+        """Use other memory for the local params. `shards`: what this rank holds of each parameter now, by name."""
+        self.local = LocalParams(self.fragment, self.fragment.views_of(shards), self.cuts)
 
     def gather(self) -> Tensor:
         """The local params in a flat buffer of their own."""
@@ -270,18 +274,30 @@ def adopt(
     threads = HostThreads(all(shard.device == HOST for shard in shards.values()))
     adopted = []
     for fragment in fragments:
-        params = fragment.views_of(shards)
-        # other devices need no pieces: their memory is as fast as the cache of the host
-        piece = PIECE if device == HOST else max(fragment.numel, 1)
-        pieces = cuts([param.numel() for param in params], piece)
-        local = LocalParams(fragment, params, pieces)
-        flat = local.gather(torch.zeros(fragment.numel, dtype=torch.float32, pin_memory=host.pinned))
+        flat = torch.zeros(fragment.numel, dtype=torch.float32, pin_memory=host.pinned)
+        state = hold(fragment, shards, pool, host, threads, flat)
         if start:
             link.broadcast(flat, f"the first parameters of fragment {fragment.index} from region 0")
-            local.show(flat)
-        flat = flat.to(device)
-        codec, outer = method.codec.init(fragment), method.outer.init(flat)
-        adopted.append(
-            FragmentState(fragment, pieces, local, flat, outer, codec, form_of(codec), pool, host, threads)
-        )
+            state.local.show(flat)
+        state.global_params = flat.to(device)
+        state.codec, state.outer = method.codec.init(fragment), method.outer.init(state.global_params)
+        state.codec_form = form_of(state.codec)
+        adopted.append(state)
     return adopted
+
+
+def hold(
+    fragment: Fragment,
+    shards: Mapping[str, Tensor],
+    pool: Pool,
+    host: Pool,
+    threads: HostThreads,
+    flat: Tensor,
+) -> FragmentState:
+    """The state of a fragment whose global params are the present local ones, copied to `flat`; without outer state."""
+    params = fragment.views_of(shards)
+    # other devices need no pieces: their memory is as fast as the cache of the host
+    piece = PIECE if pool.device == HOST else max(fragment.numel, 1)
+    pieces = cuts([param.numel() for param in params], piece)
+    local = LocalParams(fragment, params, pieces)
+    return FragmentState(fragment, pieces, local, local.gather(flat), {}, {}, {}, pool, host, threads)

@@ -8,7 +8,7 @@ in place, only through `FragmentState`.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,25 +16,36 @@ from torch import nn
 from ..links.base import Link
 from ..links.trailer import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
-from ..parts.schedules import Send
+from ..parts.fragments import Fragment
+from ..parts.schedules import ScheduleState, Send
 from ..tensors.flat import digest
 from ..tensors.pools import HOST
 from . import saving
 from .account import Account, Record, Totals
-from .agreement import Standing, check_same_end, check_same_start
-from .compatibility import layout, same_layout, same_structure
-from .fragment import adopt
+from .adoption import carry_over, fragments_of, make_equal, names_of
+from .agreement import Standing, agreed_layout, check_same_start
+from .compatibility import layout, names_in, same_layout, same_structure
+from .fragment import FragmentState, adopt
+from .last_check import check_same_end
 from .measurements import Measurements
 from .memory import Memory, memory
 from .traffic import Traffic
-from .weights import local_digest, local_kept, show_global
+from .watch import Watch
+from .weights import local_kept, show_global
+
+
+class _Layout(NamedTuple):
+    """The parameters that a region wants to synchronise, see `Watch.layout`."""
+
+    number: int
 
 
 class Synchronizer:
     """Keeps one region's model in step with the other regions.
 
     Args:
-        model: its trainable parameters are synchronised; unwrapped (no DDP around it).
+        model: its trainable parameters are synchronised, also those that become trainable later (see `Watch`); unwrapped (no
+            DDP around it).
         method: the parts.
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
@@ -64,19 +75,18 @@ class Synchronizer:
         self._model = model
         self.measured = Measurements(link.clock())
         self.account = Account(record)
+        self._record = record
         self._traffic = Traffic(method, link, device, self.measured, self.account, digest_interval)
-        fragments = method.fragments(model)
-        ahead = self._traffic.is_ahead
-        self.fragments = adopt(fragments, model, method, link, device, state is None, ahead)
-        link.bring_to(self.fragments[0].pool)
-        numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
-        lengths: list[float] = link.total(numels).tolist()
-        self.num_params = round(sum(lengths))
+        self._device = device
+        self._watch = Watch(model, link.replicas)
+        self._is_leaving = False
+        self.fragments: list[FragmentState] = []
+        self.num_params = 0
         """Parameters that this region synchronises."""
-        self.measured.begin(lengths)
-        self.account.num_fragments = len(fragments)
-        self._schedule_state = method.schedule.init(len(fragments))
-        self._next_event = 0  # no inner step before this one has events
+        self._schedule_state: ScheduleState = {}
+        self._next_event = 0
+        names = None if state is None else names_in(state["layout"])
+        self._adopt(fragments_of(model, method, names), start=state is None)
         if state is not None:
             self.load_state_dict(state)
         self.account.count_broadcasts(link)
@@ -114,6 +124,7 @@ class Synchronizer:
             traffic.trained_at = traffic.inner_step
         self.link.tick(self.inner_step)
         self.measured.note_step(inner_lr, self.link.clock())
+        self._watch.notice()
         if self.inner_step < self._next_event:
             return None
         words = self._hold_events(word)
@@ -130,29 +141,38 @@ class Synchronizer:
         self._next_event = schedule.next_event(self.inner_step, self._schedule_state)
         if events:
             self.measured.note_event()
+            self._look()
         for event in events:
             fragment = self.fragments[event.fragment]
             if isinstance(event, Send):
                 self._traffic.send(fragment, word, self._traffic.is_ahead)
             else:
                 words = self._traffic.land(fragment, event.sent_at, self.method.merge) or words
-        return words
+        return self._follow(word) or words
 
     @torch.no_grad()
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
         """End the run as the method's closing says, and leave the global weights in the model.
 
-        A last check compares the weights of all regions.
+        A last check compares the model of all regions (`check_same_end`).
 
         Returns:
             The words of all regions, if a transfer landed.
+
+        Raises:
+            HandshakeError: regions hold different models.
         """
-        words = self._traffic.end(self.fragments, word)
+        self._look()
+        layouts = {
+            other.number for other in self.link.gather(_Layout(self._traffic.layout), "trained parameters")
+        }
+        first = self._adopt_more(layouts.pop(), word) if len(layouts) == 1 else None
+        words = self._traffic.end(self.fragments, word) or first
         self._show_global(averaged=True)
-        own = local_digest(self.fragments)
-        check_same_end(self.link, Standing(self.inner_step, own))
-        self.account.finished(self.inner_step, own)
-        self._schedule_state = self.method.schedule.init(len(self.fragments))
+        digest = check_same_end(self.link, self._model, self._watch.adopted, self.inner_step, self._record)
+        self.account.count_broadcasts(self.link)
+        self.account.finished(self.inner_step, digest)
+        self._schedule_state = self.method.schedule.init(len(self.fragments), self.inner_step)
         self._next_event = 0
         return words
 
@@ -163,6 +183,7 @@ class Synchronizer:
         If a method lets global params differ between regions (eager updates), the model holds their average, and this is a
         collective call; if not `averaged`, it holds this region's own.
         """
+        self._look()
         with local_kept(self._model, self.fragments):
             self._show_global(averaged)
             yield
@@ -178,6 +199,7 @@ class Synchronizer:
     def give_up_unsent(self) -> None:
         """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
         self._traffic.trained_at = -1
+        self._is_leaving = True
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
@@ -187,6 +209,7 @@ class Synchronizer:
         """
         return {
             "layout": layout([each.fragment for each in self.fragments]),
+            "watch": self._watch.state_dict(),
             **self.measured.state_dict(),
             "schedule_state": self._schedule_state,
             "inner_step": self.inner_step,
@@ -201,7 +224,14 @@ class Synchronizer:
         Raises:
             CheckpointError: it is of another model or method, or differs from the other regions'.
         """
+        names = names_in(state["layout"])
+        if names != self._watch.adopted:
+            saving.wait_for_transfers(self.fragments)
+            self._adopt(fragments_of(self._model, self.method, names), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
+        self._look()
+        if "watch" in state:  # earlier versions adopted no parameters
+            self._watch.load_state_dict(state["watch"])
         same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             saving.load(fragment, saved)
@@ -217,3 +247,60 @@ class Synchronizer:
     def _show_global(self, averaged: bool) -> None:
         mean = averaged and not self.method.outer.regions_agree
         show_global(self.fragments, self.link, self.inner_step, self.account.totals, mean)
+
+    def _look(self) -> None:
+        """Let the fragments use the model's present memory, and see which parameters are to be adopted."""
+        if not self._is_leaving:
+            self._watch.look(self.fragments)
+            self._traffic.layout = self._watch.layout
+
+    def _follow(self, word: Word) -> Words | None:
+        """Adopt more parameters, if the transfers that have landed say that all regions want to."""
+        heard, self._traffic.heard = self._traffic.heard, []
+        if not heard or self._is_leaving:
+            return None
+        wanted = agreed_layout(self.link, heard, lambda number: self._watch.proposal(number).lines)
+        return None if wanted is None else self._adopt_more(wanted, word)
+
+    def _adopt_more(self, wanted: int, word: Word) -> Words | None:
+        """End the rounds in flight, and begin new ones with these parameters. A collective call of all regions.
+
+        Returns:
+            The words of all regions, if a transfer landed.
+        """
+        watch = self._watch
+        more = watch.proposal(wanted).more
+        if not more:
+            return None
+        words = self._traffic.end(self.fragments, word)
+        self._traffic.heard = []
+        self._show_global(averaged=True)
+        had = [name for name in more if watch.noticed[name]]
+        created = [name for name in more if not watch.noticed[name]]
+        make_equal(self._model, had, created, self.link, self.inner_step, self.account.totals)
+        old = self.fragments
+        self._adopt(fragments_of(self._model, self.method, {*watch.adopted, *more}), start=False)
+        self.account.count_broadcasts(self.link)
+        carry_over(old, self.fragments, with_global=self.method.outer.regions_agree)
+        self.account.adopted(self.inner_step, self.num_params, len(self.fragments), had, created)
+        return words
+
+    def _adopt(self, fragments: tuple[Fragment, ...], start: bool) -> None:
+        """Begin with these fragments; `start`: from region 0's parameters."""
+        link, traffic = self.link, self._traffic
+        self.fragments = adopt(
+            fragments, self._model, self.method, link, self._device, start, traffic.is_ahead
+        )
+        for fragment in self.fragments:
+            fragment.settled_at = fragment.sent_at = self.inner_step
+            fragment.lr_sum = self.measured.lr_sum
+        link.bring_to(self.fragments[0].pool)
+        numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
+        lengths: list[float] = link.total(numels).tolist()
+        self.num_params = round(sum(lengths))
+        self.measured.begin(lengths)
+        self.account.num_fragments = len(fragments)
+        self._schedule_state = self.method.schedule.init(len(fragments), self.inner_step)
+        self._next_event = 0  # no inner step before this one has events
+        self._watch.begin(names_of(fragments))
+        self._traffic.layout = self._watch.layout

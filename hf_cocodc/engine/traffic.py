@@ -20,6 +20,7 @@ from .outer_step import Outcome
 from .reunion import reunite
 from .stepping import Stepping
 from .transfer import Transfer
+from .watch import UNKNOWN
 
 
 class Traffic:
@@ -37,6 +38,8 @@ class Traffic:
         inner_step: inner steps made so far.
         trained_at: last inner step that trained; a transfer of this region has weight only if it carries such a step.
         is_ahead: whether outer steps are taken ahead of their landings.
+        layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
+        heard: the trailers of each transfer that has landed, until someone clears them.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class Traffic:
         self.inner_step = self.trained_at = 0
         self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
         self.is_ahead = self._stepping.is_ahead
+        self.layout = UNKNOWN
+        self.heard: list[tuple[Trailer, ...]] = []
 
     def send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         """Send the outer gradient of a fragment; `ahead`: its outer step may be taken before it lands."""
@@ -83,6 +88,7 @@ class Traffic:
                 sync_time_s=measured.sync_time_s,
                 compression=share_of_rank(fragment.codec),
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
+                layout=self.layout,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
@@ -111,6 +117,7 @@ class Traffic:
             check_in_step(self._link.region, arrival.trailers, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival, transfer.outcome.seconds)
+                self.heard.append(arrival.trailers)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
             fragment.codec = arrival.result.state
             mean = arrival.result.mean

@@ -9,7 +9,7 @@ from torch import nn
 from ..links.base import Link, Parcel
 from ..links.trailer import Trailer
 from ..parts.codecs import unrounded
-from ..tensors.flat import digest, is_finite
+from ..tensors.flat import is_finite
 from ..tensors.sharding import reshard
 from .account import Totals
 from .agreement import check_in_step
@@ -70,14 +70,3 @@ def local_kept(model: nn.Module, fragments: Sequence[FragmentState]) -> Iterator
             for fragment, params in zip(fragments, kept, strict=True):
                 for param, local in zip(fragment.local.params, params, strict=True):
                     param.copy_(local)
-
-
-@torch.no_grad()
-def local_digest(fragments: Sequence[FragmentState]) -> int:
-    """A checksum of the weights in the model."""
-    found = 0
-    for fragment in fragments:
-        local = fragment.gather()
-        found = digest(local, start=found)
-        fragment.pool.give(local)
-    return found

@@ -73,6 +73,8 @@ class Link(Protocol):
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
+    replicas: bool
+    """Whether several ranks of the region hold the same parameters (DDP)."""
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
 
@@ -157,7 +159,10 @@ def spread(link: Link, source: int, data: bytes, what: str) -> bytes:
     length = torch.tensor([len(data)], dtype=torch.int64)
     link.broadcast(length.view(torch.float32), f"the length of {what}", source)
     size = int(length)
-    padded = bytearray(data if link.region == source else size)
+    own = (
+        link.region == source and len(data) == size
+    )  # another rank of a DDP region may hold more, and does not send
+    padded = bytearray(data if own else size)
     padded += bytes(-size % 4)
     if not padded:
         return b""

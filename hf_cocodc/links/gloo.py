@@ -71,6 +71,7 @@ class GlooLink:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, num_lanes
+        self.replicas = False
         self.timing = "measured"
         self.agreement: StopAgreement | None = None
         self._broadcast_bytes = 0

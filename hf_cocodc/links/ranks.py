@@ -41,6 +41,7 @@ class SharedLink:
         self.region = region
         self.num_regions = num_regions
         self.lane, self.num_lanes = 0, 1
+        self.replicas = True
         self.timing = "measured"
         self._link = leader_link
         self.agreement: StopAgreement | None = None
@@ -185,6 +186,7 @@ class LaneLink:
     ) -> None:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
+        self.replicas = False
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
         self._link = link
@@ -251,7 +253,7 @@ class LaneLink:
 
 
 _SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr"), 1.0),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""

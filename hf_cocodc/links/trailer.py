@@ -50,6 +50,7 @@ class Trailer(NamedTuple):
         ending: see `Word`.
         saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
+        layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
     """
 
     weight: float = 1.0
@@ -63,6 +64,7 @@ class Trailer(NamedTuple):
     ending: Ending = Ending.NO
     saved_at: int = 0
     round_lr: float = 0.0
+    layout: int = -1
 
     @property
     def word(self) -> Word:

@@ -67,8 +67,8 @@ class Schedule(Protocol):
     back_to_back: bool
     overlaps: bool
 
-    def init(self, num_fragments: int) -> ScheduleState:
-        """The state before inner step 1."""
+    def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
+        """The state after inner step `inner_step`, if nothing was sent before: at the start of a run, or with new fragments."""
         ...
 
     def events(
@@ -97,7 +97,7 @@ class _Periodic:
         self.back_to_back = overlap_steps >= sync_interval
         self.overlaps = overlap_steps > 0
 
-    def init(self, num_fragments: int) -> ScheduleState:
+    def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
         return {"num_fragments": num_fragments, "in_flight": [], "sent": [0] * num_fragments}
 
     def events(
@@ -171,8 +171,8 @@ class _Rounds:
     def __init__(self, sync_interval: int) -> None:
         self._sync_interval = sync_interval
 
-    def init(self, num_fragments: int) -> ScheduleState:
-        return {"num_fragments": num_fragments, "sent_at": 0, "next": self._sync_interval}
+    def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
+        return {"num_fragments": num_fragments, "sent_at": 0, "next": inner_step + self._sync_interval}
 
     def events(
         self, inner_step: int, stats: AgreedStats, state: ScheduleState
@@ -227,9 +227,13 @@ class _Adaptive:
         self._sends_per_interval = sends_per_interval
         self._has_warned = False
 
-    def init(self, num_fragments: int) -> ScheduleState:
+    def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
         sent = [[0, 0] for _ in range(num_fragments)]  # for each fragment, the steps of its last two sends
-        return {"in_flight": [], "sent": sent, "next": self._spacing(num_fragments, AgreedStats())}
+        return {
+            "in_flight": [],
+            "sent": sent,
+            "next": inner_step + self._spacing(num_fragments, AgreedStats()),
+        }
 
     def events(
         self, inner_step: int, stats: AgreedStats, state: ScheduleState

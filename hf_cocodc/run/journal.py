@@ -1,6 +1,6 @@
 """The record of a run: one JSON line per event, in the order of the events.
 
-Kinds: start, resume, note, log, send, sit_out, begin_anew, land, evaluate, finish, error. Every line has `kind`, `time_s`
+Kinds: start, resume, note, log, send, sit_out, begin_anew, land, adopt, evaluate, finish, error. Every line has `kind`, `time_s`
 (seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures read only the
 journal.
 

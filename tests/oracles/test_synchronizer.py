@@ -158,7 +158,7 @@ class KnownTimes:
     def __init__(self, schedule: Schedule, step_time_s: float, sync_time_s: float) -> None:
         self.schedule, self.times = schedule, {"step_time_s": step_time_s, "sync_time_s": sync_time_s}
 
-    def init(self, num_fragments: int) -> dict:
+    def init(self, num_fragments: int, inner_step: int = 0) -> dict:
         spacing = self.schedule._spacing(num_fragments, AgreedStats(**self.times))  # type: ignore[attr-defined]
         return {**self.schedule.init(num_fragments), "next": spacing}
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer
-from hf_cocodc.errors import HandshakeError, RunStopped
+from hf_cocodc.errors import HandshakeError, InputError, RunStopped
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import At
-from tests.toys import llama
+from tests.toys import batch, llama
 
 
 def shard(accelerator: Accelerator, state_dict_type: str = "FULL_STATE_DICT") -> None:
@@ -120,3 +120,36 @@ def meet(folder: Path) -> None:
     except HandshakeError as error:
         said = str(error)
     torch.save({"said": said}, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ['RANK']}.pt")
+
+
+def unfreeze(kind: str, folder: Path) -> None:
+    """Train by hand, and unfreeze the first layer before step 4; a buffer differs between regions."""
+    accelerator = Accelerator(cpu=True)
+    if kind == "fsdp":
+        shard(accelerator)
+    region = int(os.environ["HF_COCODC_REGION"])
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.model.layers[0].requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(2))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    bare = accelerator.unwrap_model(model)
+    said = ""
+    try:
+        with OuterOptimizer(
+            accelerator, model, optimizer, OuterConfig(sync_interval=3), max_steps=10
+        ) as outer:
+            for step in range(1, 11):
+                if step == 4:
+                    bare.model.layers[0].requires_grad_(True)
+                tokens = batch(10 * region + accelerator.process_index, step)
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                bare.seen.add_(region)
+                outer.step()
+    except InputError as error:
+        said = str(error)
+    result = {"said": said, "seen": bare.seen.clone()}
+    result |= {name: whole(param).detach().clone() for name, param in bare.named_parameters()}
+    torch.save(result, folder / f"region{region}-rank{os.environ['RANK']}.pt")

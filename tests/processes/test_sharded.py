@@ -23,7 +23,7 @@ from hf_cocodc.run.connect import connect
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
-from tests.toys import params_of
+from tests.toys import llama, params_of
 
 CONFIG = {
     "method": "cocodc",
@@ -93,6 +93,20 @@ def test_frozen_shards_of_every_rank_are_compared(tmp_path: Path) -> None:
     """They differ only where rank 0, which meets the others for its region, holds nothing of them."""
     for found in fork_regions(sharded_worker.meet, 2, [tmp_path], tmp_path).values():
         assert "disagree on frozen parameters and buffers (digest)" in found["said"]
+
+
+@pytest.mark.slow
+def test_what_is_unfrozen_is_adopted_shard_by_shard(tmp_path: Path) -> None:
+    """Every rank adopts its own shards of it; a region of replicas (DDP) is refused instead, by the name of the parameter."""
+    first, *others = fork_regions(sharded_worker.unfreeze, 2, ["fsdp", tmp_path], tmp_path).values()
+    assert not first["said"]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], dict(llama().named_parameters())[name])
+    for other in others:
+        assert [name for name in first if name != "said" and not torch.equal(first[name], other[name])] == []
+    assert first["seen"].tolist() == [5.0, 5.0]
+    for found in fork_regions(sharded_worker.unfreeze, 2, ["ddp", tmp_path], tmp_path).values():
+        assert "has become trainable, but DDP reduces only gradients" in found["said"]
 
 
 @pytest.mark.parametrize(("shape", "refused"), [((2, 2), True), ((1, 4), False)])

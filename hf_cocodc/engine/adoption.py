@@ -1,0 +1,134 @@
+"""Which parameters are synchronised, and how a run goes on when there are more of them."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..links.base import Link
+from ..methods import Method
+from ..parts.fragments import Fragment
+from ..tensors.flat import flat_zeros
+from ..tensors.pools import HOST, Pool
+from ..tensors.sharding import local_shard
+from ..tensors.threads import HostThreads
+from .account import Totals
+from .fragment import FragmentState, hold
+from .weights import show_global
+
+logger = logging.getLogger(__name__)
+
+
+def names_of(fragments: Sequence[Fragment]) -> frozenset[str]:
+    """Names of the parameters in these fragments."""
+    return frozenset(name for fragment in fragments for name in fragment.names)
+
+
+def fragments_of(
+    model: nn.Module, method: Method, names: Collection[str] | None = None
+) -> tuple[Fragment, ...]:
+    """The method's fragments of these parameters; None for those that are trainable now."""
+    if names is None:
+        return method.fragments(model)
+    with _trainable(model, names):
+        return method.fragments(model)
+
+
+@contextmanager
+def _trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Inside the block these parameters are trainable, and no other."""
+    changed = [param for name, param in model.named_parameters() if param.requires_grad != (name in names)]
+    for param in changed:
+        param.requires_grad_(not param.requires_grad)
+    try:
+        yield
+    finally:
+        for param in changed:
+            param.requires_grad_(not param.requires_grad)
+
+
+@torch.no_grad()
+def make_equal(
+    model: nn.Module, averaged: Sequence[str], created: Sequence[str], link: Link, step: int, totals: Totals
+) -> None:
+    """Give parameters that are adopted in the middle of a run the same values in all regions. A collective call.
+
+    Args:
+        model: unwrapped.
+        averaged: parameters that were equal in all regions until they became trainable: they take the mean over the
+            regions, and no inner step is lost.
+        created: parameters that the model did not have: regions may have begun from different random numbers, and the mean
+            of two adapters is none; they take region 0's values.
+        link: reaches the other regions.
+        step: inner step.
+        totals: counts bytes and seconds.
+    """
+    params = dict(model.named_parameters())
+    for names, is_mean in ((averaged, True), (created, False)):
+        if not names:
+            continue
+        shards = {name: local_shard(params[name]) for name in names}
+        shapes = tuple(tuple(shard.shape) for shard in shards.values())
+        numel = sum(shard.numel() for shard in shards.values())
+        pool, threads = Pool(HOST, [numel]), HostThreads(trains_on_host=True)
+        state = hold(Fragment(0, tuple(names), shapes, numel), shards, pool, pool, threads, flat_zeros(numel))
+        if is_mean:
+            show_global([state], link, step, totals, mean=True)
+        else:
+            link.broadcast(state.global_params, "new parameters from region 0")
+            state.local.show(state.global_params)
+
+
+def carry_over(old: Sequence[FragmentState], new: Sequence[FragmentState], with_global: bool) -> None:
+    """Copy what belongs to single values from old fragments into new ones: outer momentum and, if asked, global params.
+
+    What belongs to a whole fragment (the numbers of an outer transform, codecs' states) begins anew.
+    """
+    sources = _pieces(old, with_global)
+    for key, targets in _pieces(new, with_global).items():
+        for name, pieces in targets.items():
+            for start, target in pieces:
+                for other, source in sources.get(key, {}).get(name, ()):
+                    _copy_overlap(start, target, other, source)
+
+
+Pieces = dict[str, list[tuple[int, Tensor]]]
+"""For each parameter its pieces: first row, and a view of a flat tensor."""
+
+
+def _pieces(fragments: Sequence[FragmentState], with_global: bool) -> dict[str, Pieces]:
+    """The pieces of every flat tensor of the fragments, by the name of the tensor."""
+    found: dict[str, Pieces] = {}
+    for each in fragments:
+        flats = dict(_flats(each.outer, each.fragment.numel))
+        if with_global:
+            flats["global_params"] = each.global_params
+        for key, flat in flats.items():
+            of_key = found.setdefault(key, {})
+            for i, (name, view) in enumerate(
+                zip(each.fragment.names, each.fragment.views(flat), strict=True)
+            ):
+                start, _ = each.fragment.rows.get(i, (0, 0))
+                of_key.setdefault(name, []).append((start, view))
+    return found
+
+
+def _flats(state: Mapping[str, Any], numel: int, prefix: str = "outer") -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _flats(value, numel, f"{prefix}.{key}")
+        elif isinstance(value, Tensor) and value.numel() == numel:
+            yield f"{prefix}.{key}", value
+
+
+def _copy_overlap(start: int, target: Tensor, other: int, source: Tensor) -> None:
+    """Copy the rows that both pieces of a parameter have."""
+    if target.shape == source.shape and start == other:
+        target.copy_(source)
+        return
+    first, last = max(start, other), min(start + len(target), other + len(source))
+    if first < last:
+        target[first - start : last - start].copy_(source[first - other : last - other])

@@ -1,0 +1,142 @@
+"""The check at the end of a run: every tensor of the model is equal in all regions."""
+
+import logging
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HandshakeError
+from ..links.base import Link, spread
+from ..tensors.contents import contents, digests, raw
+from ..tensors.sharding import local_shard
+from .account import Record
+from .agreement import Standing, texts
+
+logger = logging.getLogger(__name__)
+
+_AVERAGED, _REGION_0, _ADOPTED, _FIXED = "averaged", "region 0's", "synchronised", "fixed"
+
+
+@torch.no_grad()
+def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step: int, record: Record) -> int:
+    """Compare the model of all regions at the end of a run. A collective call.
+
+    This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
+    other data (running statistics of batch normalisation): floating-point ones take the mean over the regions, others region
+    0's values. Synchronised parameters differ if processors round differently: they take region 0's values.
+
+    Args:
+        link: reaches the other regions. Each lane compares its own shards.
+        model: unwrapped.
+        adopted: names of the synchronised parameters.
+        step: inner step.
+        record: keeps events.
+
+    Returns:
+        A checksum of the model.
+
+    Raises:
+        HandshakeError: something else differs; the message names it.
+    """
+    held = contents(model)
+    buffers = dict(model.named_buffers())
+    lines, digest = _lines(held, buffers, adopted)
+    wrong = ""
+    if len({other.digest for other in link.gather(Standing(step, digest), "the end of the run")}) > 1:
+        told = [_by_name(text) for text in texts(link, "\n".join(lines), "the checksums of the model")]
+        differing = _differing(told)
+        wrong = _in_words(differing, told)
+        for fate, names in _fates(differing, told).items():
+            for name in names:
+                _make_equal(link, local_shard(held[name]), fate == _AVERAGED, f"{name} at the end")
+            if names:
+                _tell(fate, names, step, record)
+        _, digest = _lines(held, buffers, adopted)
+    elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64)).item()
+    if wrong or elsewhere:
+        raise HandshakeError(
+            (
+                wrong
+                or "the message of another rank of this region says what differs between regions at the end of the run"
+            )
+            + ". Only one region has changed it during the run, or it was trained without being synchronised. The model of no "
+            "region is the result of this run: go back to a checkpoint, and change in all regions alike what is not trained."
+        )
+    return digest
+
+
+def _lines(
+    held: Mapping[str, Tensor], buffers: Mapping[str, Tensor], adopted: Collection[str]
+) -> tuple[list[str], int]:
+    """A line for each tensor, and the checksum of all lines."""
+    lines = []
+    for name, form in digests(held).items():
+        fate = _ADOPTED if name in adopted else _FIXED
+        if name in buffers:
+            fate = _AVERAGED if held[name].is_floating_point() else _REGION_0
+        lines.append("\t".join((name, fate, *form.rsplit(" ", 1))))
+    return lines, zlib.crc32("\n".join(lines).encode())
+
+
+def _by_name(text: str) -> dict[str, list[str]]:
+    """Fate, form and checksum of each tensor."""
+    return {name: rest for name, *rest in (line.split("\t") for line in text.split("\n"))}
+
+
+def _differing(told: Sequence[Mapping[str, list[str]]]) -> dict[str, list[int]]:
+    """For each tensor that differs from region 0's, the regions where it does."""
+    names = dict.fromkeys(name for each in told for name in each)
+    found = {
+        name: [r for r, each in enumerate(told) if each.get(name) != told[0].get(name)] for name in names
+    }
+    return {name: regions for name, regions in found.items() if regions}
+
+
+def _fates(differing: Collection[str], told: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
+    """What is done with the tensors that may differ."""
+    found: dict[str, list[str]] = {_AVERAGED: [], _REGION_0: [], _ADOPTED: []}
+    for name in differing:
+        kinds = {tuple(each[name][:2]) if name in each else () for each in told}
+        if len(kinds) == 1:
+            [(fate, _)] = kinds
+            if fate in found:
+                found[fate].append(name)
+    return found
+
+
+def _in_words(differing: Mapping[str, list[int]], told: Sequence[Mapping[str, list[str]]]) -> str:
+    """What differs and must not."""
+    mended = {name for names in _fates(differing, told).values() for name in names}
+    wrong = [name for name in differing if name not in mended]
+    if not wrong:
+        return ""
+    shown = [f"{name} (region {', '.join(map(str, differing[name]))} and region 0)" for name in wrong[:3]]
+    more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
+    return f"regions differ at the end of the run in {', '.join(shown)}{more}"
+
+
+def _make_equal(link: Link, tensor: Tensor, is_mean: bool, what: str) -> None:
+    """Give a tensor the mean over the regions, or region 0's values; the same bits everywhere."""
+    own = raw(tensor.cpu()).numpy().tobytes()
+    values = []
+    for region in range(link.num_regions if is_mean else 1):
+        told = bytearray(spread(link, region, own, f"{what}, of region {region}"))
+        values.append(torch.frombuffer(told, dtype=tensor.dtype).view(tensor.shape))
+    if is_mean:
+        tensor.copy_(torch.stack([each.double() for each in values]).mean(dim=0))
+    else:
+        tensor.copy_(values[0])
+
+
+def _tell(fate: str, names: Sequence[str], step: int, record: Record) -> None:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+    said = {
+        _AVERAGED: f"buffers differed between regions at the end and are averaged: {shown}.",
+        _REGION_0: f"buffers differed between regions at the end and are region 0's now: {shown}.",
+        _ADOPTED: f"the final global weights differed between regions and are region 0's now: {shown}. Do the regions' "
+        "processors round differently? Lower digest_interval.",
+    }[fate]
+    logger.warning(said)
+    record("note", step=step, message=said)

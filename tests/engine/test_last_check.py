@@ -1,0 +1,140 @@
+"""The check at the end of a run: buffers are made equal, and nothing else may differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.errors import HandshakeError
+from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from tests.processes.test_gloo import run_over_gloo
+
+
+class Normalised(nn.Module):
+    """A layer, batch normalisation with its running statistics, a frozen layer, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.base = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        for param in self.base.requires_grad_(False).parameters():
+            nn.init.ones_(param)
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(values))
+
+
+def finish(
+    change: Callable[[Normalised, int], None],
+    run: Callable[..., list[Any]] = run_in_lockstep,
+    events: list[dict[str, Any]] | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """The model of each of three regions at the end of a run in which `change` has changed it."""
+
+    def live(index: int, link: Link) -> dict[str, torch.Tensor]:
+        model = Normalised()
+
+        def record(kind: str, **facts: Any) -> None:
+            if events is not None and index == 0:
+                events.append({"kind": kind, **facts})
+
+        method = from_config(OuterConfig(method="diloco", sync_interval=2))
+        synchronizer = Synchronizer(model, method, link, record=record)
+        for _ in range(3):
+            model(torch.randn(5, 4, generator=torch.Generator().manual_seed(index)))
+            synchronizer.step()
+        with torch.no_grad():
+            change(model, index)
+        synchronizer.finish()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    return run(3, live)
+
+
+@pytest.mark.parametrize("run", [run_in_lockstep, run_over_gloo])
+def test_buffers_are_made_equal(run: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture) -> None:
+    """Running statistics take the mean over the regions, counters region 0's values; the log and the journal say so."""
+    kept: dict[int, torch.Tensor] = {}
+    events: list[dict[str, Any]] = []
+
+    def change(model: Normalised, index: int) -> None:
+        kept[index] = model.norm.running_mean.clone()
+        model.norm.num_batches_tracked += index
+        model.cache += index
+
+    with caplog.at_level(logging.WARNING):
+        first, *others = finish(change, run, events)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    expected = torch.stack([kept[index].double() for index in range(3)]).mean(dim=0).float()
+    assert torch.equal(first["norm.running_mean"], expected)
+    assert not torch.equal(kept[0], kept[1])
+    assert "averaged: norm.running_mean, norm.running_var." in caplog.text
+    assert "region 0's now: norm.num_batches_tracked." in caplog.text
+    assert sum(event["kind"] == "note" for event in events) == 2
+    assert events[-1]["kind"] == "finish"
+
+
+@pytest.mark.parametrize("run", [run_in_lockstep, run_over_gloo])
+def test_a_frozen_parameter_that_differs_ends_the_run(run: Callable[..., list[Any]]) -> None:
+    """By its name, and with the regions that differ; one that is trained behind the engine's back, too."""
+
+    def change(model: Normalised, index: int) -> None:
+        if index == 2:
+            model.base.weight += 1
+
+    with pytest.raises(
+        HandshakeError, match=r"differ at the end of the run in base\.weight \(region 2 and region 0\)\."
+    ):
+        finish(change, run)
+
+
+def test_a_tensor_that_only_one_region_has_ends_the_run() -> None:
+    def change(model: Normalised, index: int) -> None:
+        if index == 1:
+            model.register_buffer("own", torch.zeros(2))
+
+    with pytest.raises(HandshakeError, match=r"in own \(region 1 and region 0\)\."):
+        finish(change)
+
+
+def test_weights_without_values_are_not_compared() -> None:
+    """A frozen parameter that is kept elsewhere (on the meta device) has no bytes here."""
+
+    def change(model: Normalised, index: int) -> None:
+        model.base.to("meta")
+        model.norm.load_state_dict(nn.BatchNorm1d(4).state_dict())
+
+    first, *others = finish(change)
+    assert all(torch.equal(first["first.weight"], other["first.weight"]) for other in others)
+
+
+def test_global_params_that_drifted_apart_become_region_0s(caplog: pytest.LogCaptureFixture) -> None:
+    """Processors that round differently leave no two models."""
+
+    def live(index: int, link: Link) -> torch.Tensor:
+        model = nn.Linear(3, 2)
+        method = from_config(OuterConfig(method="diloco", sync_interval=2))
+        synchronizer = Synchronizer(model, method, link)
+        synchronizer.step()
+        synchronizer.step()
+        synchronizer.fragments[0].global_params.mul_(1 + 1e-6 * index)
+        synchronizer.finish()
+        return model.weight.detach().clone()
+
+    with caplog.at_level(logging.WARNING):
+        mine, theirs = run_in_lockstep(2, live)
+    assert torch.equal(mine, theirs)
+    assert "final global weights differed between regions and are region 0's now: weight" in caplog.text
