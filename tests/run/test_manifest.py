@@ -18,8 +18,8 @@ from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import durable, manifest, numbering
 from hf_cocodc.run.durable import sha256_of_all
 from hf_cocodc.run.export import put_into_folder
+from hf_cocodc.run.newest import newest_common
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
-from hf_cocodc.run.resume import newest_common
 from hf_cocodc.run.shelf import Shelf
 from hf_cocodc.run.take_over import take_over
 

@@ -1,0 +1,119 @@
+"""Regions find the newest checkpoint that all of them can resume from."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import CheckpointError
+from ..links.base import Link
+from .shelf import Shelf
+
+logger = logging.getLogger(__name__)
+
+
+class Holding(NamedTuple):
+    """What a region holds on its disk.
+
+    Attributes:
+        newest: step of its newest good checkpoint; 0 if it has none.
+        run: number of the run that wrote it.
+        num_writers: regions that took part when it was written.
+        num_damaged: newer checkpoints that have changed since they were saved, or are of another run (`Shelf.num_damaged`).
+        stopping: whether all regions stopped at the newest one, at a step at which no checkpoint was due.
+        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
+    """
+
+    newest: int
+    run: int
+    num_writers: int
+    num_damaged: int
+    stopping: bool
+    is_unsaved: bool
+
+
+class Proposal(NamedTuple):
+    """Step of a checkpoint to resume from; 0 if the region has none to propose."""
+
+    step: int
+
+
+class Choice(NamedTuple):
+    """The checkpoint that all regions resume from.
+
+    Attributes:
+        step: its step; 0 to start from step 0.
+        holders: regions that have it, undamaged.
+        run: number of the run that wrote it, or that starts once more; 0 to begin a new run.
+    """
+
+    step: int
+    holders: Sequence[int]
+    run: int
+
+
+def newest_common(link: Link, shelf: Shelf) -> Choice:
+    """The newest checkpoint that is good in every region that has any. A collective call.
+
+    If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
+    regions continue the run that most of them have. Two kinds of checkpoints do not count: those of another run (the folder
+    was used before), and those of a region that had left before the newest ones were written.
+
+    A run may have been killed when some regions had their first checkpoint and others did not. All regions then start once
+    more from step 0: this is exact, and a take-over is not. If all regions had stopped there, they may have made many more
+    steps than between two checkpoints: then nobody starts once more.
+
+    Args:
+        link: reaches the other regions.
+        shelf: this region's checkpoints.
+
+    Raises:
+        CheckpointError: regions have only checkpoints that are damaged or of another run.
+    """
+    own = shelf.newest()
+    holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
+    holdings = link.gather(holding, "the newest good checkpoint")
+    runs = Counter(holding.run for holding in holdings if holding.newest)
+    if not runs:
+        damaged = [region for region, holding in enumerate(holdings) if holding.num_damaged]
+        if damaged:
+            raise CheckpointError(
+                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
+                + " ".join(shelf.skipped)
+                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
+                "(resume_from_checkpoint)."
+            )
+        return Choice(0, [], 0)
+    [(chosen, _)] = runs.most_common(1)  # in a tie, the first region's
+    counts = own.step > 0
+    if counts and shelf.run != chosen:
+        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
+        counts = False
+    steps = [holding.newest if holding.run == chosen else 0 for holding in holdings]
+    newest = max(steps)
+    first_holder = holdings[steps.index(newest)]
+    unsaved = [r for r, other in enumerate(holdings) if other.run == chosen and other.is_unsaved]
+    if unsaved and not first_holder.stopping:
+        logger.warning(
+            "region %d was ended before its first checkpoint of the run was complete: all regions start once more from step 0. "
+            "This is exact, and to go on without the steps of region %d is not.",
+            *(unsaved[0], unsaved[0]),
+        )
+        return Choice(0, [], chosen)
+    count = first_holder.num_writers
+    # a region that joined later has the newest one only if it took it over
+    first = [step if region < count or step == newest else 0 for region, step in enumerate(steps)]
+    if counts and not first[link.region]:
+        logger.warning(
+            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+            *(link.region, newest),
+        )
+        counts = False
+    steps = first
+    while len(set(steps) - {0}) > 1:
+        bound = min(step for step in steps if step)
+        proposal = shelf.newest(bound).step if counts else 0
+        steps = [other.step for other in link.gather(Proposal(proposal), "an older good checkpoint")]
+        if steps.count(0) > first.count(0):  # a region that has checkpoints has none this old
+            steps = [step if step == max(first) else 0 for step in first]
+    return Choice(max(steps), [region for region, step in enumerate(steps) if step], chosen)
