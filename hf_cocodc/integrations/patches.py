@@ -19,6 +19,7 @@ from ..run.durable import saving
 from ..run.export import put_into_folder
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
+from ..run.pointers import point
 from . import card, weights
 from .hub import leave_to_region_0, only_the_model
 
@@ -206,6 +207,7 @@ class Patches:
         if trainer.args.should_save:
             best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
             rotate(folder, limit, outer.endings.saved_everywhere, {int(best)} if best.isdigit() else set())
+            point(folder)
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
         """Writes all parts of a checkpoint; `save` writes Trainer's."""

@@ -36,6 +36,11 @@ from .signals import first_signal
 
 logger = logging.getLogger(__name__)
 
+_TOO_LATE = (
+    "CoCoDCCallback was added to a Trainer that had begun to train without it, and the run is to be resumed. Call "
+    "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
+)
+
 
 class CoCoDCCallback(TrainerCallback):
     """Trains a Trainer's model across regions.
@@ -154,11 +159,10 @@ class CoCoDCCallback(TrainerCallback):
         self.attach(trainer)
         if self._link is None:
             if state.global_step:
-                raise InputError(
-                    "CoCoDCCallback was added to a Trainer that had begun to resume without it. Call "
-                    "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
-                )
-            self._link = self._meet(trainer, resumes=False)
+                raise InputError(_TOO_LATE)
+            self._link = self._meet(trainer)
+            if checkpoint_to_resume(self._link, trainer.accelerator, Path(args.output_dir), None).checkpoint:
+                raise InputError(_TOO_LATE)
             state.max_steps = self.agree_on_length(state.max_steps, is_fixed=True)
         assert self._beginning is not None
         if self.region:  # equal seeds would give every region the same dropout masks
@@ -282,7 +286,7 @@ class CoCoDCCallback(TrainerCallback):
         self.outer, self._signal = None, None
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
             torch.manual_seed(self._seed)
-        self._link = self._meet(trainer, bool(resume_from_checkpoint))
+        self._link = self._meet(trainer)
         try:
             folder = Path(trainer.args.output_dir or ".")
             start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
@@ -312,12 +316,12 @@ class CoCoDCCallback(TrainerCallback):
         self._running.journal.check()
         return result
 
-    def _meet(self, trainer: Trainer, resumes: bool) -> Link:
+    def _meet(self, trainer: Trainer) -> Link:
         """Meet the other regions."""
         bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self._about = of_trainer(trainer, bare, self._facts)
         given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
-        mine = (trainer.accelerator, bare, self.config, self.regions, given, resumes)
+        mine = (trainer.accelerator, bare, self.config, self.regions, given)
         return meet(self._given_link, *mine, about=self._about)
 
     def _note_signal(self, name: str) -> None:

@@ -99,7 +99,6 @@ def connect(
     config: OuterConfig,
     regions: RegionConfig,
     max_steps: int | None,
-    resumes: bool = False,
     stage: tuple[int, int] | None = None,
     about: About = _NOTHING,
 ) -> Link:
@@ -165,7 +164,7 @@ def connect(
 
     def meet() -> str:
         assert regions.store is not None
-        mine = _hello(accelerator, model, config, regions, max_steps, resumes, about, num_lanes, frozen)
+        mine = _hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
         name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
         name = name if stage is None else f"{name}, stage {lane}"
@@ -222,7 +221,6 @@ def meet(
     config: OuterConfig,
     regions: RegionConfig,
     max_steps: int | None,
-    resumes: bool = False,
     stage: tuple[int, int] | None = None,
     about: About = _NOTHING,
 ) -> Link:
@@ -234,10 +232,10 @@ def meet(
         InputError, HandshakeError, LinkError: see `connect`.
     """
     if link is None:
-        return connect(accelerator, model, config, regions, max_steps, resumes, stage, about)
+        return connect(accelerator, model, config, regions, max_steps, stage, about)
     if link in _COMPARED or link.num_regions == 1:
         return link
-    mine = _hello(accelerator, model, config, regions, max_steps, resumes, about, link.num_lanes, None)
+    mine = _hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
     told = json.dumps(mine).encode()
     hellos = [
         json.loads(spread(link, region, told, f"what region {region} is"))
@@ -261,7 +259,6 @@ def _hello(
     config: OuterConfig,
     regions: RegionConfig,
     max_steps: int | None,
-    resumes: bool,
     about: About,
     num_lanes: int,
     frozen: str | None,
@@ -270,7 +267,6 @@ def _hello(
         "connections": regions.connections,
         "timeout_s": regions.timeout_s,
         "when_one_ends": regions.when_one_ends,
-        "resume": resumes,
         # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
         "device": (accelerator.device if config.device == "model" else HOST).type,
     }

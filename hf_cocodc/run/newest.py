@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     run: int
 
 
-def newest_common(link: Link, shelf: Shelf) -> Choice:
+def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
     """The newest checkpoint that is good in every region that has any. A collective call.
 
     If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
@@ -66,11 +66,12 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
     Args:
         link: reaches the other regions.
         shelf: this region's checkpoints.
+        bound: newest step that counts; equal in all regions.
 
     Raises:
         CheckpointError: regions have only checkpoints that are damaged or of another run.
     """
-    own = shelf.newest()
+    own = shelf.newest(bound)
     holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
     holdings = link.gather(holding, "the newest good checkpoint")
     runs = Counter(holding.run for holding in holdings if holding.newest)
@@ -82,6 +83,11 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
                 + " ".join(shelf.skipped)
                 + " Restore one of them, give its path, or start a new run in another folder, without --resume "
                 "(resume_from_checkpoint)."
+            )
+        if bound is not None:
+            raise CheckpointError(
+                f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
+                "start a new run: resume_from_checkpoint=None."
             )
         return Choice(0, [], 0)
     [(chosen, _)] = runs.most_common(1)  # in a tie, the first region's
@@ -111,8 +117,8 @@ def newest_common(link: Link, shelf: Shelf) -> Choice:
         counts = False
     steps = first
     while len(set(steps) - {0}) > 1:
-        bound = min(step for step in steps if step)
-        proposal = shelf.newest(bound).step if counts else 0
+        oldest = min(step for step in steps if step)
+        proposal = shelf.newest(oldest).step if counts else 0
         steps = [other.step for other in link.gather(Proposal(proposal), "an older good checkpoint")]
         if steps.count(0) > first.count(0):  # a region that has checkpoints has none this old
             steps = [step if step == max(first) else 0 for step in first]

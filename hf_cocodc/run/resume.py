@@ -17,8 +17,10 @@ from . import local_weights, manifest, numbering
 from .about import About, refuse_another_run
 from .checkpoint import Saved
 from .newest import newest_common
+from .pointers import point
 from .shelf import Shelf, main_says
 from .take_over import take_over
+from .wishes import common_wish, wish_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +52,23 @@ class Start(NamedTuple):
 
 
 def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> Start:
-    """The checkpoint that this region resumes from. Every byte of it has been compared with what was saved.
+    """The checkpoint that this region resumes from. Every byte of it has been compared with what was saved. A collective call.
 
     Args:
         link: reaches the other regions.
         accelerator: of this region.
         folder: of this region's checkpoints.
-        wanted: False or None; True for the newest checkpoint that all regions have; or a path. Except for False and None, a
-            collective call.
+        wanted: False or None; True for the newest checkpoint that all regions have; or a path (see `wishes.wish_of`).
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the disk refuses.
+        CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
     """
-    if not wanted:
+    own = main_says(link, accelerator, lambda: wish_of(wanted, folder), "what to begin from")
+    wish = common_wish(link, own)
+    if not wish.resumes:
         return Start(None)
-    if wanted is True:
-        start = agree(link, accelerator, folder)
+    if not wish.is_exact:
+        start = agree(link, accelerator, folder, wish.step or None)
     else:
         path = of_path(link, accelerator, of_region(Path(wanted), link.region))
         start = Start(path, manifest.read(path).run)
@@ -80,8 +83,8 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     return start
 
 
-def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
-    """The checkpoint under `folder` that this region resumes from. A collective call.
+def agree(link: Link, accelerator: Accelerator, folder: Path, bound: int | None = None) -> Start:
+    """The checkpoint under `folder`, of step `bound` at most, that this region resumes from. A collective call.
 
     A region that lacks the checkpoint that all agree on takes over another region's.
 
@@ -89,7 +92,7 @@ def agree(link: Link, accelerator: Accelerator, folder: Path) -> Start:
         CheckpointError: all checkpoints are damaged, or the disk refuses.
     """
     shelf = Shelf(folder, link, accelerator)
-    choice = newest_common(link, shelf)
+    choice = newest_common(link, shelf, bound)
     if not choice.step:
         if not choice.run:
             logger.warning(
@@ -157,6 +160,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
+    point(folder)
     earlier = [path.name for path in disk.checkpoints(folder).values() if disk.is_of_another_run(path)]
     if earlier:
         logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
