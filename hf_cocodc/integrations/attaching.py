@@ -9,7 +9,8 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from ..errors import InputError
 from ..links.base import Link
-from ..run.checkpoint import Facts
+from ..run import local_weights
+from ..run.checkpoint import Facts, Saved
 from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
 from ..run.manifest import EXPORT
 
@@ -107,10 +108,17 @@ def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> boo
     return args.num_train_epochs <= trained.num_train_epochs
 
 
-def leave_as_it_is(trainer: Trainer, link: Link, checkpoint: Path) -> TrainOutput:
-    """A run that had finished needs only its weights."""
+def leave_as_it_is(trainer: Trainer, link: Link, checkpoint: Path, saved: Saved) -> TrainOutput:
+    """A run that had finished needs only its weights.
+
+    Raises:
+        CheckpointError: the model holds other weights after loading.
+    """
     logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
     link.close()
     trainer._load_from_checkpoint(str(checkpoint))
+    if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        local_weights.check(model, saved.weights)
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     return TrainOutput(trainer.state.global_step, float("nan"), {})

@@ -297,7 +297,7 @@ class CoCoDCCallback(TrainerCallback):
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
                 if has_finished(self._saved.facts, trainer.args, path):
-                    return leave_as_it_is(trainer, self._link, path)
+                    return leave_as_it_is(trainer, self._link, path, self._saved)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
             if not self._running.should_stop:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -34,7 +35,10 @@ def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> No
 
 
 def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> None:
-    """Load the local weights of a checkpoint into a Trainer's model; of one that was taken over, all that is not trained.
+    """Load the local weights of a checkpoint into a Trainer's model.
+
+    Of a checkpoint that was taken over, only what is not trained: the rest are the global params, which the outer optimizer
+    copies into the model. If its run had finished, there may be no outer optimizer, and the global model is loaded as well.
 
     Args:
         trainer: of this region.
@@ -46,7 +50,10 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     """
     model = _bare(trainer)
     lane = trainer.accelerator.process_index if trainer.is_fsdp_enabled else 0
-    taken_over = facts_of(checkpoint).taken_over
+    facts = facts_of(checkpoint)
+    taken_over, is_whole = facts.taken_over, not any(isinstance(p, DTensor) for p in model.parameters())
+    if taken_over and facts.finished and is_whole:
+        _load_beside(model, checkpoint, load, converted=trainer.is_fsdp_enabled)
     if trainer.is_fsdp_enabled and not taken_over:
         load()  # Accelerate's own files hold the shards under the model's names
     file = checkpoint / local_weights.weights_file(lane)
@@ -55,8 +62,8 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
         expected = local_weights.kept(model) if whole else local_weights.buffers(model)
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         local_weights.restore(model, file, expected.keys() - trained if taken_over else expected)
-    elif not trainer.is_fsdp_enabled:
-        _load_as_in_format_1(model, checkpoint, load)
+    elif not trainer.is_fsdp_enabled:  # format 1
+        _load_beside(model, checkpoint, load)
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:
@@ -92,10 +99,15 @@ def load_pretrained_(model: nn.Module, folder: Path) -> None:
             tensor.copy_(theirs[name])
 
 
-def _load_as_in_format_1(model: nn.Module, checkpoint: Path, load: Callable[[], None]) -> None:
-    """Load what Trainer has written; it leaves out weights that have another name in the file (transformers#48805)."""
+def _load_beside(
+    model: nn.Module, checkpoint: Path, load: Callable[[], None], converted: bool = False
+) -> None:
+    """Load what `save_pretrained` has written beside our folder: local weights in format 1, then the global ones.
+
+    Trainer's own method leaves out weights that have another name in the file (transformers#48805).
+    """
     adapters = set(getattr(model, "peft_config", None) or ())
-    if not adapters and _has_other_names(model, checkpoint):
+    if not adapters and (converted or _has_other_names(model, checkpoint)):
         load_pretrained_(model, checkpoint)
         return
     load()

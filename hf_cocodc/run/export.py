@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from . import manifest
+from .checkpoint import PREFIX
 from .manifest import EXPORT, FOLDER
 
 
@@ -24,6 +26,24 @@ def put_beside(checkpoint: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             _same(path, checkpoint / path.relative_to(folder))
+
+
+def is_saved(folder: Path, step: int) -> bool:
+    """Whether the folder of a run that has finished has the model of its last checkpoint: every weight's
+    file, with its size.
+
+    Args:
+        folder: of a region.
+        step: of the checkpoint.
+    """
+    checkpoint = folder / f"{PREFIX}{step}"
+    if manifest.damage(checkpoint, hashes=False) is not None:
+        return False
+    found = []
+    for path in (checkpoint / EXPORT).rglob("*.safetensors"):
+        saved = folder / path.relative_to(checkpoint / EXPORT)
+        found.append(saved.is_file() and saved.stat().st_size == path.stat().st_size)
+    return bool(found) and all(found)
 
 
 def _same(path: Path, other: Path) -> None:

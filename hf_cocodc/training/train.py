@@ -7,11 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import CocodcError, InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
+from ..run.export import is_saved
 from ..run.lock import hold, region_lock
 from ..run.status import tell
 from . import building
@@ -91,6 +93,8 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))
     tell("meeting the other regions")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if callback.outer is None and is_saved(Path(args.output_dir), trainer.state.global_step):
+        return trainer  # the run had finished: what lies in its folder stays as it is
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
     return trainer

@@ -64,7 +64,8 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         report_to="none",
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=steps,
         eval_strategy="steps",
         eval_steps=3,
         disable_tqdm=True,
@@ -86,18 +87,18 @@ def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -
         result["final"] = torch.cat([whole(p).detach().reshape(-1) for p in trainer.model.parameters()])
     except RunStopped as error:
         result["stopped"] = str(error)
-    assert callback.outer is not None
-    synchronizer = callback.outer.synchronizer
-    result |= {
-        "evaluations": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
-        "digest": synchronizer.global_digest(),
-        "numel": sum(state.fragment.numel for state in synchronizer.fragments),
-        "pieces": sum(len(state.fragment.rows) for state in synchronizer.fragments),
-        "num_params": synchronizer.num_params,
-        "bytes_sent": synchronizer.totals.bytes_sent,
-        "change": list(synchronizer.measured.agreed.change),
-        "sends": synchronizer.totals.sends,
-    }
+    if callback.outer is not None:  # else the run had finished
+        synchronizer = callback.outer.synchronizer
+        result |= {
+            "evaluations": [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e],
+            "digest": synchronizer.global_digest(),
+            "numel": sum(state.fragment.numel for state in synchronizer.fragments),
+            "pieces": sum(len(state.fragment.rows) for state in synchronizer.fragments),
+            "num_params": synchronizer.num_params,
+            "bytes_sent": synchronizer.totals.bytes_sent,
+            "change": list(synchronizer.measured.agreed.change),
+            "sends": synchronizer.totals.sends,
+        }
     torch.save(
         result, folder / f"region{os.environ['HF_COCODC_REGION']}-rank{os.environ.get('RANK', '0')}.pt"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_cocodc import simulate
 from hf_cocodc.cli.labels import Labelled
 from hf_cocodc.cli.main import main
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
@@ -108,3 +109,26 @@ def test_lines_of_regions_bear_their_names() -> None:
     out.end()
     lines = ["[region 1] 100%", "[region 0] one line", "of no region", "[region 1] the rest"]
     assert stream.getvalue().splitlines() == lines
+
+
+def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
+    """Resumed, it leaves every file of the model as it is; a model that is missing is saved again, with the same bits."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
+    own = [f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
+    sets = [*TINY, *own, "training.save_strategy=steps", "training.save_steps=2"]
+    simulate(RECIPE, overrides=sets)
+    folder = tmp_path / "run" / "simulated" / "region-1"
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    assert {"model.safetensors", "config.json", "README.md"} <= set(names)
+    with (folder / "README.md").open("a") as card:
+        card.write("mine\n")
+    times = {name: (folder / name).stat().st_mtime_ns for name in names}
+    weights = (folder / "model.safetensors").read_bytes()
+    again = [*sets, "training.resume_from_checkpoint=true"]
+    simulate(RECIPE, overrides=again)
+    assert {name: (folder / name).stat().st_mtime_ns for name in names} == times
+    (folder / "model.safetensors").unlink()
+    simulate(RECIPE, overrides=again)
+    assert (folder / "model.safetensors").read_bytes() == weights
