@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from . import checkpoint as disk
+from . import manifest
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,13 @@ def target(path: Path) -> str | None:
 
 
 def is_pointer(path: Path, folder: Path) -> bool:
-    """Whether a path is one of the links beside a region's folder, or has the place of one that is not there."""
+    """Whether a path is one of the links beside a region's folder, or has the place of one that is not there.
+
+    A copy of the output folder may have copies of checkpoints in place of links.
+    """
     known = re.fullmatch(rf"{disk.PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
     beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
-    return bool(known) and beside and (target(path) is not None or not os.path.lexists(path))
+    if not known or not beside:
+        return False
+    copied = manifest.is_sealed(path) and any(path.parent.glob(f"region-*/{path.name}"))
+    return target(path) is not None or copied or not os.path.lexists(path)

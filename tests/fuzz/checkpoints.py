@@ -131,7 +131,7 @@ def case(number: int, run: Path, whole: list[Tensor], folder: Path) -> tuple[str
     """Damage a copy of the run and resume it: (outcome, fault); the fault is empty if the outcome is right."""
     chance = random.Random(number)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(run, folder)
+    shutil.copytree(run, folder, symlinks=True)
     damage(folder, chance)
     step = chance.choice(STEPS) if chance.random() < 0.25 else None
     good = [

@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
 @pytest.fixture
 def again(run: tuple[Path, list[Tensor]], tmp_path: Path) -> Path:
     """A copy of the run's folder."""
-    shutil.copytree(run[0], tmp_path / "run")
+    shutil.copytree(run[0], tmp_path / "run", symlinks=True)
     return tmp_path / "run"
 
 

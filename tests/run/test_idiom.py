@@ -85,6 +85,15 @@ def test_all_regions_resume_from_the_newest_that_they_have(run: tuple[Path, Tens
     assert links(again) == list(SAVED)
 
 
+def test_a_copy_of_the_folder_may_have_copies_in_place_of_links(
+    run: tuple[Path, Tensor], again: Path
+) -> None:
+    folder = shutil.copytree(again, again.with_name("copy"), symlinks=False)
+    assert not (folder / "checkpoint-12").is_symlink()
+    assert torch.equal(torch.stack(weights_of(train(folder))), run[1])
+    assert [began_at(folder, region) for region in range(2)] == [8, 8]
+
+
 def test_a_path_in_the_output_folder_goes_back(run: tuple[Path, Tensor], again: Path) -> None:
     """To this step; later ones are given up, and their links go."""
 

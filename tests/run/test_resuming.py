@@ -103,7 +103,7 @@ def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     expected = simulate(whole, regions=2)
     for step in (3, 10):
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
-        shutil.copytree(tmp_path / "whole", tmp_path / "again")
+        shutil.copytree(tmp_path / "whole", tmp_path / "again", symlinks=True)
         for later in range(step + 1, STEPS + 1):
             for region in range(2):
                 shutil.rmtree(tmp_path / "again" / f"region-{region}" / f"checkpoint-{later}")
