@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import InputError, nearest, shown
 from .methods import METHODS, Method
 from .parts import choose
+from .parts.fragments import kept
 from .settings import OuterConfig
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
 )
 """(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
 
+OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows")
+"""Settings that say what travels together."""
 BEFORE = {"split_rows": False}
 """What older versions did that did not have these settings yet."""
 
@@ -90,6 +93,17 @@ def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
         *(default, theirs),
     )
     return dataclasses.replace(config, split_rows=theirs)
+
+
+def method_of(config: OuterConfig, written: Mapping[str, Any], layout: Sequence[Any]) -> Method:
+    """The method for a run that continues from a checkpoint with the settings `written`: fragments stay as they are there.
+
+    Where settings of fragments have changed, they are those of `config`, which will not fit the checkpoint.
+    """
+    method, ours = from_config(config), settings(config)
+    if any(value_in(written, name) != value_in(ours, name) for name in OF_FRAGMENTS):
+        return method
+    return dataclasses.replace(method, fragments=kept(layout, method.fragments))
 
 
 def value_in(written: Mapping[str, Any], name: str) -> Any:

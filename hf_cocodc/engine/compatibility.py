@@ -43,8 +43,7 @@ def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
             if their_param != our_param:
                 raise CheckpointError(
                     f"fragment {index}: the checkpoint has the parameter {_show(their_param)}, this run {_show(our_param)}. "
-                    "Resume with the model, outer.fragment_pattern and outer.split_rows that wrote it. If these are the same, "
-                    "this version of hf_cocodc finds the model's blocks elsewhere: resume with the version that wrote it."
+                    "Resume with the model, outer.fragment_pattern and outer.split_rows that wrote it."
                 )
 
 

@@ -114,6 +114,30 @@ def sequential(num_fragments: int, split_rows: bool = False) -> Pattern:
     return lambda model: _by_blocks(model, num_fragments, deal, split_rows)
 
 
+def kept(layout: Sequence[Sequence[Sequence[Any]]], pattern: Pattern) -> Pattern:
+    """The fragments of a saved layout if they hold the trainable parameters, none of them split; else those of `pattern`.
+
+    Another version of this package may have found other blocks in the model.
+
+    Args:
+        layout: for each fragment its parameters: name, shape, and rows of a piece.
+        pattern: made the layout, in this version or in another one.
+
+    >>> model = nn.Linear(2, 1)
+    >>> [fragment.names for fragment in kept([[["bias", [1]]], [["weight", [1, 2]]]], whole())(model)]
+    [('bias',), ('weight',)]
+    """
+
+    def build(model: nn.Module) -> tuple[Fragment, ...]:
+        names = [[name for name, *_ in fragment] for fragment in layout]
+        is_split = any(len(param) > 2 for fragment in layout for param in fragment)
+        if is_split or sorted(name for each in names for name in each) != sorted(_trainable(model)):
+            return pattern(model)
+        return _build(model, [list(map(_Piece, each)) for each in names])
+
+    return build
+
+
 class _Piece(NamedTuple):
     """A parameter, or the rows start .. stop - 1 of it: of the whole parameter, also if it is sharded."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
+from ..engine.compatibility import layout
 from ..engine.saving import take_over, wait_for_transfers
 from ..errors import InputError
 from ..links.base import Link
@@ -126,9 +127,7 @@ class OuterOptimizer:
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self.journal = Journal(path, mark_of(saved), link.clock)
-        self.synchronizer = engine_for(
-            bare, config, link, self.journal, None if saved is None else saved.state
-        )
+        self.synchronizer = engine_for(bare, config, link, self.journal, saved)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
@@ -317,12 +316,12 @@ class OuterOptimizer:
         """
         config = continuing(self._config, saved.facts.settings)
         check(saved, settings(config), self.link, self._about, self._allowed, self.model)
-        if config == self._config:
+        if layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]:
             self.synchronizer.load_state_dict(saved.state)
-        else:  # the checkpoint has other fragments
+        else:
             wait_for_transfers(self.synchronizer.fragments)
-            self._config, self.settings = config, settings(config)
-            self.synchronizer = engine_for(self.model, config, self.link, self.journal, saved.state)
+            self.synchronizer = engine_for(self.model, config, self.link, self.journal, saved)
+        self._config, self.settings = config, settings(config)
         self.endings.continue_from(self.inner_step)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
-from ..resolve import from_config
+from ..resolve import from_config, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
 from .connect import outer_device
@@ -145,12 +145,15 @@ def _check_same_interval(told: Sequence[int], verb: str, setting: str) -> None:
 
 
 def engine_for(
-    model: nn.Module, config: OuterConfig, link: Link, journal: Journal, state: dict[str, Any] | None
+    model: nn.Module, config: OuterConfig, link: Link, journal: Journal, saved: Saved | None
 ) -> Synchronizer:
-    """The engine for a model as it is, at the start of a run or where `state` was saved. A collective call."""
+    """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
+    state = None if saved is None else saved.state
     return Synchronizer(
         model,
-        from_config(config),
+        from_config(config)
+        if saved is None
+        else method_of(config, saved.facts.settings, saved.state["layout"]),
         link,
         record=journal.write,
         digest_interval=config.digest_interval,

@@ -16,6 +16,8 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.parts import fragments
+from hf_cocodc.parts.blocks import find_blocks
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
@@ -33,7 +35,7 @@ class Run:
         model = llama(link.region)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        config = OuterConfig(method="cocodc", **COCODC, **settings)
+        config = OuterConfig(method="cocodc", **{**COCODC, **settings})
         self.outer = OuterOptimizer(
             self.accelerator, self.model, self.optimizer, config, max_steps=STEPS, link=link
         )
@@ -75,6 +77,23 @@ def saved(folder: Path, **settings: Any) -> list[Tensor]:
     return simulate(body, regions=2)
 
 
+def continued(link: Link, folder: Path, how: str, **settings: Any) -> Run:
+    """A region that goes on: its outer optimizer loads a checkpoint, or begins with it."""
+    if how == "load_state":
+        return Run(link, folder, **settings)
+    run = Run.__new__(Run)
+    run.accelerator = Accelerator(cpu=True)
+    model = llama(link.region)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run.model, run.optimizer = run.accelerator.prepare(model, optimizer)
+    checkpoint = checkpoint_of(folder, link)
+    run.accelerator.load_state(str(checkpoint))
+    config = OuterConfig(method="cocodc", **{**COCODC, **settings})
+    more = {"max_steps": STEPS, "link": link, "saved": disk.read(checkpoint)}
+    run.outer = OuterOptimizer(run.accelerator, run.model, run.optimizer, config, **more)
+    return run
+
+
 def make_older(folder: Path) -> None:
     """Let the checkpoints look as if a version without `split_rows` had written them."""
     for path in folder.glob("region-*/checkpoint-*/cocodc/state.json"):
@@ -109,21 +128,7 @@ def test_an_older_checkpoint_is_continued_with_undivided_fragments(
     make_older(tmp_path)
 
     def again(region: int, link: Link) -> Tensor:
-        if how == "load_state":
-            run = Run(link, tmp_path)
-        else:
-            run = Run.__new__(Run)
-            run.accelerator = Accelerator(cpu=True)
-            model = llama(region)
-            run.model, run.optimizer = run.accelerator.prepare(
-                model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-            )
-            checkpoint = checkpoint_of(tmp_path, link)
-            run.accelerator.load_state(str(checkpoint))
-            config, content = OuterConfig(method="cocodc", **COCODC), disk.read(checkpoint)
-            run.outer = OuterOptimizer(
-                run.accelerator, run.model, run.optimizer, config, max_steps=STEPS, link=link, saved=content
-            )
+        run = continued(link, tmp_path, how)
         assert run.num_pieces == 0
         assert run.outer.settings["split_rows"] is False
         run.accelerator.save_state(str(checkpoint_of(tmp_path / "later", link)))
@@ -164,3 +169,25 @@ def test_the_log_names_uneven_fragments(given: dict, said: bool, caplog: pytest.
     OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, link=loopback())
     told = "the largest of 2 fragments is 1.61 times as large as the mean"
     assert (told in caplog.text) is said
+
+
+@pytest.mark.parametrize("continue_", ["load_state", "saved"])
+def test_fragments_of_a_version_that_found_other_blocks_are_kept(
+    continue_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding was a block once, for BERT's relatives: such a checkpoint goes on to the same numbers."""
+    settings = {"num_fragments": 2, "split_rows": False}
+    with monkeypatch.context() as older:
+        older.setattr(fragments, "find_blocks", lambda model: [("model.embed_tokens",), *find_blocks(model)])
+        expected = saved(tmp_path, **settings)
+    make_older(tmp_path)
+    settings.pop("split_rows")
+
+    def again(region: int, link: Link) -> Tensor:
+        run = continued(link, tmp_path, continue_, **settings)
+        names = [state.fragment.names for state in run.outer.synchronizer.fragments]
+        assert names != [fragment.names for fragment in fragments.strided(2)(run.model)]
+        return run.end()
+
+    for end, whole in zip(simulate(again, regions=2), expected, strict=True):
+        assert torch.equal(end, whole)
