@@ -188,6 +188,23 @@ class Synchronizer:
             self._show_global(averaged)
             yield
 
+    @torch.no_grad()
+    def show_saved(self, state: dict[str, Any]) -> None:
+        """Once the run has ended: leave the global weights of `state` in the model. A collective call.
+
+        Raises:
+            CheckpointError: `state` is of another model.
+            HandshakeError: regions hold different models.
+        """
+        names = names_in(state["layout"])
+        if names != self._watch.adopted:
+            self._adopt(fragments_of(self._model, self.method, names), start=False)
+        same_layout(state["layout"], [each.fragment for each in self.fragments])
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.global_params.copy_(saved["global_params"])
+        self._show_global(averaged=True)
+        check_same_end(self.link, self._model, self._watch.adopted, state["inner_step"], self._record)
+
     def global_digest(self) -> int:
         """A checksum of all global params of this rank."""
         return digest(*(fragment.global_params for fragment in self.fragments))

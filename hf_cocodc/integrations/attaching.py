@@ -2,10 +2,11 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import HubStrategy, TrainOutput
+from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..errors import InputError
 from ..links.base import Link
@@ -31,12 +32,13 @@ def find_trainer() -> Trainer | None:
     return None
 
 
-def refuse(trainer: Trainer, callback: TrainerCallback) -> None:
+def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> None:
     """Check that a Trainer can train across regions.
 
     Args:
         trainer: of this region.
         callback: ours, which is to train it.
+        evaluate_on: "global" or "local": the weights that it evaluates while it trains.
 
     Raises:
         InputError: it cannot; the message says what to change.
@@ -54,22 +56,22 @@ def refuse(trainer: Trainer, callback: TrainerCallback) -> None:
             f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "
             "adapter another name."
         )
-    refuse_arguments(trainer.args)
+    refuse_arguments(trainer.args, evaluate_on)
     for given in (trainer.optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]):
         refuse_two_sets_of_weights(given)
 
 
-def refuse_arguments(args: TrainingArguments) -> None:
+def refuse_arguments(args: TrainingArguments, evaluate_on: str) -> None:
     """Check the arguments of a Trainer. Raises InputError like `refuse`."""
     if args.auto_find_batch_size:
         raise InputError(
             "auto_find_batch_size=True would restart training in one region alone. Set it to False and choose "
             "per_device_train_batch_size."
         )
-    if args.load_best_model_at_end:
+    if evaluate_on == "local" and (args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST):
         raise InputError(
-            "load_best_model_at_end=True would load the best local weights of each region, and regions would end with "
-            "different models. Set it to False: the model ends with the global weights."
+            "the best model is one of the global weights, but evaluate_on=local (evaluation.on) evaluates the local ones. Set it "
+            "to global, or load_best_model_at_end=False and save_strategy to steps or epoch."
         )
     if args.save_only_model:
         raise InputError(
@@ -108,17 +110,20 @@ def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> boo
     return args.num_train_epochs <= trained.num_train_epochs
 
 
-def leave_as_it_is(trainer: Trainer, link: Link, checkpoint: Path, saved: Saved) -> TrainOutput:
-    """A run that had finished needs only its weights.
+def leave_as_it_is(
+    trainer: Trainer, link: Link, checkpoint: Path, saved: Saved, load_best: Callable[[], None]
+) -> TrainOutput:
+    """A run that had finished needs only its weights: those of the checkpoint, or of the best one, which `load_best` loads.
 
     Raises:
         CheckpointError: the model holds other weights after loading.
     """
     logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
-    link.close()
     trainer._load_from_checkpoint(str(checkpoint))
     if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         local_weights.check(model, saved.weights)
     trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    load_best()
+    link.close()
     return TrainOutput(trainer.state.global_step, float("nan"), {})

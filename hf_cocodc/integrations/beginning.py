@@ -2,10 +2,11 @@
 
 import math
 import secrets
+import zlib
 from typing import Any
 
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, has_length
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
 from ..links.base import Link
 from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
@@ -26,7 +27,7 @@ def agree_on_length(link: Link, max_steps: int, is_fixed: bool) -> Beginning:
 
 
 def check_habits(
-    link: Link, args: TrainingArguments, state: TrainerState, loader: Any, together: bool
+    link: Link, args: TrainingArguments, state: TrainerState, loader: Any, averages: bool
 ) -> None:
     """Check that all regions save, and evaluate if need be, at the same inner steps. A collective call.
 
@@ -35,7 +36,7 @@ def check_habits(
         args: of this region's Trainer.
         state: of the Trainer.
         loader: of the training data.
-        together: whether an evaluation while training is a collective call of the regions.
+        averages: whether an evaluation while training shows the mean of the regions' own global weights.
 
     Raises:
         HandshakeError: two regions differ.
@@ -45,9 +46,20 @@ def check_habits(
         evaluates=interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps),
         eval_delay=args.eval_delay,
         eval_on_start=args.eval_on_start,
-        together=together,
+        averages=averages,
+        metric=zlib.crc32(f"{metric_of(args)} {args.greater_is_better}".encode()) if metric_of(args) else 0,
+        load_best_model_at_end=args.load_best_model_at_end,
+        saves_best=args.save_strategy == SaveStrategy.BEST,
     )
     check_same_habits(link, own)
+
+
+def metric_of(args: TrainingArguments) -> str | None:
+    """The metric by which Trainer decides, under the name that an evaluation gives it; None if there is none."""
+    name = args.metric_for_best_model
+    if name is None or args.eval_strategy == IntervalStrategy.NO:
+        return None
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def interval(strategy: str, steps: int, args: TrainingArguments, loader: Any, max_steps: int) -> int:

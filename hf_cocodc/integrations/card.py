@@ -39,8 +39,13 @@ _UNKNOWN = {
 _EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
 
 
-def section(outer: OuterOptimizer) -> str:
-    """The card's section, in Markdown."""
+def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str:
+    """The card's section, in Markdown.
+
+    Args:
+        outer: the outer optimizer.
+        best: the inner step of the weights, and their metric, if they are the best of the run and not the last.
+    """
     settings, synchronizer = outer.settings, outer.synchronizer
     paper = PAPERS.get(str(settings["method"]))  # a method of a user's own may have none
     steps, landings, fragments = (
@@ -59,6 +64,10 @@ def section(outer: OuterOptimizer) -> str:
         "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
         "parameters synchronised": f"{synchronizer.num_params:,}",
     }
+    if best is not None:
+        rows["weights"] = (
+            f"the best of the run: of step {best[0]}, where the mean metric of the regions was {best[1]:.6g}"
+        )
     others = ", ".join(
         f"{name}={value}"
         for name, value in settings.items()

@@ -7,6 +7,7 @@ need: a test compares them with the installed Transformers.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from transformers import Trainer, TrainerControl
 
 from ..errors import CheckpointError, InputError
+from ..links.process_state import random_state_kept
 from ..run.checkpoint import PREFIX, make_room, rotate
 from ..run.durable import saving
 from ..run.export import put_into_folder
@@ -21,10 +23,11 @@ from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.pointers import point
 from . import card, weights
+from .best import Best
 from .hub import leave_to_region_0, only_the_model
 
 WRAPPED = {
-    "train": ("resume_from_checkpoint",),
+    "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
     "hyperparameter_search": (),
     "set_initial_training_values": (),
     "evaluate": (),
@@ -37,9 +40,14 @@ WRAPPED = {
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_maybe_log_save_evaluate": (),
+    "_evaluate": (),
+    "_determine_best_metric": ("metrics", "trial"),
+    "_load_best_model": (),
 }
 """Methods of Trainer that are wrapped, with the parameters that the wrappers name."""
 CALLED = {
+    "_determine_best_metric": ("metrics", "trial"),
+    "_evaluate": ("trial", "ignore_keys_for_eval"),
     "_get_output_dir": ("trial",),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_save": ("output_dir", "state_dict"),
@@ -91,10 +99,13 @@ class Patches:
     Args:
         trainer: its methods are wrapped.
         callback: trains the Trainer's model across regions.
+        best: chooses the best model, and loads it.
     """
 
-    def __init__(self, trainer: Trainer, callback: Runner) -> None:
-        self._trainer, self._callback = trainer, callback
+    def __init__(self, trainer: Trainer, callback: Runner, best: Best) -> None:
+        self._trainer, self._callback, self._best = trainer, callback, best
+        handler = trainer.callback_handler
+        handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
         for name in WRAPPED:
             original = getattr(trainer, name)
             wrapper = functools.partial(getattr(self, name), original)
@@ -102,6 +113,8 @@ class Patches:
 
     def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
+        given = inspect.signature(train).bind(resume_from_checkpoint, *args, **kwargs).arguments
+        self._best.ignore_keys = given.get("ignore_keys_for_eval")
         lock = region_lock(Path(self._trainer.args.output_dir or "."))
         is_writer = self._trainer.accelerator.is_main_process
         with hold(lock) if is_writer else contextlib.nullcontext():
@@ -125,13 +138,41 @@ class Patches:
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""
-        outer = self._callback.outer
-        with self._chosen_weights():
+        outer, in_training = self._callback.outer, self._callback.in_training
+        with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
-            weights = self._callback.evaluate_on if self._callback.in_training else "global"
+            weights = self._callback.evaluate_on if in_training else "global"
             outer.journal.write("evaluate", step=self._trainer.state.global_step, weights=weights, **metrics)
         return metrics
+
+    def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Lets all regions decide by the same metrics."""
+        with self._best.deciding(self._callback.outer):
+            return evaluate(*args, **kwargs)
+
+    def _tell_callbacks(
+        self, tell: Callable, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> Any:
+        """Puts the mean over the regions into an evaluation's metrics before callbacks, and Trainer, decide by them."""
+        if self._callback.outer is not None:
+            self._best.share(self._callback.outer, metrics)
+        return tell(args, state, control, metrics, **kwargs)
+
+    def _determine_best_metric(self, determine: Callable, *args: Any, **kwargs: Any) -> bool:
+        """Sees to it that the best model is saved."""
+        is_best = determine(*args, **kwargs)
+        if is_best and self._callback.outer is not None:
+            self._best.save()
+        return is_best
+
+    def _load_best_model(self, load_best_model: Callable) -> None:
+        """Loads the global weights of the best checkpoint, unless the run was stopped."""
+        outer = self._callback.outer
+        if outer is None:
+            load_best_model()
+        elif outer.finished:
+            self._best.load(outer)
 
     def predict(self, predict: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen."""
@@ -141,6 +182,8 @@ class Patches:
     def log(self, log: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the outer optimizer's figures to a log of the training loss."""
         outer, callback = self._callback.outer, self._callback
+        if "train_runtime" in logs:  # Trainer's loop is over
+            self._best.keep_the_last()
         if outer is not None and "loss" in logs:
             outer.note_loss(logs["loss"])
             elapsed = max(outer.link.clock() - callback.started, 1e-9)
@@ -169,7 +212,7 @@ class Patches:
         outer, arguments = self._callback.outer, self._trainer.args
         if outer is not None and arguments.should_save:
             folder = Path(arguments.output_dir or ".")
-            card.draft(folder, card.section(outer), create_model_card, *args, **kwargs)
+            card.draft(folder, card.section(outer, self._best.loaded), create_model_card, *args, **kwargs)
         else:
             create_model_card(*args, **kwargs)
 

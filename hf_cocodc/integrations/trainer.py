@@ -6,6 +6,7 @@ The callback finds its Trainer and wraps some methods of that object (see `patch
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
 from .beginning import agree_on_length, check_habits
+from .best import Best
 from .hub import only_region_0_creates
 from .leaving import leave
 from .patches import Patches
@@ -125,7 +127,7 @@ class CoCoDCCallback(TrainerCallback):
             raise InputError(
                 "this CoCoDCCallback already serves another Trainer. Make a new one for each Trainer."
             )
-        refuse(trainer, self)
+        refuse(trainer, self, self.evaluate_on)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -137,7 +139,9 @@ class CoCoDCCallback(TrainerCallback):
             args.push_to_hub = False
             for tracker in get_reporting_integration_callbacks(args.report_to):
                 trainer.remove_callback(tracker)
-        Patches(trainer, self)
+        agree = from_config(self.config).outer.regions_agree
+        self._best = Best(trainer, agree)
+        Patches(trainer, self, self._best)
         return self
 
     def on_init_end(
@@ -168,8 +172,8 @@ class CoCoDCCallback(TrainerCallback):
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
-        together = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
-        check_habits(self._link, args, state, kwargs.get("train_dataloader"), together)
+        averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
+        check_habits(self._link, args, state, kwargs.get("train_dataloader"), averages)
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -189,6 +193,7 @@ class CoCoDCCallback(TrainerCallback):
             )
         for sentence in self._start.skipped:
             self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
+        self._best.settle(self.outer)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -197,6 +202,7 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._epoch_began_at = state.global_step
+        self._best.make_up(self._start)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -227,6 +233,11 @@ class CoCoDCCallback(TrainerCallback):
             outer.finish()
         self.hold(control)
         self._end_if_agreed(state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._best.end()
 
     @property
     def _running(self) -> OuterOptimizer:
@@ -284,6 +295,7 @@ class CoCoDCCallback(TrainerCallback):
         assert trainer is not None
         refuse_unsupported(trainer.accelerator, self.config, trainer.model)
         self.outer, self._signal = None, None
+        self._best.forget()
         if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
             torch.manual_seed(self._seed)
         self._link = self._meet(trainer)
@@ -296,19 +308,21 @@ class CoCoDCCallback(TrainerCallback):
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
-                if has_finished(self._saved.facts, trainer.args, path):
-                    return leave_as_it_is(trainer, self._link, path, self._saved)
+                self._best.begin(self._link, start, wrote)
+                if has_finished(wrote, trainer.args, path):
+                    load_best = partial(self._best.load_finished, self._link, from_config(self.config))
+                    return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
             if not self._running.should_stop:
                 self._running.finish()
+            self._running.close()
         except BaseException as error:
             leave(trainer, self._link, self.outer, error)
             raise
         finally:
             self._link = self._saved = None
         if not self._running.finished:
-            self._running.close()
             outer = self._running
             stopped = RunStopped(farewell(outer.inner_step, outer.why, outer.endings.word.saved_at))
             outer.journal.write_error(outer.inner_step, stopped)

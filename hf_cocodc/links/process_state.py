@@ -1,7 +1,9 @@
 """What a process has only once, but every region in lockstep needs for itself: states of random numbers and of Accelerate."""
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy
@@ -24,6 +26,16 @@ def set_process_state(state: ProcessState) -> None:
     """Go back to these states."""
     _set_random_state(state.random)
     _set_gradient_state(state.gradients)
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    """After the block, torch, NumPy and Python draw the random numbers that they would have drawn without it."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(state)
 
 
 def _random_state() -> tuple:

@@ -76,6 +76,8 @@ class Endings:
         verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`.
         why: the reason for the verdict, in words.
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
+        keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
+        while_coasting: called after each inner step that this region has not trained: what else the others need of it then.
     """
 
     def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
@@ -83,6 +85,8 @@ class Endings:
         self.verdict: str | None = None
         self.why = ""
         self.saved_everywhere = 0
+        self.keep_link = False
+        self.while_coasting: Callable[[], None] = lambda: None
         self._link, self._policy, self._max_steps = link, policy, max_steps
 
     def tell(self, **news: Any) -> None:

@@ -1,6 +1,7 @@
 """The outer optimizer: trains one model across regions from an ordinary Accelerate loop."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -224,13 +225,13 @@ class OuterOptimizer:
         self.coast()
         wait_for_transfers(self.synchronizer.fragments)
 
-    def coast(self) -> None:
-        """Keep step with the others without training, until they have heard of this region's end and all end together.
-
-        Waits for the transfers that are due until then, at the pace of the others.
-        """
+    def coast(self, end: Callable[[], None] = lambda: None) -> None:
+        """Keep step with the others without training, until they have heard of it and all `end` together."""
         while not self.should_stop and not self._at_the_end:
             self._step(trained=False)
+            if self._at_the_end:
+                end()
+            self.endings.while_coasting()
 
     def finish(self) -> None:
         """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
@@ -240,14 +241,15 @@ class OuterOptimizer:
         """
         if not self.finished and not self._at_the_end:
             self.say(Ending.DONE)
-            self.coast()
+            self.coast(self._finish)
         self._finish()
 
     def _finish(self) -> None:
         if not self.finished and self.verdict != "stop":
             self.endings.note_saved_everywhere(self.synchronizer.finish(self.endings.word))
             self.finished = True
-            self.close()
+            if not self.endings.keep_link:
+                self.close()
 
     @property
     def _at_the_end(self) -> bool:

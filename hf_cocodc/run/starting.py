@@ -47,14 +47,20 @@ class Habits(NamedTuple):
         evaluates: inner steps between two evaluations; as `saves`.
         eval_delay: Trainer's setting.
         eval_on_start: Trainer's setting.
-        together: whether its evaluations need those of all other regions at the same inner step.
+        averages: whether it evaluates the mean of the regions' own global weights (eager updates).
+        metric: checksum of the name of the metric by which Trainer decides, and of which values are better; 0 if there is none.
+        load_best_model_at_end: Trainer's setting.
+        saves_best: whether it saves where an evaluation was the best.
     """
 
     saves: int
     evaluates: int
     eval_delay: float
     eval_on_start: bool
-    together: bool
+    averages: bool
+    metric: int
+    load_best_model_at_end: bool
+    saves_best: bool
 
 
 def agree_on_start(link: Link, own: Beginning) -> Beginning:
@@ -90,9 +96,18 @@ def check_same_habits(link: Link, own: Habits) -> None:
     """
     told = link.gather(own, "when a region saves and evaluates")
     _check_same_interval([habits.saves for habits in told], "saves", "save")
-    if len(told) == 1 or not any(habits.together for habits in told):
+    if len(told) == 1 or not any(habits.averages or habits.metric for habits in told):
         return
-    _check_same("evaluate_on", ["global" if habits.together else "local" for habits in told])
+    _check_same("load_best_model_at_end", [habits.load_best_model_at_end for habits in told])
+    _check_same("save_strategy=best", [habits.saves_best for habits in told])
+    if any(habits.averages for habits in told):
+        _check_same("evaluate_on", ["global" if habits.averages else "local" for habits in told])
+    other = next((r for r, habits in enumerate(told) if habits.metric != told[0].metric), None)
+    if other is not None:
+        raise HandshakeError(
+            f"region 0 and region {other} have different metrics to decide by. Give eval_strategy, metric_for_best_model and "
+            "greater_is_better the same values in every region."
+        )
     evaluates = [habits.evaluates for habits in told]
     if UNKNOWN in evaluates:
         raise HandshakeError(

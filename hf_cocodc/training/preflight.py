@@ -110,7 +110,7 @@ def _arguments(recipe: Recipe) -> Any:
 
     with _without_cuda():
         args = building.arguments(recipe, Arguments)
-    refuse_arguments(args)
+    refuse_arguments(args, recipe.evaluation.on)
     if args.gradient_accumulation_steps < 1:
         raise InputError(
             f"training.gradient_accumulation_steps={args.gradient_accumulation_steps} must be at least 1."

@@ -15,6 +15,7 @@ class Summary:
     `bytes_sent` is most often region 0's, which also sends the first parameters; see `engine.account.Totals`.
 
     `timing` says what the seconds are: "measured", "simulated", or "none".
+    `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `sat_out` has a sentence about each region that was not finite at times.
     """
 
@@ -24,6 +25,7 @@ class Summary:
     perplexity_before: float | None
     perplexity_after: float | None
     evaluated: str
+    best_step: int | None
     blocked_s: float
     training_s: float
     timing: str
@@ -44,8 +46,9 @@ class Summary:
         rows = []
         if self.perplexity_after is not None:
             before = "" if self.perplexity_before is None else f"{self.perplexity_before:.2f} before, "
+            best = "" if self.best_step is None else f", the best: of step {self.best_step}"
             rows.append(
-                f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights)"
+                f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights{best})"
             )
         rows += [
             f"method                {self.method}",
@@ -79,6 +82,9 @@ def summarise(journals: Sequence[Path]) -> Summary:
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
     evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
     perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
+    end = max(index for index, event in enumerate(runs[0]) if event["kind"] == "finish")
+    best = next((event["step"] for event in runs[0][end:] if event["kind"] == "best"), None)
+    after = evaluations[-1]["eval_perplexity"] if evaluations and evaluations[-1]["step"] else None
     inner_steps = finishes[0]["step"]
     num_regions = start["num_regions"]
     landed = [event["fragment"] for event in runs[0] if event["kind"] == "land"]
@@ -87,12 +93,11 @@ def summarise(journals: Sequence[Path]) -> Summary:
         inner_steps=inner_steps,
         outer_steps=tuple(landed.count(fragment) for fragment in range(start["num_fragments"])),
         perplexity_before=perplexities.get(0),
-        perplexity_after=evaluations[-1]["eval_perplexity"]
-        if evaluations and evaluations[-1]["step"]
-        else None,
+        perplexity_after=after if best is None else perplexities.get(best),
         evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
         blocked_s=max(finish["blocked_s"] for finish in finishes),
         training_s=max(finish["time_s"] for finish in finishes),
+        best_step=best,
         timing=start.get("timing", "measured"),
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),
         data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),

@@ -107,16 +107,9 @@ def test_outer_figures_stand_beside_trainers_own(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """auto_find_batch_size, load_best_model_at_end, save_only_model, a search, one callback for two Trainers."""
-    best = {
-        "load_best_model_at_end": True,
-        "save_strategy": "steps",
-        "eval_strategy": "steps",
-        "save_steps": 2,
-    }
+    """auto_find_batch_size, save_only_model, a search, one callback for two Trainers."""
     for more, message in (
         ({"auto_find_batch_size": True}, "Set it to False"),
-        ({**best, "eval_steps": 2}, "local weights"),
         ({"save_only_model": True}, "Set it to False.*checkpoint-N\\."),
     ):
         with pytest.raises(InputError, match=message):

@@ -183,6 +183,23 @@ def test_the_summary_says_what_was_measured_and_when(tmp_path: Path) -> None:
     assert line.split() == ["held-out", "perplexity", "2.718", "after", "(local", "weights)"]
 
 
+def test_the_summary_speaks_of_the_best_model(tmp_path: Path) -> None:
+    """Where a run ended with weights of an earlier step: their perplexity, and their step. A later end without them counts."""
+    path = a_run(tmp_path, 0)
+    events = read(path)
+    events.insert(-2, {"kind": "evaluate", "step": 2, "eval_perplexity": 2.5})
+    events.append({"kind": "best", "step": 2, "metric": "eval_loss", "value": 0.9})
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    line = summarise([path]).lines(tmp_path, [])[0]
+    assert line.endswith("148.40 before, 2.500 after (global weights, the best: of step 2)")
+    with path.open("a") as file:
+        file.write(
+            json.dumps({"kind": "finish", "step": 4, "blocked_s": 1.0, "bytes_sent": 80, "time_s": 1.0})
+        )
+        file.write("\n")
+    assert summarise([path]).best_step is None
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """A run gives one PNG, also with NaN losses in it."""
     plots.plot_run([a_run(tmp_path, 0), a_run(tmp_path, 1)], tmp_path / "run.png")

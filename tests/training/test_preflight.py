@@ -66,7 +66,7 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("training.dataloader_num_workers=-1", "training: num_workers option should be non-negative"),
         ("training.gradient_accumulation_steps=0", "must be at least 1"),
         ("training.seed=-1", "training: Seed must be between"),
-        ("training.load_best_model_at_end=true", "load_best_model_at_end=True would load the best local"),
+        ("training.load_best_model_at_end=true", None),
         ("peft.r=0", "peft: `r` should be a positive integer"),
         ("peft.init_lora_weights=pisa", "peft: Unknown initialization init_lora_weights='pisa'"),
         ("peft.init_lora_weights=pissa_niter_x", "peft: "),

@@ -1,0 +1,232 @@
+"""The best model of a Trainer's run: chosen alike in all regions, and left in the model at the end.
+
+Trainer compares a metric of each evaluation with the best one before. Here the metric is the mean over the regions. It takes
+the place of the region's own before any callback sees it, so that every decision that follows from it (what is best, early
+stopping, a learning rate that falls on a plateau) is the same in all regions.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy
+
+from ..engine.synchronizer import Synchronizer
+from ..errors import CheckpointError
+from ..links.base import Link
+from ..methods import Method
+from ..run.best import Score, bring, mean_score
+from ..run.checkpoint import PREFIX, Facts, Saved, read
+from ..run.local_weights import buffers, restore, weights_file
+from ..run.numbering import run_of
+from ..run.outer_optimizer import OuterOptimizer
+from ..run.resume import Start
+from .beginning import interval, metric_of
+
+logger = logging.getLogger(__name__)
+
+
+class Best:
+    """Chooses the best model of a Trainer's run with the other regions, and loads it.
+
+    Args:
+        trainer: of this region.
+        regions_agree: whether all regions hold the same global weights while they train.
+
+    Attributes:
+        ignore_keys: what `trainer.train` was told to leave out of predictions.
+        loaded: the inner step and the metric of the best model, once the model holds it.
+    """
+
+    def __init__(self, trainer: Trainer, regions_agree: bool) -> None:
+        self._trainer, self._regions_agree = trainer, regions_agree
+        self._known: Path | None = None
+        self._is_resumed = self._is_due = False
+        self._stopped_at: int | None = None
+        self._limit: int | None = None
+        self.ignore_keys: list[str] | None = None
+        self.loaded: tuple[int, float] | None = None
+
+    @property
+    def metric(self) -> str | None:
+        """The metric by which Trainer decides, under the name that an evaluation gives it; None if there is none."""
+        return metric_of(self._trainer.args)
+
+    def forget(self) -> None:
+        """Training starts anew."""
+        self._known, self.loaded, self._is_resumed, self._stopped_at = None, None, False, None
+
+    def keep_the_last(self) -> None:
+        """With save_total_limit=1 Trainer would now delete all checkpoints but the best, also those of earlier runs."""
+        self._limit, self._trainer.args.save_total_limit = self._trainer.args.save_total_limit, None
+
+    def end(self) -> None:
+        """Training is over, and what `keep_the_last` has prevented."""
+        self._trainer.args.save_total_limit = self._limit
+
+    def begin(self, link: Link, start: Start, wrote: Facts) -> None:
+        """Find the best checkpoint of a run that is resumed, in all regions. A collective call.
+
+        Args:
+            link: reaches the other regions.
+            start: the checkpoint that the run goes on from.
+            wrote: of the run that wrote it.
+
+        Raises:
+            CheckpointError: a region lacks it, and cannot get it.
+        """
+        self._is_resumed, self._stopped_at = True, wrote.step if wrote.stopping else None
+        if start.checkpoint is None or not self._trainer.args.load_best_model_at_end:
+            return
+        state = TrainerState.load_from_json(str(start.checkpoint / "trainer_state.json"))
+        # its path may be another region's, or of another machine
+        step = state.best_global_step
+        best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
+        self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=self._regions_agree)
+
+    def settle(self, outer: OuterOptimizer) -> None:
+        """Once all is loaded: tell Trainer of the best checkpoint so far, and stay in touch with the others to the end."""
+        state = self._trainer.state
+        outer.endings.keep_link = self.metric is not None
+        outer.endings.while_coasting = partial(self.stand_in, outer)
+        if not self._is_resumed or not self._trainer.args.load_best_model_at_end:
+            return
+        state.best_model_checkpoint = None if self._known is None else str(self._known)
+        if self._known is None:
+            state.best_metric = state.best_global_step = None
+
+    def make_up(self, start: Start) -> None:
+        """Evaluate where a run was stopped, if that was due: a run that is stopped does not. A collective call then."""
+        trainer = self._trainer
+        state = trainer.state
+        stopped_at, self._stopped_at = self._stopped_at, None
+        if state.global_step != stopped_at:
+            return
+        made = (entry["step"] for entry in state.log_history if self.metric in entry)
+        if state.global_step in made or not self._is_due_at(state.global_step):
+            return
+        metrics = trainer._evaluate(None, self.ignore_keys)
+        if trainer._determine_best_metric(metrics, None):
+            state.best_model_checkpoint = str(start.checkpoint)  # it may lie in another folder
+
+    def stand_in(self, outer: OuterOptimizer) -> None:
+        """Where other regions evaluate, and this one only keeps in step with them: hear what they decide."""
+        step = outer.inner_step
+        if outer.verdict == "stop" or self.metric is None or not self._is_due_at(step):
+            return
+        mean = mean_score(outer.link, Score(step, False, False, math.nan), self.metric)
+        trainer = self._trainer
+        state, control = trainer.state, trainer.control
+        own_step, should_save = state.global_step, control.should_save
+        state.global_step = step
+        trainer._determine_best_metric({self.metric: mean}, None)
+        state.global_step, control.should_save = own_step, should_save
+
+    def save(self) -> None:
+        """Let the best model so far be saved; there may be no other reason to save at this step."""
+        trainer = self._trainer
+        state, args = trainer.state, trainer.args
+        if args.load_best_model_at_end:
+            state.best_global_step = state.global_step
+            state.best_model_checkpoint = str(Path(args.output_dir or ".") / f"{PREFIX}{state.global_step}")
+            trainer.control.should_save = True
+
+    def _is_due_at(self, step: int) -> bool:
+        """Whether Trainer evaluates at an inner step, and decides by the metric."""
+        args, state = self._trainer.args, copy.copy(self._trainer.state)
+        if self.metric is None:
+            return False
+        if args.eval_strategy == IntervalStrategy.EPOCH:
+            loader = self._trainer.callback_handler.train_dataloader
+            often = interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps)
+            is_end = often > 0 and (step % often == 0 or step >= state.max_steps)
+            return is_end and args.eval_delay <= step / often
+        state.global_step = step
+        return DefaultFlowCallback().on_step_end(args, state, TrainerControl()).should_evaluate
+
+    @contextlib.contextmanager
+    def deciding(self, outer: OuterOptimizer | None) -> Iterator[None]:
+        """Around an evaluation by which Trainer decides."""
+        self._is_due = outer is not None and self.metric is not None
+        try:
+            yield
+            if self._is_due and outer is not None:
+                self.share(outer, {}, is_last=True)
+        finally:
+            self._is_due = False
+
+    def share(self, outer: OuterOptimizer, metrics: dict[str, float], is_last: bool = False) -> None:
+        """Put the mean over the regions in the place of this region's metric. A collective call, once for an evaluation.
+
+        Args:
+            outer: the outer optimizer.
+            metrics: of an evaluation, perhaps one of several on different data; changed in place.
+            is_last: whether no more metrics will come.
+
+        Raises:
+            InputError: the evaluation of a region has not given the metric.
+            LinkError: regions evaluate at different inner steps.
+        """
+        name = self.metric
+        if not self._is_due or name is None or (name not in metrics and not is_last):
+            return
+        self._is_due = False
+        own = Score(
+            self._trainer.state.global_step, True, name in metrics, float(metrics.get(name, math.nan))
+        )
+        mean = mean_score(outer.link, own, name)
+        if name in metrics:
+            metrics[name] = mean
+
+    def load(self, outer: OuterOptimizer) -> None:
+        """At the end of a run: leave the global weights of the best checkpoint in the model, in all regions. A collective call.
+
+        Raises:
+            CheckpointError: the checkpoint is gone or damaged, and another region's cannot take its place.
+        """
+        best = Path(self._trainer.state.best_model_checkpoint or "")
+        run = run_of(best.parent)
+        found = bring(outer.link, self._trainer.accelerator, best, run, may_copy=self._regions_agree)
+        if found is None:
+            raise CheckpointError(
+                f"the best model is gone: no region has {best} any more. The model holds the last one."
+            )
+        self._show(outer.synchronizer, best, read(best, outer.link.lane, checked=True))
+        self._note(best)
+        assert self.loaded is not None
+        step, value = self.loaded
+        outer.journal.write("best", step=step, metric=self.metric, value=value)
+
+    def load_finished(self, link: Link, method: Method) -> None:
+        """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""
+        if self._known is None:
+            return
+        trainer = self._trainer
+        saved = read(self._known, link.lane, checked=True)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._show(Synchronizer(model, method, link, state=saved.state), self._known, saved)
+        self._note(self._known)
+
+    def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
+        """Leave what a checkpoint holds in the model: its global weights, and all that is not trained, such as buffers."""
+        accelerator = self._trainer.accelerator
+        model = accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        file = best / weights_file(accelerator.process_index if self._trainer.is_fsdp_enabled else 0)
+        if file.is_file():
+            restore(model, file, buffers(model))
+        synchronizer.show_saved(saved.state)
+
+    def _note(self, best: Path) -> None:
+        """Say which weights the model holds now."""
+        state = self._trainer.state
+        step = int(best.name.removeprefix(PREFIX))
+        self.loaded = step, float(state.best_metric)
+        logger.info(
+            "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",
+            *(step, self.metric, state.best_metric),
+        )
