@@ -43,7 +43,7 @@ def test_a_new_launch_goes_on_bit_for_bit(kind: str, ranks: int, run: Run, tmp_p
     whole = run(ranks, [kind, str(tmp_path), "save"], tmp_path)
     for region in range(2):
         folder = tmp_path / f"region-{region}"
-        saved, facts = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
+        saved, facts, _ = state.read(folder / f"checkpoint-{SAVED_AT}" if kind == "trainer" else folder)
         assert (facts.step, facts.region) == (SAVED_AT, region)
         assert [len(fragment["in_flight"]) for fragment in saved["fragments"]] == [1, 0]
     for path in tmp_path.glob("*.pt"):
