@@ -16,6 +16,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,9 +71,11 @@ class Regions:
         self.name, self.change, self.build = name, change, build
         self.events: list[list[dict[str, Any]]] = [[], []]
 
-    def run(self, steps: int = STEPS) -> list[dict[str, Tensor]]:
+    def run(
+        self, steps: int = STEPS, over: Callable[..., list[dict[str, Tensor]]] = run_in_lockstep
+    ) -> list[dict[str, Tensor]]:
         """The parameters of each region at the end."""
-        return run_in_lockstep(2, lambda index, link: self._live(index, link, steps))
+        return over(2, lambda index, link: self._live(index, link, steps))
 
     def _live(self, index: int, link: Link, steps: int) -> dict[str, Tensor]:
         model = self.build()
@@ -156,6 +159,14 @@ def test_regions_adopt_what_becomes_trainable(name: str, change: str) -> None:
     adoptions = [[event for event in events if event["kind"] == "adopt"] for events in regions.events]
     assert adoptions[0] == adoptions[1] and adoptions[0][-1]["num_params"] == 97
     assert {name for event in adoptions[0] for name in event["averaged"]} == {"layers.1.0", "layers.2.0"}
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "co2"])
+def test_an_adoption_has_the_same_numbers_over_gloo(name: str) -> None:
+    regions = Regions(name, CHANGES["LISA"], lambda: frozen(0, 3))
+    expected = regions.run()
+    for found, theirs in zip(regions.run(over=run_over_gloo), expected, strict=True):
+        same(found, theirs)
 
 
 def test_what_was_trained_before_it_is_adopted_counts() -> None:

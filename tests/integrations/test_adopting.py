@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from hf_cocodc import simulate
+from hf_cocodc.errors import HandshakeError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run.journal import read
 from tests.run.test_resuming import make
@@ -120,3 +121,26 @@ def test_an_adapter_that_is_added_is_trained_together(name: str, tmp_path: Path)
     same(mine, theirs)
     [event] = adoptions(tmp_path / "region-0")
     assert all(".second." in each for each in event["created"]) and not event["averaged"]
+
+
+class Spoiling(TrainerCallback):
+    """Changes a frozen weight in one region alone."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if state.global_step == 2 and "region-1" in args.output_dir:
+            model.get_submodule("model.layers.1.mlp.up_proj").weight.data.add_(1)
+
+
+def test_frozen_weights_that_come_apart_end_the_run_with_their_name(tmp_path: Path) -> None:
+    """In every region, and no region's model is saved as the result."""
+
+    def live(region: int, link: Link) -> None:
+        model = llama()
+        layers(model)[1].requires_grad_(False)
+        trainer = make(tmp_path, link, "diloco", (Spoiling(),), model=model, save_strategy="no", max_steps=6)
+        with pytest.raises(
+            HandshakeError, match=r"in model\.layers\.1\.mlp\.up_proj\.weight \(region 1 and region 0\)"
+        ):
+            trainer.train()
+
+    simulate(live, regions=2)
