@@ -10,8 +10,9 @@ from hf_cocodc.engine.agreement import Standing
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links.records import ROW, from_numbers, from_row, to_row
 from hf_cocodc.links.trailer import Ending, Trailer, Word
-from hf_cocodc.run.resume import Holding, Proposal, Verdict, Writer
-from hf_cocodc.run.starting import Beginning, Interval
+from hf_cocodc.run.newest import Holding, Proposal
+from hf_cocodc.run.resume import Verdict, Writer
+from hf_cocodc.run.starting import Beginning
 
 
 def test_a_trailer_arrives_as_it_left() -> None:
@@ -33,8 +34,7 @@ def test_a_trailer_arrives_as_it_left() -> None:
         Proposal(0),
         Writer(-1),
         Verdict(1),
-        Beginning(10**6, 2**48 - 1),
-        Interval(5),
+        Beginning(10**6, True, 2**48 - 1),
     ],
 )
 def test_records_of_integers_are_exact(record: tuple) -> None:
@@ -47,7 +47,7 @@ def test_records_of_integers_are_exact(record: tuple) -> None:
 def test_a_record_of_another_kind_is_refused() -> None:
     """Regions that are out of step would otherwise take a step for a checksum."""
     with pytest.raises(LinkError, match="region 2 did not send the expected Standing"):
-        from_row(Standing, to_row(Beginning(5, 7)), region=2)
+        from_row(Standing, to_row(Beginning(5, False, 7)), region=2)
 
 
 def test_numbers_from_a_checkpoint_of_an_earlier_version_are_typed() -> None:
