@@ -60,7 +60,7 @@ class CoCoDCCallback(TrainerCallback):
     Args:
         config: the method and its settings.
         regions: which region this is; by default the environment says so.
-        evaluate_on: "global" or "local": the weights that `trainer.evaluate()` uses while training.
+        evaluate_on: "global" or "local": what `trainer.evaluate()` uses while training; the best model needs "global".
         link: reaches the other regions; by default it is made from `regions`.
         facts: more that must be equal in all regions and after a resume, by name, for example {"data.path": ...}; JSON-able.
 
@@ -238,6 +238,8 @@ class CoCoDCCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._best.end()
+        if self._running.finished:
+            self._running.close()
 
     @property
     def _running(self) -> OuterOptimizer:

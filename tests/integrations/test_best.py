@@ -197,6 +197,7 @@ def test_the_best_of_a_run_that_was_stopped(save_strategy: str, step: int, tmp_p
         ] == [entry["eval_score"] for entry in one.trainer.state.log_history if "eval_score" in entry]
 
 
+@pytest.mark.slow
 def test_a_region_without_the_best_checkpoint(tmp_path: Path) -> None:
     """Region 1 has lost its disk, and region 2 is new: they take over the best checkpoint, too."""
     whole = train(tmp_path / "whole")
@@ -360,6 +361,30 @@ def test_a_region_whose_data_has_run_out(tmp_path: Path) -> None:
     assert torch.equal(second.params, first.params)
 
 
+def test_the_link_is_closed_after_the_best_model_is_loaded(tmp_path: Path) -> None:
+    """Also where a Trainer was told of the callback late."""
+
+    def body(region: int, link: Link) -> list[str]:
+        done = []
+        run = Run(tmp_path, link)
+        [callback] = [run.trainer.pop_callback(CoCoDCCallback)]
+        late = Trainer(
+            run.trainer.model,
+            run.trainer.args,
+            train_dataset=run.trainer.train_dataset,
+            eval_dataset=run.trainer.eval_dataset,
+            compute_metrics=lambda _: {"score": float(late.state.global_step == BEST)},
+        )
+        close = link.close
+        link.close = lambda reason=None: done.append("closed") or close(reason)  # type: ignore
+        late.add_callback(CoCoDCCallback(callback.config, link=link))
+        late.train()
+        assert late.state.best_global_step == BEST
+        return done
+
+    assert simulate(body, regions=2) == [["closed"]] * 2
+
+
 def test_an_error_between_two_evaluations(tmp_path: Path) -> None:
     """Region 1 fails, and keeps in step past the evaluation of region 0, which stops with a checkpoint."""
 
@@ -412,6 +437,29 @@ def test_all_of_the_best_model_is_loaded(build: Callable[[], nn.Module], tmp_pat
         assert all(torch.equal(each[name], tensor) for each in (whole[1], *again)), name
     if "steps" in whole[0]:
         assert whole[0]["steps"] == BEST
+
+
+@pytest.mark.slow
+def test_the_best_model_is_of_before_a_layer_was_unfrozen(tmp_path: Path) -> None:
+    """Its layer is as it was when it was frozen."""
+    scores = {step: (float(step == 4), float(step == 4)) for step in SCORES}
+
+    def body(region: int, link: Link) -> Run:
+        def set_frozen(frozen: bool) -> None:
+            run.trainer.model.model.layers[0].requires_grad_(not frozen)
+
+        run = Run(tmp_path, link, scores=scores, callbacks=(At(5, lambda control: set_frozen(False)),))
+        set_frozen(True)
+        run.trainer.train()
+        return run
+
+    for run in simulate(body, regions=2):
+        assert run.callback.outer is not None
+        assert torch.equal(run.params, run.shown[4])
+        assert not torch.equal(run.shown[STEPS], run.shown[4])
+        start = llama().model.layers[0].state_dict()
+        now = run.trainer.model.model.layers[0].state_dict()
+        assert all(torch.equal(now[name], start[name]) for name in start)
 
 
 @pytest.mark.slow

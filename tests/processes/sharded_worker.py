@@ -1,6 +1,7 @@
 """A region of the sharded tests: Trainer over FSDP2, or over DDP to compare with, and what came out.
 
-Arguments: fsdp | ddp, an output folder, the OuterConfig as JSON, FULL | SHARDED, the steps, and the step to stop at (0: none).
+Arguments: fsdp | ddp, an output folder, the OuterConfig as JSON, FULL | SHARDED, the steps, the step to stop at (0:
+none), and more arguments of Trainer as JSON.
 """
 
 from __future__ import annotations
@@ -53,19 +54,18 @@ def whole(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
-def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int) -> None:
+def main(kind: str, folder: Path, outer: str, how: str, steps: int, stop: int, training: str = "{}") -> None:
     config = OuterConfig(**json.loads(outer))
     ShardedTrainer.state_dict_type = f"{how}_STATE_DICT"
     callback = CoCoDCCallback(config)
+    given = {"learning_rate": 1e-3, "save_strategy": "steps", "save_steps": steps} | json.loads(training)
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
+        **given,
         lr_scheduler_type="constant",
         report_to="none",
-        save_strategy="steps",
-        save_steps=steps,
         eval_strategy="steps",
         eval_steps=3,
         disable_tqdm=True,
