@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..tensors.contents import digests
-from ..tensors.sharding import local_shard
+from ..tensors.sharding import local_shard, reshard
 from .durable import replace
 from .manifest import FOLDER
 
@@ -35,6 +35,7 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: unwrapped.
     """
+    reshard(model)  # an evaluation may have left whole parameters in the place of shards
     adapters = set(getattr(model, "peft_config", None) or ())
     whole = not has_a_base(model)
     params = {
