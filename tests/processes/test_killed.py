@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_exactly_from_its_newest_complete_checkpoint(tmp_pa
         process = fork(train, again, True, log=log)
         broken += kill_while_saving(process, again, log, moments)
         assert resumed_from(again) == before
-        saved, _ = read_state(checkpoints(again / "region-0")[newest(again)])
+        saved = read_state(checkpoints(again / "region-0")[newest(again)]).state
         in_flight += any(fragment["in_flight"] for fragment in saved["fragments"])
     assert newest(again) < STEPS
     assert broken >= KILLS // 4, "the kills must come while a checkpoint is being written"
