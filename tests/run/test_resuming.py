@@ -531,6 +531,7 @@ def test_the_global_model_is_in_every_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # of older releases of PEFT
 def test_an_adapter_is_exported_and_resumed(tmp_path: Path) -> None:
     """PEFT: checkpoint-N loads with PeftModel.from_pretrained, and a stopped run goes on bit for bit.
 
