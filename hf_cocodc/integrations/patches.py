@@ -143,7 +143,8 @@ class Patches:
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
             weights = self._callback.evaluate_on if in_training else "global"
-            outer.journal.write("evaluate", step=self._trainer.state.global_step, weights=weights, **metrics)
+            step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
+            outer.journal.write("evaluate", step=step, weights=weights, **metrics)
         return metrics
 
     def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -133,9 +133,13 @@ def test_the_best_global_weights_are_left_in_the_model(name: str, more: dict, tm
         assert torch.equal(run.params, run.shown[BEST])
         assert not torch.equal(run.params, run.shown[STEPS])
     assert torch.equal(runs[0].params, runs[1].params)
-    runs[0].trainer.save_model()
+    trainer = runs[0].trainer
+    trainer.save_model()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "region-0")
     assert torch.equal(params_of(saved), runs[0].params)
+    trainer.evaluate()
+    last = read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")[-1]
+    assert (last["kind"], last["step"], last["weights"]) == ("evaluate", BEST, "global")
 
 
 def stop(folder: Path, step: int, **more: Any) -> None:
