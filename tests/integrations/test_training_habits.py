@@ -109,7 +109,7 @@ def with_more_tokens(seed: int) -> PreTrainedModel:
 EVALUATION = {"kind": Evaluates, "eval_strategy": "steps", "eval_steps": 2}
 FALLING = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}
 GREEDY = {"lr_scheduler_type": "greedy", "lr_scheduler_kwargs": {"patience": 1, "min_lr": 1e-5}}
-NOISE = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "activation_checkpointing": True}
+NOISE = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1}
 COUNTS = {
     "include_num_input_tokens_seen": "all",
     "logging_nan_inf_filter": False,
@@ -135,9 +135,9 @@ HABITS: dict[str, tuple[Callable[[int], nn.Module], dict[str, Any]]] = {
         llama,
         {"train_sampling_strategy": "batch_rebalance", "dataloader_drop_last": True},
     ),
-    "accumulation, deterministic": (
+    "accumulation, checkpointing, deterministic": (
         with_dropout,
-        {"full_determinism": True, "gradient_accumulation_steps": 3},
+        {"full_determinism": True, "gradient_accumulation_steps": 3, "activation_checkpointing": True},
     ),
     "a worker": (with_dropout, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}),
 }
