@@ -23,8 +23,8 @@ from tests.run.test_resuming import STEPS, checkpoint_of, make, params_of
 
 BACK = 7
 """Step to resume from: in the middle of a round."""
-FAMILIES = ("qwen3_moe", "gpt_neox")
-"""Saved with a name for each expert, with other names, and without."""
+FAMILIES = ["qwen3_moe", pytest.param("gpt_neox", marks=pytest.mark.slow)]
+"""Saved with a name for each expert; and with other names."""
 
 
 def trained(folder: Path, family: str, num_regions: int = 2) -> list[Trainer]:
@@ -91,6 +91,7 @@ def test_a_checkpoint_of_format_1_is_resumed_exactly(family: str, tmp_path: Path
         trained(copied, family)
 
 
+@pytest.mark.slow
 def test_a_region_that_takes_over_has_the_weights_of_the_others(tmp_path: Path) -> None:
     """Global weights and buffers: at the end all three are equal."""
     trained(tmp_path, "qwen3_moe")

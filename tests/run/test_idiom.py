@@ -85,6 +85,7 @@ def test_all_regions_resume_from_the_newest_that_they_have(run: tuple[Path, Tens
     assert links(again) == list(SAVED)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_folder_may_have_copies_in_place_of_links(
     run: tuple[Path, Tensor], again: Path
 ) -> None:
