@@ -282,6 +282,8 @@ class Synchronizer:
     def _adopt_more(self, wanted: int, word: Word) -> Words | None:
         """End the rounds in flight, and begin new ones with these parameters. A collective call of all regions.
 
+        For a moment this holds the outer state twice.
+
         Returns:
             The words of all regions, if a transfer landed.
         """

@@ -14,6 +14,7 @@ from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.trailer import Ending, Word
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.processes.test_gloo import run_over_gloo
@@ -335,3 +336,24 @@ def test_ranks_that_hold_the_same_parameters_are_not_followed() -> None:
         InputError, match=r"layers\.1\.0 has become trainable, but DDP reduces only gradients"
     ):
         run_in_lockstep(1, live)
+
+
+def test_a_region_that_is_about_to_end_has_no_say() -> None:
+    """It changes no parameters any more. What the others have unfrozen since is named at the end."""
+
+    def live(index: int, link: Link) -> None:
+        model = frozen(0, 3)
+        synchronizer = Synchronizer(model, method_of("diloco"), link)
+        for step in range(1, 19):
+            ends = index == 1 and step > 3
+            if not ends:
+                unfreeze((8, 1))(model, index, step)
+                train(model, index, step)
+            word = Word(ending=Ending.DONE if ends else Ending.NO)
+            synchronizer.step(0.05, word, trained=not ends)
+        with pytest.raises(
+            HandshakeError, match=r"differ at the end of the run in layers\.1\.0 \(region 1 and region 0\)"
+        ):
+            synchronizer.finish()
+
+    run_in_lockstep(2, live)

@@ -144,3 +144,30 @@ def test_frozen_weights_that_come_apart_end_the_run_with_their_name(tmp_path: Pa
             trainer.train()
 
     simulate(live, regions=2)
+
+
+class Alone(TrainerCallback):
+    """Unfreezes a layer in one region alone."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if state.global_step == 2 and "region-1" in args.output_dir:
+            layers(model)[1].requires_grad_(True)
+
+
+def test_a_layer_that_one_region_unfreezes_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    """In every region; the link is left in good order, and the journal says why."""
+
+    def live(region: int, link: Link) -> None:
+        model = llama()
+        layers(model)[1].requires_grad_(False)
+        trainer = make(tmp_path, link, "streaming", (Alone(),), model=model, save_strategy="no")
+        with pytest.raises(HandshakeError, match=r"only region 1 has model\.layers\.1\..* and 6 more"):
+            trainer.train()
+        [error] = [
+            event
+            for event in read(tmp_path / f"region-{region}" / "cocodc" / "journal.jsonl")
+            if event["kind"] == "error"
+        ]
+        assert "do not train the same parameters" in error["message"]
+
+    simulate(live, regions=2)
