@@ -1,8 +1,9 @@
 """What a model consists of: every tensor that is saved with it, and the bytes of each."""
 
+import ctypes
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -41,10 +42,16 @@ def _digest(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {checksum:08x}"
 
 
-def bytes_of(tensor: Tensor) -> list[memoryview]:
-    """The bytes of a tensor, of a sharded one those of this rank; none of a tensor without values (meta)."""
-    parts = plain_parts(local_shard(tensor))
-    return [memoryview(raw(part.cpu()).numpy()) for part in parts if not part.is_meta]
+def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, part by part, of a sharded one those of this rank; none of a tensor without values (meta).
+
+    A part may be used until the next one is asked for.
+    """
+    for part in plain_parts(local_shard(tensor)):
+        if not part.is_meta and part.numel():
+            held = raw(part.cpu())
+            # not numpy(): torch never resizes a storage that NumPy has seen, and FSDP2 resizes those of gathered parameters
+            yield memoryview((ctypes.c_char * len(held)).from_address(held.data_ptr())).cast("B")
 
 
 def raw(tensor: Tensor) -> Tensor:
