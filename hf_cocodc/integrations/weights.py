@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 from ..run import local_weights
-from ..run.checkpoint import facts_of
+from ..run.checkpoint import facts_of, trained
 
 
 def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> None:
@@ -60,8 +60,7 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     if file.is_file():
         whole = not trainer.is_fsdp_enabled
         expected = local_weights.kept(model) if whole else local_weights.buffers(model)
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        local_weights.restore(model, file, expected.keys() - trained if taken_over else expected)
+        local_weights.restore(model, file, expected.keys() - trained(checkpoint) if taken_over else expected)
     elif not trainer.is_fsdp_enabled:  # format 1
         _load_beside(model, checkpoint, load)
 

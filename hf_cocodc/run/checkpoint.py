@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ..engine.compatibility import names_in
 from ..errors import CheckpointError
 from ..links.base import Link
 from . import manifest
@@ -104,6 +105,11 @@ class Saved(NamedTuple):
     state: dict[str, Any]
     facts: Facts
     weights: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def synchronised(self) -> frozenset[str]:
+        """Names of the parameters that the run had trained."""
+        return names_in(self.state["layout"])
 
 
 def tensors_file(lane: int = 0) -> str:
@@ -199,14 +205,13 @@ def mark_taken_over(checkpoint: Path) -> None:
         path.write_text(json.dumps({**content, "weights": {}, _TAKEN_OVER: True}), encoding="utf-8")
 
 
-def trained(checkpoint: Path) -> set[str]:
+def trained(checkpoint: Path) -> frozenset[str]:
     """Names of the parameters that the run of a complete checkpoint trains.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    fragments = _content_of(checkpoint)["state"]["layout"]
-    return {parameter[0] for fragment in fragments for parameter in fragment}
+    return names_in(_content_of(checkpoint)["state"]["layout"])
 
 
 def facts_of(checkpoint: Path) -> Facts:

@@ -6,7 +6,7 @@ they came from, they are compared with the digests that were saved.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def weights_file(lane: int | str = 0) -> str:
     return f"{FOLDER}/local-lane{lane}.safetensors"
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
+def kept(model: nn.Module, synchronised: Collection[str] = ()) -> dict[str, Tensor]:
     """What a checkpoint restores of a model, by name: this rank's own tensors, tied ones once.
 
     These are all parameters and all buffers. If the model has adapters, or quantised weights, its frozen base is left out: every
@@ -34,16 +34,22 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         model: unwrapped.
+        synchronised: names of parameters that the run has trained: they count though they may be frozen now.
     """
-    reshard(model)  # an evaluation may have left whole parameters in the place of shards
     adapters = set(getattr(model, "peft_config", None) or ())
     whole = not has_a_base(model)
-    params = {
-        name: param
+    frozen = {
+        name
         for name, param in model.named_parameters()
-        if whole or param.requires_grad or adapters & set(name.split("."))
+        if not (whole or param.requires_grad or name in synchronised or adapters & set(name.split(".")))
     }
-    return {name: local_shard(tensor) for name, tensor in {**params, **buffers(model)}.items()}
+    return {name: tensor for name, tensor in _all(model).items() if name not in frozen}
+
+
+def _all(model: nn.Module) -> dict[str, Tensor]:
+    reshard(model)  # an evaluation may have left whole parameters in the place of shards
+    params = {name: local_shard(param) for name, param in model.named_parameters()}
+    return {**params, **buffers(model)}
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -76,7 +82,7 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
     Raises:
         CheckpointError: the file lacks a name, or has one that the model does not have, or another shape or type.
     """
-    own = kept(model)
+    own = _all(model)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         for name in sorted((names - own.keys()) | (set(expected) - names)):
@@ -99,19 +105,20 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
                 )
 
 
-def check(model: nn.Module, saved: Mapping[str, str]) -> None:
+def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[str]) -> None:
     """Check that a model holds the local weights that were saved.
 
     Args:
         model: unwrapped, after every file has been loaded.
         saved: `digests` of what was saved; empty if an older version wrote the checkpoint: nothing is compared then.
+        synchronised: names of the parameters that the run had trained.
 
     Raises:
         CheckpointError: it does not; names the first tensors that differ.
     """
     if not saved:
         return
-    found = digests(kept(model))
+    found = digests(kept(model, synchronised))
     wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
     if wrong:
         first = "; ".join(

@@ -218,7 +218,7 @@ def check(
         )
     for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
         logger.warning(sentence)
-    local_weights.check(model, saved.weights)
+    local_weights.check(model, saved.weights, saved.synchronised)
     if facts.num_regions != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "

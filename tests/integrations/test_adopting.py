@@ -123,6 +123,39 @@ def test_an_adapter_that_is_added_is_trained_together(name: str, tmp_path: Path)
     assert all(".second." in each for each in event["created"]) and not event["averaged"]
 
 
+class Borrowed(TrainerCallback):
+    """Trains a weight of the base, beside the adapters, until step 7."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        [norm] = [param for name, param in model.named_parameters() if name.endswith("model.norm.weight")]
+        norm.requires_grad_(state.global_step < 7)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("saved_at", [5, 9])
+def test_a_base_that_was_trained_beside_adapters_is_resumed(saved_at: int, tmp_path: Path) -> None:
+    """Also where it is frozen again when the checkpoint is saved, and frozen when the run is resumed."""
+
+    def train(folder: Path, link: Link, resumes: bool) -> dict[str, Tensor]:
+        torch.manual_seed(1)  # of the base, which no checkpoint holds
+        model = get_peft_model(llama(), LoraConfig(r=4, task_type="CAUSAL_LM"))
+        trainer = make(folder, link, "diloco", (Borrowed(),), model=model, save_steps=saved_at, max_steps=12)
+        trainer.create_optimizer()
+        norm = model.get_submodule("base_model.model.model.norm").weight
+        if norm not in set(trainer.optimizer.param_groups[1]["params"]):
+            trainer.optimizer.param_groups[1]["params"].append(norm)
+        trainer.train(resume_from_checkpoint=resumes)
+        return weights(trainer)
+
+    whole = simulate(lambda region, link: train(tmp_path, link, False), regions=2)
+    for region in range(2):
+        shutil.rmtree(tmp_path / f"region-{region}" / "checkpoint-12")
+    for mine, theirs in zip(
+        whole, simulate(lambda region, link: train(tmp_path, link, True), regions=2), strict=True
+    ):
+        same(mine, theirs)
+
+
 class Spoiling(TrainerCallback):
     """Changes a frozen weight in one region alone."""
 
