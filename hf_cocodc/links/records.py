@@ -58,4 +58,4 @@ def _convert(kind: type, value: float) -> Any:
 
 @functools.cache
 def _mark(kind: type[tuple]) -> float:
-    return float(zlib.crc32(kind.__name__.encode()))
+    return float(zlib.crc32(f"{kind.__module__}.{kind.__qualname__}".encode()))

@@ -10,6 +10,7 @@ from hf_cocodc.engine.agreement import Standing
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links.records import ROW, from_numbers, from_row, to_row
 from hf_cocodc.links.trailer import Ending, Trailer, Word
+from hf_cocodc.run import best
 from hf_cocodc.run.newest import Holding, Proposal
 from hf_cocodc.run.resume import Verdict, Writer
 from hf_cocodc.run.starting import Beginning
@@ -48,6 +49,8 @@ def test_a_record_of_another_kind_is_refused() -> None:
     """Regions that are out of step would otherwise take a step for a checksum."""
     with pytest.raises(LinkError, match="region 2 did not send the expected Standing"):
         from_row(Standing, to_row(Beginning(5, False, 7)), region=2)
+    with pytest.raises(LinkError, match="region 2 did not send the expected Holding"):
+        from_row(Holding, to_row(best.Holding(5, True)), region=2)  # of the same name in another module
 
 
 def test_numbers_from_a_checkpoint_of_an_earlier_version_are_typed() -> None:
