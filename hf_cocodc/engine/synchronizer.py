@@ -274,7 +274,7 @@ class Synchronizer:
     def _follow(self, word: Word) -> Words | None:
         """Adopt more parameters, if the transfers that have landed say that all regions want to."""
         heard, self._traffic.heard = self._traffic.heard, []
-        if not heard or self._is_leaving:
+        if not heard:
             return None
         wanted = agreed_layout(self.link, heard, lambda number: self._watch.proposal(number).lines)
         return None if wanted is None else self._adopt_more(wanted, word)

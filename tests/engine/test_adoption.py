@@ -357,3 +357,24 @@ def test_a_region_that_is_about_to_end_has_no_say() -> None:
             synchronizer.finish()
 
     run_in_lockstep(2, live)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_region_that_leaves_adopts_what_it_had_told_the_others(name: str) -> None:
+    """Its transfers in flight said so before: the others begin to adopt when these land, and need it for that."""
+    def live(index: int, link: Link) -> int:
+        model = frozen(0, 3)
+        synchronizer = Synchronizer(model, method_of(name), link)
+        for step in range(1, 20):
+            leaves = index == 1 and step > 13
+            if not leaves:
+                unfreeze((8, 1))(model, index, step)
+                train(model, index, step)
+            word = Word(ending=Ending.INTERRUPTED if leaves else Ending.NO)
+            synchronizer.step(0.05, word, trained=not leaves)
+            if index == 1 and step == 13:
+                synchronizer.give_up_unsent()
+        synchronizer.state_dict()
+        return synchronizer.num_params
+
+    assert run_in_lockstep(2, live) == [90, 90]
