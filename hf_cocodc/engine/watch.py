@@ -90,6 +90,7 @@ class Watch:
             if param.requires_grad and name not in self._adopted and name not in self.noticed:
                 place = _form(param)[:2]
                 if not place[0] or place not in places:
+                    refuse_complex(name, param)
                     places.add(place)
                     self.noticed[name] = name in self._had
         self._keep_frozen(present)
@@ -106,18 +107,20 @@ class Watch:
         present = _params(self._model)
         forms = {name: _form(present[name]) for name in self._adopted if name in present}
         if forms != self._adopted:
+            places: dict[tuple, str] = {}
             for name, form in self._adopted.items():
-                if name not in forms or forms[name][1:4] != form[1:4]:
+                wrong = None
+                if name not in forms:
+                    wrong = "no longer in the model, or is tied"
+                elif forms[name][1:4] != form[1:4]:
+                    wrong = f"{_line(name, present[name])} now"
+                elif forms[name][0] and places.setdefault(forms[name][:2], name) != name:
+                    wrong = f"in the memory of {places[forms[name][:2]]} now"
+                if wrong is not None:
                     raise InputError(
-                        f"{self._lines[name]} is synchronised between the regions, and is "
-                        + (
-                            f"{_line(name, present[name])} now"
-                            if name in forms
-                            else "no longer in the model, or is tied"
-                        )
-                        + ". Parameters may be frozen, unfrozen, added or given other memory during a run, but not removed, tied "
-                        "or changed in shape or type: start a new run with the changed model, from the global model of a "
-                        "checkpoint."
+                        f"{self._lines[name]} is synchronised between the regions, and is {wrong}. Parameters may be "
+                        "frozen, unfrozen, added or given other memory during a run, but not removed, tied or changed in shape "
+                        "or type: start a new run with the changed model, from the global model of a checkpoint."
                     )
             shards = {name: local_shard(present[name]) for name in self._adopted}
             for fragment in fragments:
@@ -178,6 +181,15 @@ class Watch:
         """Continue from what `state_dict` returned."""
         self.noticed = {**self.noticed, **state["noticed"]}
         self._proposals |= {layout: Proposal(tuple(more), tuple(more)) for layout, more in state["proposals"]}
+
+
+def refuse_complex(name: str, param: Tensor) -> None:
+    """Check that a trainable parameter is real. Raises InputError if it is complex."""
+    if param.is_complex():
+        raise InputError(
+            f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
+            "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
+        )
 
 
 def _params(model: nn.Module) -> dict[str, nn.Parameter]:

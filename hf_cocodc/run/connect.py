@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..engine.watch import refuse_complex
 from ..errors import InputError
 from ..links.base import Link, spread
 from ..links.gloo import GlooLink
@@ -50,11 +51,8 @@ def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.
         InputError: we do not; the message says what to change.
     """
     for name, param in model.named_parameters():
-        if param.requires_grad and param.is_complex():
-            raise InputError(
-                f"the parameter {name} is complex ({param.dtype}), but regions exchange real numbers. Freeze it "
-                "(requires_grad_(False)), or keep its real and imaginary parts as two real parameters (torch.view_as_real)."
-            )
+        if param.requires_grad:
+            refuse_complex(name, param)
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:

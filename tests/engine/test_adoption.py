@@ -290,6 +290,10 @@ def test_what_is_gone_or_has_another_form_stops_the_run() -> None:
         if step == 8:
             model.layers[1][0] = model.layers[0][0]
 
+    def share(model: nn.Module, index: int, step: int) -> None:
+        if step == 8:
+            model.layers[1][0].data = model.layers[0][0].data
+
     with pytest.raises(
         InputError, match=r"layers\.3\.0 \[2, 3\] float32 is synchronised .* no longer in the model"
     ):
@@ -300,6 +304,10 @@ def test_what_is_gone_or_has_another_form_stops_the_run() -> None:
         Regions("diloco", cast).run()
     with pytest.raises(InputError, match=r"layers\.1\.0 \[3, 4\] float32 .* is tied"):
         Regions("diloco", tie).run()
+    with pytest.raises(
+        InputError, match=r"layers\.1\.0 \[2\] float32 .* is in the memory of layers\.0\.0 now"
+    ):
+        Regions("diloco", share, lambda: Blocks([torch.zeros(2), torch.ones(2)])).run()
 
 
 def test_a_checkpoint_with_a_parameter_that_the_model_lacks_is_refused() -> None:
@@ -362,6 +370,7 @@ def test_a_region_that_is_about_to_end_has_no_say() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_region_that_leaves_adopts_what_it_had_told_the_others(name: str) -> None:
     """Its transfers in flight said so before: the others begin to adopt when these land, and need it for that."""
+
     def live(index: int, link: Link) -> int:
         model = frozen(0, 3)
         synchronizer = Synchronizer(model, method_of(name), link)
@@ -378,3 +387,18 @@ def test_a_region_that_leaves_adopts_what_it_had_told_the_others(name: str) -> N
         return synchronizer.num_params
 
     assert run_in_lockstep(2, live) == [90, 90]
+
+
+def test_a_complex_parameter_is_refused_when_it_becomes_trainable() -> None:
+    """Regions exchange real numbers: its imaginary part would be lost."""
+
+    def build() -> nn.Module:
+        model = frozen(0, 3)
+        model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+        return model
+
+    def change(model: nn.Module, index: int, step: int) -> None:
+        model.phase.requires_grad_(step > 8)
+
+    with pytest.raises(InputError, match="the parameter phase is complex"):
+        Regions("diloco", change, build).run()
