@@ -247,8 +247,7 @@ class Synchronizer:
             self._adopt(fragments_of(self._model, self.method, names), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         self._look()
-        if "watch" in state:  # earlier versions adopted no parameters
-            self._watch.load_state_dict(state["watch"])
+        self._watch.load_state_dict(state.get("watch", {}))  # earlier versions adopted no parameters
         same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             saving.load(fragment, saved)

@@ -173,14 +173,19 @@ class Watch:
         return proposal
 
     def state_dict(self) -> dict[str, Any]:
-        """What regions are about to adopt."""
+        """What regions are about to adopt, and what was added to the model since parameters were adopted last."""
         proposals = [[layout, list(each.more)] for layout, each in self._proposals.items() if each.more]
-        return {"noticed": self.noticed, "proposals": proposals}
+        added = [name for name in _params(self._model) if name not in self._had]
+        return {"noticed": self.noticed, "proposals": proposals, "added": added}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        self.noticed = {**self.noticed, **state["noticed"]}
-        self._proposals |= {layout: Proposal(tuple(more), tuple(more)) for layout, more in state["proposals"]}
+        """Continue from what `state_dict` returned; what has been noticed since then does not count."""
+        present = _params(self._model)
+        self._had = frozenset(present).difference(state.get("added", ()))
+        self.noticed = dict(state.get("noticed", {}))
+        proposals = state.get("proposals", ())
+        self._proposals |= {layout: Proposal(tuple(more), tuple(more)) for layout, more in proposals}
+        self._notice(present)
 
 
 def refuse_complex(name: str, param: Tensor) -> None:

@@ -402,3 +402,42 @@ def test_a_complex_parameter_is_refused_when_it_becomes_trainable() -> None:
 
     with pytest.raises(InputError, match="the parameter phase is complex"):
         Regions("diloco", change, build).run()
+
+
+@pytest.mark.parametrize("name", ["diloco", "co2", "dilocox"])
+def test_a_resume_knows_what_was_just_added(name: str) -> None:
+    """Saved before the next send, at which it is noticed: it still begins with region 0's values."""
+    regions = Regions(name, add, Growing)
+
+    def live(index: int, link: Link) -> None:
+        model = regions.build()
+        synchronizer = Synchronizer(model, method_of(name), link)
+        for step in range(1, 10):
+            regions.step(model, synchronizer, index, step)
+        state = copy.deepcopy(synchronizer.state_dict())
+        resumed = copy.deepcopy(model)
+        for step in range(10, STEPS + 1):
+            regions.step(model, synchronizer, index, step)
+        again = Synchronizer(resumed, method_of(name), link, state=state)
+        for step in range(10, STEPS + 1):
+            regions.step(resumed, again, index, step)
+        same(dict(model.named_parameters()), dict(resumed.named_parameters()))
+
+    run_in_lockstep(2, live)
+
+
+def test_what_was_noticed_after_a_checkpoint_does_not_count_when_it_is_loaded() -> None:
+    def live(index: int, link: Link) -> None:
+        model = frozen(0, 3)
+        block = list(model.parameters())[1]
+        synchronizer = Synchronizer(model, method_of("diloco"), link)
+        state = copy.deepcopy(synchronizer.state_dict())
+        block.requires_grad_(True)
+        synchronizer.step()
+        block.requires_grad_(False)
+        synchronizer.load_state_dict(state)
+        for _ in range(7):
+            synchronizer.step()
+        assert "layers.1.0" not in {name for each in synchronizer.fragments for name in each.fragment.names}
+
+    run_in_lockstep(2, live)
