@@ -17,6 +17,9 @@ from .agreement import Standing, texts
 logger = logging.getLogger(__name__)
 
 _AVERAGED, _REGION_0, _ADOPTED, _FIXED = "averaged", "region 0's", "synchronised", "fixed"
+_OWN = "each region's own"
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name of what a module saves beside its tensors (`torch.nn.Module.get_extra_state`)."""
 
 
 @torch.no_grad()
@@ -25,7 +28,8 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
     other data (running statistics of batch normalisation): floating-point ones take the mean over the regions, others region
-    0's values. Synchronised parameters differ if processors round differently: they take region 0's values.
+    0's values. Synchronised parameters differ if processors round differently: they take region 0's values. What modules save
+    beside their tensors (`get_extra_state`, for example the scales of FP8) stays each region's own.
 
     Args:
         link: reaches the other regions. Each lane compares its own shards.
@@ -49,7 +53,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
         differing = _differing(told)
         wrong = _in_words(differing, told)
         for fate, names in _fates(differing, told).items():
-            for name in names:
+            for name in names if fate != _OWN else ():
                 _make_equal(link, local_shard(held[name]), fate == _AVERAGED, f"{name} at the end")
             if names:
                 _tell(fate, names, step, record)
@@ -76,6 +80,8 @@ def _lines(
         fate = _ADOPTED if name in adopted else _FIXED
         if name in buffers:
             fate = _AVERAGED if held[name].is_floating_point() else _REGION_0
+        elif name.rpartition(".")[2] == _EXTRA_STATE:
+            fate = _OWN
         lines.append("\t".join((name, fate, *form.rsplit(" ", 1))))
     return lines, zlib.crc32("\n".join(lines).encode())
 
@@ -96,11 +102,12 @@ def _differing(told: Sequence[Mapping[str, list[str]]]) -> dict[str, list[int]]:
 
 def _fates(differing: Collection[str], told: Sequence[Mapping[str, list[str]]]) -> dict[str, list[str]]:
     """What is done with the tensors that may differ."""
-    found: dict[str, list[str]] = {_AVERAGED: [], _REGION_0: [], _ADOPTED: []}
+    found: dict[str, list[str]] = {_AVERAGED: [], _REGION_0: [], _ADOPTED: [], _OWN: []}
     for name in differing:
-        kinds = {tuple(each[name][:2]) if name in each else () for each in told}
-        if len(kinds) == 1:
-            [(fate, _)] = kinds
+        kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in told}
+        fates = {fate for fate, _ in kinds}
+        if len(kinds) == 1 or fates == {_OWN}:  # its form may follow from what it has seen
+            fate = fates.pop()
             if fate in found:
                 found[fate].append(name)
     return found
@@ -137,6 +144,7 @@ def _tell(fate: str, names: Sequence[str], step: int, record: Record) -> None:
         _REGION_0: f"buffers differed between regions at the end and are region 0's now: {shown}.",
         _ADOPTED: f"the final global weights differed between regions and are region 0's now: {shown}. Do the regions' "
         "processors round differently? Lower digest_interval.",
+        _OWN: f"what modules save beside their tensors differs between regions at the end, and stays each region's own: {shown}.",
     }[fate]
     logger.warning(said)
     record("note", step=step, message=said)

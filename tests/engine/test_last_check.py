@@ -138,3 +138,36 @@ def test_global_params_that_drifted_apart_become_region_0s(caplog: pytest.LogCap
         mine, theirs = run_in_lockstep(2, live)
     assert torch.equal(mine, theirs)
     assert "final global weights differed between regions and are region 0's now: weight" in caplog.text
+
+
+class Counting(nn.Linear):
+    """Saves more than its tensors, as modules of FP8 do: what grows with what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.ones(self.seen)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = len(state)
+
+
+def test_what_modules_save_beside_their_tensors_stays_each_regions_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log names it; the run ends well."""
+
+    def live(index: int, link: Link) -> int:
+        model = nn.Sequential(Counting())
+        method = from_config(OuterConfig(method="diloco", sync_interval=2))
+        synchronizer = Synchronizer(model, method, link)
+        model[0].seen = 5 + index
+        synchronizer.step()
+        synchronizer.finish()
+        return model[0].seen
+
+    with caplog.at_level(logging.WARNING):
+        assert run_in_lockstep(2, live) == [5, 6]
+    assert "stays each region's own: 0._extra_state." in caplog.text
