@@ -228,7 +228,8 @@ class _Adaptive:
         self._has_warned = False
 
     def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
-        sent = [[0, 0] for _ in range(num_fragments)]  # for each fragment, the steps of its last two sends
+        # for each fragment, the steps of its last two sends; 0: never sent, and before its first send where it began
+        sent = [[inner_step, 0] for _ in range(num_fragments)]
         return {
             "in_flight": [],
             "sent": sent,
@@ -247,7 +248,9 @@ class _Adaptive:
             if fragment is not None:
                 sends = [Send(fragment)]
                 in_flight = [*in_flight, [fragment, inner_step, inner_step + self._overlap(len(sent), stats)]]
-                sent = [[last[1], inner_step] if p == fragment else last for p, last in enumerate(sent)]
+                sent = [
+                    [last[1] or last[0], inner_step] if p == fragment else last for p, last in enumerate(sent)
+                ]
         elif not in_flight:
             return (), state
         landing = [

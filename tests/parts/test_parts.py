@@ -244,6 +244,18 @@ def test_simulated_time_decides_when_transfers_arrive(num_regions: int) -> None:
         assert blocked_s == 0
 
 
+def test_the_rates_of_new_fragments_count_from_the_step_where_they_began() -> None:
+    """CoCoDC goes on with new fragments after an adoption as at the start of a run, however many steps were before."""
+    schedule, stats = schedules.adaptive(100, 1, sends_per_interval=10), AgreedStats(change=(2.0, 3.0))
+    sent: dict[int, list[int]] = {0: [], 1000: []}
+    for start, fragments in sent.items():
+        state = schedule.init(2, start)
+        for step in range(start + 1, start + 100):
+            events, state = schedule.events(step, stats, state)
+            fragments += [event.fragment for event in events if isinstance(event, schedules.Send)]
+    assert sent[0] == sent[1000]
+
+
 def test_a_link_that_cannot_carry_every_fragment_in_time_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """CoCoDC, measured: 4 transfers of 15 s do not fit in 0.4 x 20 steps of 1 s; once, with the interval that would do."""
     schedule, stats = schedules.adaptive(20), AgreedStats(step_time_s=1.0, sync_time_s=15.0)
