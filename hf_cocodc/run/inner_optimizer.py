@@ -88,7 +88,6 @@ class InnerOptimizer:
     def __init__(self, optimizer: Any, model: nn.Module, *, reads_lr: bool, begins_anew: bool) -> None:
         self._given, self._parts = optimizer, parts_of(optimizer)
         self._model, self._reads_lr = model, reads_lr
-        self._noted: float | None = None
         for part in self._parts:
             refuse_two_sets_of_weights(part)
             if begins_anew and not callable(getattr(getattr(part, "state", None), "clear", None)):
@@ -103,6 +102,11 @@ class InnerOptimizer:
                 'number as "lr". Give the optimizer a learning rate; or use a method or a compensation that needs none '
                 "(CO2 and compensation=lr_normalized need one)."
             )
+        self.begin()
+
+    def begin(self) -> None:
+        """No inner step has been made with the state that the optimizer has now: the start of a run, or a checkpoint's."""
+        self._noted: float | None = None
         self._at_start: float | None = self._lr()
 
     @property

@@ -324,6 +324,7 @@ class OuterOptimizer:
             wait_for_transfers(self.synchronizer.fragments)
             self.synchronizer = engine_for(self.model, config, self.link, self.journal, saved)
         self._config, self.settings = config, settings(config)
+        self._inner.begin()
         self.endings.continue_from(self.inner_step)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:

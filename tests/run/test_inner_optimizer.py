@@ -315,6 +315,39 @@ def rates_of(outer: OuterOptimizer) -> list[float]:
     return found
 
 
+def test_the_rate_that_a_checkpoint_brings_is_no_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The schedule stands elsewhere than when the outer optimizer was made."""
+
+    def outer_and_loop() -> tuple[OuterOptimizer, Accelerator, Callable[[], None]]:
+        accelerator = Accelerator(cpu=True)
+        model = llama(layers=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        outer = OuterOptimizer(accelerator, model, optimizer, CO2, link=loopback())
+
+        def step() -> None:
+            optimizer.step()
+            outer.step()
+            schedule.step()
+
+        return outer, accelerator, step
+
+    outer, accelerator, step = outer_and_loop()
+    for _ in range(3):
+        step()
+    accelerator.save_state(str(tmp_path))
+    outer.close()
+    outer, accelerator, step = outer_and_loop()
+    accelerator.load_state(str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        step()
+    outer.close()
+    assert "before the first outer.step()" not in caplog.text
+
+
 @pytest.mark.parametrize("order", ["outer first", "schedule first", "noted"])
 def test_the_rate_of_each_step_in_a_loop(order: str, caplog: pytest.LogCaptureFixture) -> None:
     """A schedule is stepped after outer.step(), or the rate is noted before; otherwise a warning says what to do."""
