@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..links.base import Link
 from ..methods import Method
 from ..parts.fragments import Fragment
-from ..tensors.flat import flat_zeros
+from ..tensors.flat import flat_zeros, is_finite
 from ..tensors.pools import HOST, Pool
 from ..tensors.sharding import local_shard
 from ..tensors.threads import HostThreads
 from .account import Totals
 from .fragment import FragmentState, hold
-from .weights import show_global
+from .weights import not_finite, show_global
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,9 @@ def make_equal(
         link: reaches the other regions.
         step: inner step.
         totals: counts bytes and seconds.
+
+    Raises:
+        InputError: nothing can be trained from the values, because they are not finite.
     """
     params = dict(model.named_parameters())
     for names, is_mean in ((averaged, True), (created, False)):
@@ -79,6 +83,9 @@ def make_equal(
             show_global([state], link, step, totals, mean=True)
         else:
             link.broadcast(state.global_params, "new parameters from region 0")
+            wrong = torch.tensor([float(not is_finite(state.global_params))], dtype=torch.float64)
+            if link.total(wrong).item():
+                raise InputError(not_finite(names, "region 0", step))
             state.local.show(state.global_params)
 
 

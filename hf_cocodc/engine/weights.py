@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..links.base import Link, Parcel
 from ..links.trailer import Trailer
 from ..parts.codecs import unrounded
@@ -28,6 +29,9 @@ def show_global(
         step: inner step; equal in all regions.
         totals: counts bytes and seconds.
         mean: whether to show the mean over the regions, which is a collective call, or this region's own.
+
+    Raises:
+        InputError: there is no mean, because no region's values are finite.
     """
     for fragment in fragments:
         if mean:
@@ -47,9 +51,20 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     totals.blocked_s += link.clock() - began
     check_in_step(link.region, arrival.trailers, index, step)
     totals.bytes_sent += arrival.bytes_sent
+    if not any(trailer.weight for trailer in arrival.trailers):
+        raise InputError(not_finite(fragment.fragment.names, "any region", step))
     fragment.local.show(arrival.result.mean)
     link.give(arrival.result.mean)
     departure.end()
+
+
+def not_finite(names: Sequence[str], where: str, step: int) -> str:
+    """What is said of parameters from which nothing can be trained."""
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return (
+        f"{names[0]}{more} cannot be synchronised after step {step}: not all values are finite in {where}. Go back to an earlier "
+        "checkpoint, with a lower learning rate or gradient clipping."
+    )
 
 
 @contextmanager

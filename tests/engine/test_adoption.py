@@ -441,3 +441,18 @@ def test_what_was_noticed_after_a_checkpoint_does_not_count_when_it_is_loaded() 
         assert "layers.1.0" not in {name for each in synchronizer.fragments for name in each.fragment.names}
 
     run_in_lockstep(2, live)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("layers.1.0", "any region"), ("adapter", "region 0")], ids=["mean", "region 0"]
+)
+def test_values_that_are_not_finite_are_not_adopted(name: str, where: str) -> None:
+    """They would be zeros, or what no later round can mend, in every region."""
+
+    def change(model: nn.Module, index: int, step: int) -> None:
+        (add if name == "adapter" else unfreeze((8, 1)))(model, index, step)
+        if step == 10:
+            model.get_parameter(name).data.fill_(float("nan"))
+
+    with pytest.raises(InputError, match=rf"{name} cannot be synchronised after step 12: .* in {where}"):
+        Regions("diloco", change, lambda: frozen(0, 3)).run()
