@@ -17,7 +17,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerSt
 from transformers.trainer_utils import IntervalStrategy
 
 from ..engine.synchronizer import Synchronizer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LinkError
 from ..links.base import Link
 from ..methods import Method
 from ..run.best import Score, bring, mean_score
@@ -27,6 +27,7 @@ from ..run.numbering import run_of
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start
 from .beginning import interval, metric_of
+from .leaving import keeps_in_step
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +37,16 @@ class Best:
 
     Args:
         trainer: of this region.
-        regions_agree: whether all regions hold the same global weights while they train.
+        averages: whether an evaluation while training shows the mean of the regions' own global weights (eager updates).
 
     Attributes:
+        averages: as given.
         ignore_keys: what `trainer.train` was told to leave out of predictions.
         loaded: the inner step and the metric of the best model, once the model holds it.
     """
 
-    def __init__(self, trainer: Trainer, regions_agree: bool) -> None:
-        self._trainer, self._regions_agree = trainer, regions_agree
+    def __init__(self, trainer: Trainer, averages: bool) -> None:
+        self._trainer, self.averages = trainer, averages
         self._known: Path | None = None
         self._is_resumed = self._is_due = False
         self._stopped_at: int | None = None
@@ -87,7 +89,7 @@ class Best:
         # its path may be another region's, or of another machine
         step = state.best_global_step
         best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
-        self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=self._regions_agree)
+        self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=not self.averages)
 
     def settle(self, outer: OuterOptimizer) -> None:
         """Once all is loaded: tell Trainer of the best checkpoint so far, and stay in touch with the others to the end."""
@@ -105,7 +107,7 @@ class Best:
         trainer = self._trainer
         state = trainer.state
         stopped_at, self._stopped_at = self._stopped_at, None
-        if state.global_step != stopped_at:
+        if state.global_step != stopped_at or self.metric is None:
             return
         made = (entry["step"] for entry in state.log_history if self.metric in entry)
         if state.global_step in made or not self._is_due_at(state.global_step):
@@ -115,9 +117,16 @@ class Best:
             state.best_model_checkpoint = str(start.checkpoint)  # it may lie in another folder
 
     def stand_in(self, outer: OuterOptimizer) -> None:
-        """Where other regions evaluate, and this one only keeps in step with them: hear what they decide."""
+        """Where other regions evaluate, and this one only keeps in step with them: do what they need of it, and hear what they
+        decide.
+        """
         step = outer.inner_step
-        if outer.verdict == "stop" or self.metric is None or not self._is_due_at(step):
+        if outer.verdict == "stop" or not self._is_due_at(step):
+            return
+        if self.averages and not outer.finished:
+            with outer.global_weights():
+                pass  # they evaluate the mean of all regions
+        if self.metric is None:
             return
         mean = mean_score(outer.link, Score(step, False, False, math.nan), self.metric)
         trainer = self._trainer
@@ -137,10 +146,8 @@ class Best:
             trainer.control.should_save = True
 
     def _is_due_at(self, step: int) -> bool:
-        """Whether Trainer evaluates at an inner step, and decides by the metric."""
+        """Whether Trainer evaluates at an inner step."""
         args, state = self._trainer.args, copy.copy(self._trainer.state)
-        if self.metric is None:
-            return False
         if args.eval_strategy == IntervalStrategy.EPOCH:
             loader = self._trainer.callback_handler.train_dataloader
             often = interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps)
@@ -157,6 +164,13 @@ class Best:
             yield
             if self._is_due and outer is not None:
                 self.share(outer, {}, is_last=True)
+        except Exception as error:
+            if self._is_due and outer is not None and keeps_in_step(self._trainer, error):
+                # the others wait for this region's metric, and hear of the error only after that
+                with contextlib.suppress(LinkError):
+                    own = Score(self._trainer.state.global_step, False, False, math.nan)
+                    mean_score(outer.link, own, f"{self.metric}")
+            raise
         finally:
             self._is_due = False
 
@@ -191,7 +205,7 @@ class Best:
         """
         best = Path(self._trainer.state.best_model_checkpoint or "")
         run = run_of(best.parent)
-        found = bring(outer.link, self._trainer.accelerator, best, run, may_copy=self._regions_agree)
+        found = bring(outer.link, self._trainer.accelerator, best, run, may_copy=not self.averages)
         if found is None:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."

@@ -26,8 +26,7 @@ def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, err
             link.close(reason)
         return
     region = outer.link.region
-    orderly = isinstance(error, Exception) and not isinstance(error, LinkError)
-    if orderly and trainer.accelerator.num_processes == 1 and not outer.should_stop:
+    if keeps_in_step(trainer, error) and not outer.should_stop:
         logger.warning(
             "region %d failed (%s). It keeps in step with the others until they have heard of it; interrupt it to leave "
             "at once.",
@@ -39,3 +38,9 @@ def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, err
             logger.warning("region %d cannot keep in step (%s): it leaves at once.", region, second)
     outer.close(reason)
     outer.journal.write_error(outer.inner_step, error)
+
+
+def keeps_in_step(trainer: Trainer, error: BaseException) -> bool:
+    """Whether a region can keep in step with the others until they have heard of an error."""
+    is_orderly = isinstance(error, Exception) and not isinstance(error, LinkError)
+    return is_orderly and trainer.accelerator.num_processes == 1

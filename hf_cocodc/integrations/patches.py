@@ -8,7 +8,7 @@ need: a test compares them with the installed Transformers.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +104,7 @@ class Patches:
 
     def __init__(self, trainer: Trainer, callback: Runner, best: Best) -> None:
         self._trainer, self._callback, self._best = trainer, callback, best
+        self._shows_global = False
         handler = trainer.callback_handler
         handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
         for name in WRAPPED:
@@ -280,10 +281,23 @@ class Patches:
         if self._callback.outer is not None:
             self._callback.hold(self._trainer.control)
 
-    def _chosen_weights(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _chosen_weights(self) -> Iterator[None]:
+        """Inside the block the model holds the weights that the user has chosen.
+
+        An evaluation on several data sets calls itself for each: the weights are shown once, whatever their number.
+        """
         outer, callback = self._callback.outer, self._callback
-        swap = outer is not None and callback.in_training and callback.evaluate_on == "global"
-        return outer.global_weights() if swap and outer is not None else contextlib.nullcontext()
+        swap = callback.in_training and callback.evaluate_on == "global" and not self._shows_global
+        if outer is None or not swap:
+            yield
+            return
+        self._shows_global = True
+        try:
+            with outer.global_weights():
+                yield
+        finally:
+            self._shows_global = False
 
     def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         assert self._callback.outer is not None

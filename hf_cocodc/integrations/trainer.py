@@ -139,8 +139,8 @@ class CoCoDCCallback(TrainerCallback):
             args.push_to_hub = False
             for tracker in get_reporting_integration_callbacks(args.report_to):
                 trainer.remove_callback(tracker)
-        agree = from_config(self.config).outer.regions_agree
-        self._best = Best(trainer, agree)
+        averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
+        self._best = Best(trainer, averages)
         Patches(trainer, self, self._best)
         return self
 
@@ -172,8 +172,7 @@ class CoCoDCCallback(TrainerCallback):
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
-        averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
-        check_habits(self._link, args, state, kwargs.get("train_dataloader"), averages)
+        check_habits(self._link, args, state, kwargs.get("train_dataloader"), self._best.averages)
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],

@@ -404,6 +404,51 @@ def test_an_error_between_two_evaluations(tmp_path: Path) -> None:
     assert "This region has saved checkpoint-" in survivor
 
 
+NO_METRIC = {
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "greater_is_better": None,
+    "save_strategy": "no",
+}
+
+
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [{}, NO_METRIC], ids=["metric", "no metric"])
+def test_an_error_between_two_evaluations_of_a_mean(more: dict, several: bool, tmp_path: Path) -> None:
+    """With eager updates an evaluation needs the global weights of all regions, also of one that only keeps in step."""
+
+    def body(region: int, link: Link) -> str:
+        run = Run(tmp_path, link, name="eager", callbacks=(At(4, fail),) if region else (), **more)
+        if several:
+            run.trainer.eval_dataset = {"first": Tokens(4, seed=9), "second": Tokens(4, seed=8)}
+            if more is not NO_METRIC:
+                run.trainer.args.metric_for_best_model = "first_score"
+        with pytest.raises((RunStopped, ValueError)) as error:
+            run.trainer.train()
+        return str(error.value)
+
+    survivor, failed = simulate(body, regions=2)
+    assert failed == "the data is broken"
+    assert "the data is broken" in survivor
+    assert "This region has saved checkpoint-" in survivor
+
+
+@pytest.mark.parametrize("name", ["streaming", pytest.param("eager", marks=pytest.mark.slow)])
+def test_an_error_in_an_evaluation(name: str, tmp_path: Path) -> None:
+    """The other region waits for the metric there; it goes on without it, hears of the error, and stops with a checkpoint."""
+
+    def body(region: int, link: Link) -> str:
+        run = Run(tmp_path, link, name=name, scores={2: (1.0, 1.0)} if region else SCORES)
+        with pytest.raises((RunStopped, KeyError)) as error:
+            run.trainer.train()
+        return str(error.value)
+
+    survivor, failed = simulate(body, regions=2)
+    assert failed == "4"
+    assert "region 1 was interrupted (KeyError at step 4: 4)" in survivor
+    assert "This region has saved checkpoint-" in survivor
+
+
 class Counting(nn.Module):
     """Counts the steps that it has trained, in a buffer."""
 
