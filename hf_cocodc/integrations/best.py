@@ -65,7 +65,8 @@ class Best:
 
     def keep_the_last(self) -> None:
         """With save_total_limit=1 Trainer would now delete all checkpoints but the best, also those of earlier runs."""
-        self._limit, self._trainer.args.save_total_limit = self._trainer.args.save_total_limit, None
+        if self._trainer.is_in_train:  # else a script logs the results of a training once more
+            self._limit, self._trainer.args.save_total_limit = self._trainer.args.save_total_limit, None
 
     def end(self) -> None:
         """Training is over, and what `keep_the_last` has prevented."""

@@ -246,6 +246,7 @@ def test_a_finished_run_keeps_its_best_model(tmp_path: Path) -> None:
     left = sorted(path.name for path in (tmp_path / "region-0").glob("checkpoint-*"))
     assert {f"checkpoint-{STEPS}", f"checkpoint-{BEST}"} <= set(left), "the best, and the last to go on from"
     assert not {"checkpoint-2", "checkpoint-4"} & set(left)
+    first[0].trainer.log({"train_runtime": 1.0})  # as scripts do after a training
     assert first[0].trainer.args.save_total_limit == 1
     for again in train(tmp_path, resume=True):
         assert torch.equal(again.params, first[0].params)
