@@ -143,6 +143,7 @@ class Patches:
         with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
+            self._best.share(outer, metrics)  # a subclass may have added the metric after callbacks were told
             weights = self._callback.evaluate_on if in_training else "global"
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
             outer.journal.write("evaluate", step=step, weights=weights, **metrics)

@@ -450,6 +450,34 @@ def test_an_error_in_an_evaluation(name: str, tmp_path: Path) -> None:
     assert "This region has saved checkpoint-" in survivor
 
 
+class AddsAScore(Trainer):
+    """Its own metric joins the others after callbacks were told of them."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return {**super().evaluate(*args, **kwargs), "eval_late": SCORES[self.state.global_step][self.own]}
+
+
+def test_a_metric_that_a_subclass_adds(tmp_path: Path) -> None:
+    """Regions decide by its mean."""
+
+    def body(region: int, link: Link) -> Trainer:
+        first = Run(tmp_path, link, metric_for_best_model="late").trainer
+        [callback] = [first.pop_callback(CoCoDCCallback)]
+        trainer = AddsAScore(
+            first.model,
+            first.args,
+            train_dataset=first.train_dataset,
+            eval_dataset=first.eval_dataset,
+            callbacks=[CoCoDCCallback(callback.config, link=link)],
+        )
+        trainer.own = region
+        trainer.train()
+        return trainer
+
+    for trainer in simulate(body, regions=2):
+        assert (trainer.state.best_global_step, trainer.state.best_metric) == (BEST, 4.0)
+
+
 class Counting(nn.Module):
     """Counts the steps that it has trained, in a buffer."""
 
