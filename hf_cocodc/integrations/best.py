@@ -84,12 +84,14 @@ class Best:
             CheckpointError: a region lacks it, and cannot get it.
         """
         self._is_resumed, self._stopped_at = True, wrote.step if wrote.stopping else None
-        if start.checkpoint is None or not self._trainer.args.load_best_model_at_end:
-            return
-        state = TrainerState.load_from_json(str(start.checkpoint / "trainer_state.json"))
-        # its path may be another region's, or of another machine
-        step = state.best_global_step
-        best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
+        assert start.checkpoint is not None
+        best = None
+        if self._trainer.args.load_best_model_at_end:
+            state = TrainerState.load_from_json(str(start.checkpoint / "trainer_state.json"))
+            # its path may be another region's, or of another machine
+            step = state.best_global_step
+            best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
+        # in every region, for it is not known yet whether all of them are to load the best model
         self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=not self.averages)
 
     def settle(self, outer: OuterOptimizer) -> None:

@@ -92,8 +92,8 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     if len({other.step for other in told}) > 1:
         steps = ", ".join(str(other.step) for other in told)
         raise CheckpointError(
-            f"regions know of different best models so far (of steps {steps}; 0: of none). Set load_best_model_at_end=False, or "
-            "resume from an older checkpoint."
+            f"regions know of different best models so far (of steps {steps}; 0: of none, or load_best_model_at_end=False). Give "
+            "load_best_model_at_end the same value in every region, set it to False in all, or resume from an older checkpoint."
         )
     holders = [region for region, other in enumerate(told) if other.is_good]
     if best is None or not holders:

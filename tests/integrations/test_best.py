@@ -478,6 +478,17 @@ def test_a_metric_that_a_subclass_adds(tmp_path: Path) -> None:
         assert (trainer.state.best_global_step, trainer.state.best_metric) == (BEST, 4.0)
 
 
+@pytest.mark.slow
+def test_at_a_resume_too_all_regions_load_the_best_model_or_none(tmp_path: Path) -> None:
+    stop(tmp_path, BEST)
+
+    def body(region: int, link: Link) -> None:
+        Run(tmp_path, link, load_best_model_at_end=not region).trainer.train(resume_from_checkpoint=True)
+
+    with pytest.raises(CheckpointError, match=r"of steps 4, 0.*load_best_model_at_end the same value"):
+        simulate(body, regions=2)
+
+
 class Counting(nn.Module):
     """Counts the steps that it has trained, in a buffer."""
 
