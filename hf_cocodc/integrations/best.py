@@ -19,13 +19,16 @@ from transformers.trainer_utils import IntervalStrategy
 from ..engine.synchronizer import Synchronizer
 from ..errors import CheckpointError, LinkError
 from ..links.base import Link
-from ..methods import Method
+from ..resolve import continuing
 from ..run.best import Score, bring, mean_score
 from ..run.checkpoint import PREFIX, Facts, Saved, read
+from ..run.journal import Journal
 from ..run.local_weights import buffers, restore, weights_file
 from ..run.numbering import run_of
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start
+from ..run.starting import engine_for
+from ..settings import OuterConfig
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
 
@@ -219,14 +222,15 @@ class Best:
         step, value = self.loaded
         outer.journal.write("best", step=step, metric=self.metric, value=value)
 
-    def load_finished(self, link: Link, method: Method) -> None:
+    def load_finished(self, link: Link, config: OuterConfig) -> None:
         """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""
         if self._known is None:
             return
         trainer = self._trainer
         saved = read(self._known, link.lane, checked=True)
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        self._show(Synchronizer(model, method, link, state=saved.state), self._known, saved)
+        config = continuing(config, saved.facts.settings)
+        self._show(engine_for(model, config, link, Journal(None), saved), self._known, saved)
         self._note(self._known)
 
     def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:

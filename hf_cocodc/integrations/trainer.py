@@ -311,7 +311,7 @@ class CoCoDCCallback(TrainerCallback):
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
                 self._best.begin(self._link, start, wrote)
                 if has_finished(wrote, trainer.args, path):
-                    load_best = partial(self._best.load_finished, self._link, from_config(self.config))
+                    load_best = partial(self._best.load_finished, self._link, self.config)
                     return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
