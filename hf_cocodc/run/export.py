@@ -9,7 +9,12 @@ from pathlib import Path
 
 from . import manifest
 from .checkpoint import PREFIX
+from .durable import replace, saving
 from .manifest import EXPORT, FOLDER
+from .numbering import run_of
+
+SAVED = f"{FOLDER}/saved"
+"""In the folder of a region: the number of the run whose model lies there, and the inner step that it is of."""
 
 
 def put_into_folder(checkpoint: Path) -> None:
@@ -28,16 +33,30 @@ def put_beside(checkpoint: Path) -> None:
             _same(path, checkpoint / path.relative_to(folder))
 
 
+def note_saved(folder: Path, step: int) -> None:
+    """Note that the run has saved its model in a region's folder, at the end, after `step` inner steps.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    with saving(folder):
+        replace(folder / SAVED, lambda path: path.write_text(f"{run_of(folder)} {step}", encoding="ascii"))
+
+
 def is_saved(folder: Path, step: int) -> bool:
-    """Whether the folder of a run that has finished has the model of its last checkpoint: every weight's
-    file, with its size.
+    """Whether the folder of a run that has finished has its model: as `note_saved` says, every weight's file, with its size.
+
+    A model may also lie there that an earlier run has saved, or the same run before it went on.
 
     Args:
         folder: of a region.
-        step: of the checkpoint.
+        step: of the run's last checkpoint.
     """
     checkpoint = folder / f"{PREFIX}{step}"
     if manifest.damage(checkpoint, hashes=False) is not None:
+        return False
+    noted = (folder / SAVED).read_text(encoding="ascii") if (folder / SAVED).is_file() else ""
+    if noted != f"{run_of(folder)} {step}" and manifest.read(checkpoint).format > 1:  # format 1 noted nothing
         return False
     found = []
     for path in (checkpoint / EXPORT).rglob("*.safetensors"):

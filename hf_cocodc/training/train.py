@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CocodcError, InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
-from ..run.export import is_saved
+from ..run.export import is_saved, note_saved
 from ..run.lock import hold, region_lock
 from ..run.status import tell
 from . import building
@@ -97,6 +97,8 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
         return trainer  # the run had finished: what lies in its folder stays as it is
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)
+    if trainer.args.should_save:
+        note_saved(Path(args.output_dir), trainer.state.global_step)
     return trainer
 
 

@@ -13,6 +13,7 @@ from hf_cocodc import simulate
 from hf_cocodc.cli.labels import Labelled
 from hf_cocodc.cli.main import main
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
+from hf_cocodc.run.export import SAVED
 from hf_cocodc.run.journal import read
 from hf_cocodc.views.summary import summarise
 
@@ -132,3 +133,23 @@ def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     simulate(RECIPE, overrides=again)
     assert (folder / "model.safetensors").read_bytes() == weights
+
+
+def test_the_model_of_an_earlier_run_is_not_taken_for_that_of_a_finished_one(tmp_path: Path) -> None:
+    """A run is killed after its last checkpoint, before it saves its model: its resume saves it over the earlier one."""
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
+    sets = [*TINY, f"data.path={text}", f"training.output_dir={tmp_path / 'run'}"]
+    sets += ["training.save_strategy=steps", "training.save_steps=2"]
+    simulate(RECIPE, overrides=sets)
+    folder = tmp_path / "run" / "simulated" / "region-1"
+    earlier = {name: (folder / name).read_bytes() for name in ("model.safetensors", SAVED)}
+    longer = [*sets, f"training.max_steps={STEPS + 2}", "training.resume_from_checkpoint=true"]
+    simulate(RECIPE, overrides=longer)
+    for name, content in earlier.items():
+        (folder / name).write_bytes(content)
+    simulate(RECIPE, overrides=longer)
+    last = folder / f"checkpoint-{STEPS + 2}"
+    assert (folder / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() != earlier["model.safetensors"]
