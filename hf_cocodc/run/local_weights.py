@@ -5,6 +5,8 @@ leaves out the rest (transformers#48805). Our file holds what the model holds. A
 they came from, they are compared with the digests that were saved.
 """
 
+import contextlib
+import json
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -19,6 +21,9 @@ from ..tensors.contents import digests
 from ..tensors.sharding import local_shard, reshard
 from .durable import replace
 from .manifest import FOLDER
+
+_UNSAVED = "unsaved_buffers"
+"""In the file's own metadata: JSON list of the names of buffers that a state_dict leaves out."""
 
 
 def weights_file(lane: int | str = 0) -> str:
@@ -62,17 +67,30 @@ def has_a_base(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "is_quantized", False))
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors into a file that is complete or absent. Two tensors may share memory."""
+def unsaved_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that a state_dict leaves out."""
+    saved = model.state_dict(keep_vars=True)
+    return [name for name, _ in model.named_buffers() if name not in saved]
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = ()) -> None:
+    """Write tensors into a file that is complete or absent. Two tensors may share memory.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        unsaved: see `unsaved_buffers`; the model may make them anew only at its first forward pass.
+    """
     content = {name: _alone(tensor) for name, tensor in tensors.items()}
-    replace(path, lambda half: save_file(content, half))
+    replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
 
 
 @torch.no_grad()
 def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
     """Copy a file's tensors into the model, in place.
 
-    A buffer takes the shape that it had when it was saved.
+    A buffer takes the shape that it had when it was saved. One that a state_dict leaves out is made if the model has not made
+    it yet.
 
     Args:
         model: unwrapped.
@@ -85,6 +103,13 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
     own = _all(model)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
+        for name in set(json.loads((file.metadata() or {}).get(_UNSAVED, "[]"))) & names - own.keys():
+            owner, _, last = name.rpartition(".")
+            with contextlib.suppress(AttributeError):  # no such module: refused below
+                device = next(iter(own.values())).device
+                module = model.get_submodule(owner)
+                module.register_buffer(last, file.get_tensor(name).to(device), persistent=False)
+                own[name] = module.get_buffer(last)
         for name in sorted((names - own.keys()) | (set(expected) - names)):
             has, lacks = (path.name, "the model") if name in names else ("the model", path.name)
             raise CheckpointError(

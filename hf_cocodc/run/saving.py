@@ -54,7 +54,8 @@ def write(
         disk.write(checkpoint, saved._replace(weights=digests(kept)), link.lane)
         with disk.saving(checkpoint):
             own = kept if whole else local_weights.buffers(model)
-            local_weights.write(checkpoint / local_weights.weights_file(link.lane), own)
+            unsaved = local_weights.unsaved_buffers(model)
+            local_weights.write(checkpoint / local_weights.weights_file(link.lane), own, unsaved)
 
 
 def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:

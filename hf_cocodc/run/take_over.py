@@ -152,7 +152,8 @@ def _make_own(checkpoint: Path) -> None:
 def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:
     """Copy a file of tensors without those of these names."""
     with safe_open(weights, framework="pt") as file:
-        save_file({name: file.get_tensor(name) for name in file.keys() if name not in names}, to)  # noqa: SIM118
+        kept = {name: file.get_tensor(name) for name in file.keys() if name not in names}  # noqa: SIM118
+        save_file(kept, to, file.metadata())
 
 
 def _take_apart(state: Path, to: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,37 @@ def test_every_kind_of_weight_comes_back(tmp_path: Path) -> None:
     ):
         check(other, digests(kept(saved)), ())
     check(other, {}, ())  # of format 1
+
+
+class Late(nn.Module):
+    """Makes buffers at its first forward pass, as caches are made: one from nothing, one in a place kept for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.register_buffer("kept_for_it", None, persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        if self.kept_for_it is None:
+            self.register_buffer("from_nothing", torch.rand(3), persistent=False)
+            self.kept_for_it = torch.rand(2)
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False)
+
+
+def test_a_buffer_that_the_model_makes_later_comes_back(tmp_path: Path) -> None:
+    """The resumed run does not make it anew; a region that takes over has it, too."""
+
+    def body(link: Link, resume: bool, steps: int) -> dict[str, bytes]:
+        model = Late()
+        trainer = make(tmp_path, link, model=model, max_steps=steps, save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: each for name, each in bits(model).items() if name in ("from_nothing", "kept_for_it")}
+
+    first = simulate(lambda region, link: body(link, False, 4), regions=2)
+    assert len(first[0]) == 2
+    assert simulate(lambda region, link: body(link, True, 6), regions=2) == first
+    shutil.rmtree(tmp_path / "region-1")
+    assert simulate(lambda region, link: body(link, True, 8), regions=2) == [first[0]] * 2
 
 
 @pytest.mark.parametrize("name", ["sixteen", "angles"])
