@@ -28,8 +28,9 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
     other data (running statistics of batch normalisation): floating-point ones take the mean over the regions, others region
-    0's values. Synchronised parameters differ if processors round differently: they take region 0's values. What modules save
-    beside their tensors (`get_extra_state`, for example the scales of FP8) stays each region's own.
+    0's values. Synchronised parameters differ if processors round differently: they take region 0's values. Two things stay
+    each region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside
+    their tensors (`get_extra_state`, for example the scales of FP8).
 
     Args:
         link: reaches the other regions. Each lane compares its own shards.
@@ -106,8 +107,8 @@ def _fates(differing: Collection[str], told: Sequence[Mapping[str, list[str]]]) 
     for name in differing:
         kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in told}
         fates = {fate for fate, _ in kinds}
-        if len(kinds) == 1 or fates == {_OWN}:  # its form may follow from what it has seen
-            fate = fates.pop()
+        if len(kinds) == 1 or fates <= {_AVERAGED, _REGION_0, _OWN}:
+            fate = fates.pop() if len(kinds) == 1 else _OWN
             if fate in found:
                 found[fate].append(name)
     return found
@@ -144,7 +145,8 @@ def _tell(fate: str, names: Sequence[str], step: int, record: Record) -> None:
         _REGION_0: f"buffers differed between regions at the end and are region 0's now: {shown}.",
         _ADOPTED: f"the final global weights differed between regions and are region 0's now: {shown}. Do the regions' "
         "processors round differently? Lower digest_interval.",
-        _OWN: f"what modules save beside their tensors differs between regions at the end, and stays each region's own: {shown}.",
+        _OWN: "buffers of different shapes, or what modules save beside their tensors, differed between regions at the end and "
+        f"stay each region's own: {shown}.",
     }[fate]
     logger.warning(said)
     record("note", step=step, message=said)

@@ -170,4 +170,15 @@ def test_what_modules_save_beside_their_tensors_stays_each_regions_own(
 
     with caplog.at_level(logging.WARNING):
         assert run_in_lockstep(2, live) == [5, 6]
-    assert "stays each region's own: 0._extra_state." in caplog.text
+    assert "stay each region's own: 0._extra_state." in caplog.text
+
+
+def test_buffers_of_different_shapes_stay_each_regions_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A table that grows with the longest sequence that a region has seen: the run ends well, and the log names it."""
+
+    def change(model: Normalised, index: int) -> None:
+        model.mask = torch.ones(2 + index, dtype=torch.bool)
+
+    with caplog.at_level(logging.WARNING):
+        assert [len(each["mask"]) for each in finish(change)] == [2, 3, 4]
+    assert "stay each region's own: mask." in caplog.text
