@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 from accelerate import Accelerator
@@ -166,7 +167,7 @@ class InnerOptimizer:
         for part in self._parts:
             for group in part.param_groups:
                 rate = group.get("lr")
-                is_number = isinstance(rate, int | float) or (isinstance(rate, Tensor) and rate.numel() == 1)
+                is_number = isinstance(rate, Real) or (isinstance(rate, Tensor) and rate.numel() == 1)
                 yield float(rate) if is_number else None, group.get("params", ())
 
     def _lr(self) -> float:

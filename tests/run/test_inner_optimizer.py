@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -313,6 +314,16 @@ def rates_of(outer: OuterOptimizer) -> list[float]:
 
     outer.synchronizer.step = told  # type: ignore[method-assign]
     return found
+
+
+@pytest.mark.parametrize("kind", [float, numpy.float32, torch.tensor, int])
+def test_any_number_is_a_rate(kind: Callable[[int], Any]) -> None:
+    """A schedule of one's own may compute with NumPy."""
+    model = nn.Linear(2, 2)
+    optimizer = Duck(torch.optim.SGD(model.parameters(), lr=1.0))
+    inner = InnerOptimizer(optimizer, model, reads_lr=True, begins_anew=False)
+    optimizer.param_groups[0]["lr"] = kind(2)
+    assert inner.take_lr() == 2.0
 
 
 def test_the_rate_that_a_checkpoint_brings_is_no_mistake(
