@@ -70,10 +70,13 @@ class Watch:
         self._keep_frozen(present)
 
     def _keep_frozen(self, present: dict[str, nn.Parameter]) -> None:
-        known = self._adopted.keys() | self.noticed.keys()
         self._frozen = {
-            name: param for name, param in present.items() if name not in known and not param.requires_grad
+            name: param for name, param in self._unknown(present).items() if not param.requires_grad
         }
+
+    def _unknown(self, present: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        known = self._adopted.keys() | self.noticed.keys()
+        return {name: param for name, param in present.items() if name not in known}
 
     def notice(self) -> None:
         """Notice frozen parameters that are trainable now. Called after every inner step: almost free."""
@@ -185,7 +188,8 @@ class Watch:
         self.noticed = dict(state.get("noticed", {}))
         proposals = state.get("proposals", ())
         self._proposals |= {layout: Proposal(tuple(more), tuple(more)) for layout, more in proposals}
-        self._notice(present)
+        # what is trainable now may be of later steps, which are undone: the next inner step shows it
+        self._frozen = self._unknown(present)
 
 
 def refuse_complex(name: str, param: Tensor) -> None:

@@ -427,6 +427,8 @@ def test_a_resume_knows_what_was_just_added(name: str) -> None:
 
 
 def test_what_was_noticed_after_a_checkpoint_does_not_count_when_it_is_loaded() -> None:
+    """Nor what is trainable until the user's code looks at the step."""
+
     def live(index: int, link: Link) -> None:
         model = frozen(0, 3)
         block = list(model.parameters())[1]
@@ -434,8 +436,8 @@ def test_what_was_noticed_after_a_checkpoint_does_not_count_when_it_is_loaded() 
         state = copy.deepcopy(synchronizer.state_dict())
         block.requires_grad_(True)
         synchronizer.step()
-        block.requires_grad_(False)
         synchronizer.load_state_dict(state)
+        block.requires_grad_(False)
         for _ in range(7):
             synchronizer.step()
         assert "layers.1.0" not in {name for each in synchronizer.fragments for name in each.fragment.names}
