@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-machine-*.txt")
 """Patterns of what is never uploaded: journal, checkpoints, folders of regions, and logs of `hf-cocodc train`."""
 
+_WRAPPERS: set[Any] = set()
+"""Our wrappers of `Trainer.init_hf_repo`; other packages may have wrapped it, too."""
+
 
 def only_region_0_creates(kind: type[TrainerCallback]) -> None:
     """Let Trainers with a callback of type `kind` create a repository in region 0 alone, named after the run's folder.
@@ -26,7 +29,7 @@ def only_region_0_creates(kind: type[TrainerCallback]) -> None:
     the object; for Trainers without our callback nothing changes. Calling this again does nothing.
     """
     create = Trainer.init_hf_repo
-    if hasattr(create, "__wrapped__"):
+    if create in _WRAPPERS:
         return
 
     @functools.wraps(create)
@@ -45,6 +48,7 @@ def only_region_0_creates(kind: type[TrainerCallback]) -> None:
             finally:
                 self.args.hub_model_id = given
 
+    _WRAPPERS.add(init_hf_repo)
     Trainer.init_hf_repo = init_hf_repo
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from concurrent.futures import Future
 from pathlib import Path
@@ -115,3 +117,22 @@ def test_a_trainer_without_our_callback_is_as_ever(hub: Hub, tmp_path: Path) -> 
     trainer.push_to_hub()
     assert hub.created == ["region-0"]
     assert "cocodc/mine" in hub.uploads[0][1]
+
+
+def test_a_method_that_another_package_has_wrapped(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Still only region 0 creates a repository."""
+    create = inspect.unwrap(Trainer.init_hf_repo)
+
+    @functools.wraps(create)
+    def of_another(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", of_another)
+
+    def body(region: int, link: Link) -> None:
+        make(tmp_path / "run", [CoCoDCCallback(CONFIG, link=link)], push_to_hub=True)
+
+    simulate(body, regions=2)
+    assert len(hub.created) == 1
