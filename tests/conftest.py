@@ -11,6 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every process they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# No test cuts the power. On a busy disk, tests that save often would wait for it most of the time.
+os.fsync = lambda handle: None
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
