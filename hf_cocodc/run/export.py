@@ -55,8 +55,10 @@ def is_saved(folder: Path, step: int) -> bool:
     checkpoint = folder / f"{PREFIX}{step}"
     if manifest.damage(checkpoint, hashes=False) is not None:
         return False
-    noted = (folder / SAVED).read_text(encoding="ascii") if (folder / SAVED).is_file() else ""
-    if noted != f"{run_of(folder)} {step}" and manifest.read(checkpoint).format > 1:  # format 1 noted nothing
+    noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
+    if (
+        noted != f"{run_of(folder)} {step}".encode() and manifest.read(checkpoint).format > 1
+    ):  # format 1 noted nothing
         return False
     found = []
     for path in (checkpoint / EXPORT).rglob("*.safetensors"):

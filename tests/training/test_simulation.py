@@ -113,7 +113,7 @@ def test_lines_of_regions_bear_their_names() -> None:
 
 
 def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
-    """Resumed, it leaves every file of the model as it is; a model that is missing is saved again, with the same bits."""
+    """Resumed, it leaves every file of the model as it is; a model that is missing, or of unknown origin, is saved again."""
     text = tmp_path / "text"
     text.mkdir()
     (text / "train.txt").write_text(Path(threading.__file__).read_text()[:9000])
@@ -131,6 +131,7 @@ def test_a_run_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
     simulate(RECIPE, overrides=again)
     assert {name: (folder / name).stat().st_mtime_ns for name in names} == times
     (folder / "model.safetensors").unlink()
+    (folder / SAVED).write_bytes(b"\xff")  # damaged
     simulate(RECIPE, overrides=again)
     assert (folder / "model.safetensors").read_bytes() == weights
 
