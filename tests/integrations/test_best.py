@@ -407,19 +407,28 @@ def test_the_link_is_closed_after_the_best_model_is_loaded(tmp_path: Path) -> No
     assert simulate(body, regions=2) == [["closed"]] * 2
 
 
-def test_an_error_between_two_evaluations(tmp_path: Path) -> None:
-    """Region 1 fails, and keeps in step past the evaluation of region 0, which stops with a checkpoint."""
+def check_that_the_others_stop(run_of: Callable[[int, Link], Run], own: str, told: str) -> None:
+    """Region 1 fails with the message `own`; region 0 is `told` of it, and stops with a checkpoint."""
 
     def body(region: int, link: Link) -> str:
-        run = Run(tmp_path, link, callbacks=(At(4, fail),) if region else ())
-        with pytest.raises((RunStopped, ValueError)) as error:
+        run = run_of(region, link)
+        with pytest.raises((RunStopped, ValueError, KeyError)) as error:
             run.trainer.train()
         return str(error.value)
 
     survivor, failed = simulate(body, regions=2)
-    assert failed == "the data is broken"
-    assert "the data is broken" in survivor
+    assert failed == own
+    assert told in survivor
     assert "This region has saved checkpoint-" in survivor
+
+
+def test_an_error_between_two_evaluations(tmp_path: Path) -> None:
+    """Region 1 fails, and keeps in step past the evaluation of region 0, which stops with a checkpoint."""
+
+    def run_of(region: int, link: Link) -> Run:
+        return Run(tmp_path, link, callbacks=(At(4, fail),) if region else ())
+
+    check_that_the_others_stop(run_of, "the data is broken", "the data is broken")
 
 
 NO_METRIC = {
@@ -435,36 +444,25 @@ NO_METRIC = {
 def test_an_error_between_two_evaluations_of_a_mean(more: dict, several: bool, tmp_path: Path) -> None:
     """With eager updates an evaluation needs the global weights of all regions, also of one that only keeps in step."""
 
-    def body(region: int, link: Link) -> str:
+    def run_of(region: int, link: Link) -> Run:
         run = Run(tmp_path, link, name="eager", callbacks=(At(4, fail),) if region else (), **more)
         if several:
             run.trainer.eval_dataset = {"first": Tokens(4, seed=9), "second": Tokens(4, seed=8)}
             if more is not NO_METRIC:
                 run.trainer.args.metric_for_best_model = "first_score"
-        with pytest.raises((RunStopped, ValueError)) as error:
-            run.trainer.train()
-        return str(error.value)
+        return run
 
-    survivor, failed = simulate(body, regions=2)
-    assert failed == "the data is broken"
-    assert "the data is broken" in survivor
-    assert "This region has saved checkpoint-" in survivor
+    check_that_the_others_stop(run_of, "the data is broken", "the data is broken")
 
 
 @pytest.mark.parametrize("name", ["streaming", pytest.param("eager", marks=pytest.mark.slow)])
 def test_an_error_in_an_evaluation(name: str, tmp_path: Path) -> None:
     """The other region waits for the metric there; it goes on without it, hears of the error, and stops with a checkpoint."""
 
-    def body(region: int, link: Link) -> str:
-        run = Run(tmp_path, link, name=name, scores={2: (1.0, 1.0)} if region else SCORES)
-        with pytest.raises((RunStopped, KeyError)) as error:
-            run.trainer.train()
-        return str(error.value)
+    def run_of(region: int, link: Link) -> Run:
+        return Run(tmp_path, link, name=name, scores={2: (1.0, 1.0)} if region else SCORES)
 
-    survivor, failed = simulate(body, regions=2)
-    assert failed == "4"
-    assert "region 1 was interrupted (KeyError at step 4: 4)" in survivor
-    assert "This region has saved checkpoint-" in survivor
+    check_that_the_others_stop(run_of, "4", "region 1 was interrupted (KeyError at step 4: 4)")
 
 
 class AddsAScore(Trainer):
