@@ -176,7 +176,7 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
         "load on the machine.",
         f"held-out loss: nats per byte, of the global weights after {plan.regions * tokens} tokens. The loss of {NO_LINK!r} is "
         f"of region 0's weights after its own {tokens} tokens.",
-        "seconds and blocked s: of the slowest region. MB sent: payload sent by region 0.",
+        "seconds and blocked s: of the slowest region. MB sent: payload that region 0 sent while it trained.",
         *(
             f"{figures['phase']}: overlap_steps={figures['overlap_steps']} covers {COVERS:g} times the shortest transfer that "
             "the link allows."
@@ -252,9 +252,11 @@ class _Region:
                 rate_limit=plan.rate_limit,
             )
             outer = OuterOptimizer(self._accelerator, model, optimizer, config, regions, max_steps=plan.steps)
+            at_start = outer.synchronizer.totals.bytes_sent
             seconds = self._run(model, optimizer, scheduler, plan.steps, outer.step, outer.finish)
             totals = outer.synchronizer.totals
-            mine = {"seconds": seconds, "blocked_s": totals.blocked_s, "bytes_sent": totals.bytes_sent}
+            sent = totals.bytes_sent - at_start
+            mine = {"seconds": seconds, "blocked_s": totals.blocked_s, "bytes_sent": sent}
         everyone = self._exchange(mine)
         seconds = max(each["seconds"] for each in everyone)
         return {
