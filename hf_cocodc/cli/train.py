@@ -188,9 +188,14 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
         "Press Ctrl-C again to end them at once.",
         file=sys.stderr,
     )
+    asked: set[Any] = set()
+
+    def ask_and_show() -> None:
+        launch.ask_to_stop(processes, asked)
+        display.update()
+
     try:
-        launch.ask_to_stop(processes)
-        launch.watch(processes, display.update, timeout_s)
+        launch.watch(processes, ask_and_show, timeout_s)
     except KeyboardInterrupt:
         launch.stop(processes)
     display.close()

@@ -225,18 +225,27 @@ def watch(
     return failed or next((each for each in processes if each.process.returncode), None)
 
 
-def ask_to_stop(processes: Sequence[RegionProcess]) -> None:
+def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:
     """Signal the ranks: they stop together, with a checkpoint. A signalled launcher would not wait for its ranks.
 
-    A launcher that has not started its ranks yet gets the signal itself.
+    A launcher that has not started its ranks yet gets the signal itself. One that is about to start them may have another
+    child now, which asks about the machine. So call this again and again: each process gets one signal.
+
+    Args:
+        processes: the regions.
+        asked: the processes that were signalled, and their launchers; changed in place, empty at first.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            ranks = psutil.Process(each.process.pid).children()
-            for rank in ranks:
-                rank.send_signal(signal.SIGTERM)
-            if not ranks:
+            launcher = psutil.Process(each.process.pid)
+            children = launcher.children()
+            for child in children:
+                if child not in asked:
+                    asked.add(child)
+                    child.send_signal(signal.SIGTERM)
+            if not children and launcher not in asked:
                 each.end(signal.SIGTERM)
+            asked.add(launcher)
 
 
 def stop(processes: Sequence[RegionProcess], patience_s: float = 5.0) -> None:

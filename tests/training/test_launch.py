@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hf_cocodc.recipes.recipe import Recipe
@@ -56,6 +60,30 @@ def test_a_launch_destroys_no_record(start: Any, resume: bool, tmp_path: Path) -
     old = folder / ("log.txt" if resume else "log.1.txt")
     assert old.read_text().startswith("a line of the old run\n")
     assert (folder / "log.txt").read_text().endswith("a line of the new run\n")
+
+
+CHILD = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+
+
+def test_ranks_that_a_launcher_starts_later_are_asked_to_stop_too(tmp_path: Path) -> None:
+    """At the first signal the launcher has a child that is no rank. Each child gets one signal, and the launcher none."""
+    with (tmp_path / "log.txt").open("wb") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", f"import subprocess, sys; {CHILD}; {CHILD}"], start_new_session=True
+        )
+        region = launch.RegionProcess(0, tmp_path, launcher, log, 0, tmp_path / "status")
+        try:
+            deadline = time.monotonic() + 60
+            while not psutil.Process(launcher.pid).children() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            asked: set[psutil.Process] = set()
+            while launcher.poll() is None and time.monotonic() < deadline:
+                launch.ask_to_stop([region], asked)
+                time.sleep(0.05)
+            assert launcher.returncode == 0
+            assert len(asked) == 3
+        finally:
+            region.end(signal.SIGKILL)
 
 
 def test_a_region_tells_its_command_of_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
