@@ -1,0 +1,36 @@
+"""The settings of a run as frozen dataclasses: the sections `outer` and `regions` of a recipe. Nothing here imports torch.
+
+`OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags. A
+field that is None takes the default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
+May import: errors.
+"""
+
+from .environment import (
+    ENV_JOIN,
+    ENV_REGION,
+    ENV_REGIONS,
+    ENV_RUN,
+    ENV_STORE,
+    check_alone,
+    from_env,
+    warn_alone,
+)
+from .outer import OF_EVERY_METHOD, OuterConfig
+from .regions import RegionConfig
+from .rules import check_host, require
+
+__all__ = [
+    "ENV_JOIN",
+    "ENV_REGION",
+    "ENV_REGIONS",
+    "ENV_RUN",
+    "ENV_STORE",
+    "OF_EVERY_METHOD",
+    "OuterConfig",
+    "RegionConfig",
+    "check_alone",
+    "check_host",
+    "from_env",
+    "require",
+    "warn_alone",
+]

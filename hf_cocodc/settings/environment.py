@@ -1,0 +1,60 @@
+"""What the environment tells a process about its region."""
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Mapping
+
+from ..errors import InputError, shown
+
+logger = logging.getLogger(__name__)
+
+ENV_REGION = "HF_COCODC_REGION"
+ENV_REGIONS = "HF_COCODC_REGIONS"
+ENV_STORE = "HF_COCODC_STORE"
+ENV_RUN = "HF_COCODC_RUN"
+ENV_JOIN = "HF_COCODC_JOIN"
+
+
+def check_alone(region: int | None, store: str | None) -> None:
+    """Check a region that was not told how many regions there are: it is alone.
+
+    Raises:
+        InputError: it was told its number, or a store: it is meant to have company.
+    """
+    told = f"which region this is ({region})" if region is not None else f"a store ({store})"
+    if region is not None or store is not None:
+        raise InputError(
+            f"{told} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
+            f"(regions.count) in every region; to train alone, set it to 1."
+        )
+
+
+@functools.cache
+def warn_alone() -> None:
+    """Say, once in a process, that nothing told this region of others."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "
+            "regions, set in each of them:\n    export %s=2\n    export %s=0    # 1 in the next region\n    export %s=HOST:PORT"
+            "    # of `hf-cocodc store`\nIf you mean to train alone, say so: %s=1, or RegionConfig(count=1).",
+            *(ENV_REGIONS, ENV_REGION, ENV_STORE, ENV_REGIONS),
+        )
+
+
+def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
+    """`value`, or the value of `key` in the environment if `value` is None.
+
+    Raises:
+        InputError: the two values contradict each other, or the one from the environment is not a number.
+    """
+    if key not in env:
+        return value
+    if not re.fullmatch(r"\d{1,9}", env[key]):
+        raise InputError(f"{key}={shown(env[key])} must be a whole number from 0.")
+    if value is not None and value != int(env[key]):
+        raise InputError(
+            f"{name}={value} but the environment says {key}={env[key]}. Make them equal, or unset one."
+        )
+    return int(env[key])
