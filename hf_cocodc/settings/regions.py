@@ -7,10 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import InputError, shown
-from .environment import ENV_REGION, ENV_REGIONS, ENV_RUN, ENV_STORE, check_alone, from_env, warn_alone
+from .environment import (
+    ENV_JOIN,
+    ENV_REGION,
+    ENV_REGIONS,
+    ENV_RUN,
+    ENV_STORE,
+    check_alone,
+    from_env,
+    warn_alone,
+)
 from .rules import check_host, require, setting, take_number
 
 ENDINGS = ("auto", "finish", "stop", "continue")
+ON_LOSS = ("stop", "continue")
+WAIT_S = 3600.0
+OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s", "join")
+"""Fields that have a meaning only where a run goes on without a lost region."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +31,9 @@ class RegionConfig:
     """Which region this is, and how it reaches the others. Fields that are None take the value from the environment."""
 
     region: int | None = setting(f"Number of this region, from 0 (environment {ENV_REGION}).")
-    count: int | None = setting(f"M: number of regions (environment {ENV_REGIONS}).")
+    count: int | None = setting(
+        f"M: number of regions with which the run begins (environment {ENV_REGIONS})."
+    )
     store: str | None = setting(f"HOST:PORT of the store that all regions reach (environment {ENV_STORE}).")
     run: str | None = setting(
         f"Name of the run, equal in all its regions: runs of different names can meet at one store (environment {ENV_RUN}). "
@@ -47,6 +62,28 @@ class RegionConfig:
         "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
         "training is over.",
         "auto",
+    )
+    on_loss: str | None = setting(
+        "What the others do when a region is lost: stop, or continue, without it until it comes back. By default continue if "
+        "min is given, otherwise stop."
+    )
+    min: int | None = setting(
+        "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default, if on_loss is continue."
+    )
+    max: int | None = setting(
+        "Largest number of regions, with those that join; by default count. Needs on_loss=continue."
+    )
+    wait_s: float | None = setting(
+        "Seconds for which fewer regions than min wait for others, before they stop with a checkpoint and exit code 3; "
+        f"{WAIT_S:g} by default. Needs on_loss=continue."
+    )
+    grace_s: float | str | None = setting(
+        "Seconds for which the others wait for a late region before they go on without it, until it has caught up; auto: as "
+        "long as the overlap hides it. By default they wait as long as it is alive. Needs on_loss=continue."
+    )
+    join: bool | None = setting(
+        f"Enter a run that is training, as a new region or one that comes back (environment {ENV_JOIN}=1). Needs "
+        "on_loss=continue."
     )
 
     def __post_init__(self) -> None:
@@ -83,6 +120,50 @@ class RegionConfig:
                     f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650, with a port in 1 .. 65535."
                 )
             check_host("regions.store", found[1].strip("[]"))
+        self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        """Check what belongs to a run that goes on without a lost region.
+
+        Raises:
+            InputError: a value is impossible, or some do not go together.
+        """
+        require(self, "on_loss", lambda v: v in ON_LOSS, f"must be one of {', '.join(ON_LOSS)}", "regions")
+        for name in ("min", "max"):
+            require(self, name, lambda v: v >= 1, "must be at least 1", "regions")
+        seconds = "must be positive, and at most 1e6 (11 days)"
+        require(self, "wait_s", lambda v: 0 < v <= 1e6, seconds, "regions")
+        take_number(self, "grace_s")
+        is_time = lambda v: v == "auto" or (not isinstance(v, str) and 0 < v <= 1e6)  # noqa: E731
+        require(self, "grace_s", is_time, f"{seconds}, or be auto", "regions")
+        for name in OF_ELASTIC_RUNS:
+            value = getattr(self, name)
+            if value not in (None, False) and not self.elastic:
+                raise InputError(
+                    f"regions.{name}={shown(value)} has no meaning where a lost region ends the run. Set "
+                    f"regions.on_loss=continue (or regions.min) in every region, or remove regions.{name}."
+                )
+        if self.max is not None and self.min is not None and self.min > self.max:
+            raise InputError(
+                f"regions.min={self.min} is larger than regions.max={self.max}. Lower min or raise max."
+            )
+        if self.count is None:
+            return
+        if self.min is not None and self.min > self.count:
+            raise InputError(
+                f"regions.min={self.min} is larger than regions.count={self.count}, with which the run begins. Lower min or "
+                f"raise count ({ENV_REGIONS})."
+            )
+        if self.max is not None and self.max < self.count:
+            raise InputError(
+                f"regions.max={self.max} is smaller than regions.count={self.count}, with which the run begins. Raise max or "
+                f"lower count ({ENV_REGIONS})."
+            )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on without a region that is lost, and others may join it."""
+        return self.on_loss == "continue" or (self.on_loss is None and self.min is not None)
 
     @property
     def allowed(self) -> list[str]:
@@ -91,7 +172,10 @@ class RegionConfig:
         return sorted({name.strip() for name in names} - {""})
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
-        """A checked copy in which the environment fills the fields that are None. A single region needs no store.
+        """A checked copy in which the environment, or a default, fills the fields that are None. A single region needs no store.
+
+        `region` stays None in a region that joins without a number: it claims one. In a run that ends with a lost region the
+        fields that only other runs have stay None.
 
         Raises:
             InputError: a value contradicts the environment, or a needed value is missing.
@@ -100,28 +184,83 @@ class RegionConfig:
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
         store = self.store or env.get(ENV_STORE)
+        join = self.joins(env)
         if count is None:
             check_alone(region, store)
             warn_alone()
             count = 1
-        if region is None:
-            if count > 1:
-                raise InputError(
-                    f"regions.count={count} but this process does not know which region it is. Set {ENV_REGION} to "
-                    f"0 .. {count - 1} (hf-cocodc train sets it for you)."
-                )
-            region = 0
-        if region >= count:
-            raise InputError(
-                f"region {region} of {count}: regions are numbered 0 .. {count - 1}. Lower {ENV_REGION} or raise "
-                f"{ENV_REGIONS} (regions.count)."
+        found = dataclasses.replace(
+            self, region=region, count=count, store=store, join=join, run=self.name_of_run(env)
+        )
+        if found.elastic:
+            found = dataclasses.replace(
+                found,
+                on_loss="continue",
+                min=1 if self.min is None else self.min,
+                max=count if self.max is None else self.max,
+                wait_s=WAIT_S if self.wait_s is None else self.wait_s,
             )
-        if count > 1 and store is None:
+        else:
+            found = dataclasses.replace(found, on_loss="stop", join=None)
+        return found._placed()
+
+    def _placed(self) -> "RegionConfig":
+        """A copy with the number of this region, which must exist and reach the others.
+
+        Raises:
+            InputError: it does not exist, or there is no store.
+        """
+        assert self.count is not None
+        most = self.max or self.count
+        found = self
+        if self.region is None and not self.join:
+            if self.count > 1:
+                raise InputError(
+                    f"regions.count={self.count} but this process does not know which region it is. Set {ENV_REGION} to "
+                    f"0 .. {self.count - 1} (hf-cocodc train sets it for you)."
+                )
+            found = dataclasses.replace(self, region=0)
+        if found.region is not None and found.region >= (most if self.join else self.count):
+            raise InputError(f"region {found.region} of {self.count}: {self._numbers()}")
+        if most > 1 and self.store is None:
             raise InputError(
-                f"{count} regions need a store to find each other. Start one with `hf-cocodc store` on a "
+                f"{most} regions need a store to find each other. Start one with `hf-cocodc store` on a "
                 f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
             )
-        return dataclasses.replace(self, region=region, count=count, store=store, run=self.name_of_run(env))
+        return found
+
+    def _numbers(self) -> str:
+        """Which numbers regions have, and the way out for one that has another."""
+        assert self.count is not None
+        if self.join:
+            return (
+                f"regions that join are numbered 0 .. {(self.max or self.count) - 1}. Lower {ENV_REGION}, or raise regions.max "
+                "in every region."
+            )
+        higher = (
+            f" A region with a higher number joins: {ENV_JOIN}=1 (--join)."
+            if self.max is not None and self.max > self.count
+            else ""
+        )
+        return f"regions are numbered 0 .. {self.count - 1}. Lower {ENV_REGION} or raise {ENV_REGIONS} (regions.count).{higher}"
+
+    def joins(self, env: Mapping[str, str]) -> bool:
+        """Whether this region enters a run that is training.
+
+        Raises:
+            InputError: `join` contradicts the environment, or what stands there is neither 0 nor 1.
+        """
+        told = env.get(ENV_JOIN)
+        if told is None:
+            return bool(self.join)
+        if told not in ("0", "1"):
+            raise InputError(f"{ENV_JOIN}={shown(told)} must be 0 or 1.")
+        if self.join is not None and self.join != (told == "1"):
+            raise InputError(
+                f"regions.join={str(self.join).lower()} but the environment says {ENV_JOIN}={told}. Make them equal, or unset "
+                "one."
+            )
+        return told == "1"
 
     def name_of_run(self, env: Mapping[str, str]) -> str | None:
         """`run`, or the name in the environment if it is None.

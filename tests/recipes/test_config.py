@@ -171,6 +171,118 @@ def test_regions_come_from_the_environment() -> None:
         RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
 
 
+ELASTIC_ONLY = {"min": 2, "max": 3, "wait_s": 5.0, "grace_s": "auto", "join": True}
+
+
+def test_min_implies_that_the_run_goes_on() -> None:
+    """`min` alone makes a run elastic; nothing, or on_loss=stop, does not; the rest follows when the number is known."""
+    assert not RegionConfig().elastic
+    assert not RegionConfig(on_loss="stop").elastic
+    assert RegionConfig(min=2).elastic
+    assert RegionConfig(on_loss="continue").elastic
+    found = RegionConfig(region=0, count=3, store="h:1", on_loss="continue").resolved({})
+    assert (found.on_loss, found.min, found.max, found.wait_s, found.join) == (
+        "continue",
+        1,
+        3,
+        3600.0,
+        False,
+    )
+    found = RegionConfig(region=0, min=2, max=5, wait_s=9, store="h:1").resolved({"HF_COCODC_REGIONS": "4"})
+    assert (found.on_loss, found.min, found.max, found.wait_s, found.grace_s) == ("continue", 2, 5, 9, None)
+    assert found.resolved({}) == found
+    fixed = RegionConfig(region=0, count=3, store="h:1").resolved({})
+    assert (fixed.on_loss, fixed.min, fixed.max, fixed.wait_s, fixed.join) == ("stop", None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ELASTIC_ONLY)
+def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(name: str) -> None:
+    """No setting is accepted and ignored: the message names it, and what to set."""
+    given = {name: ELASTIC_ONLY[name]}
+    assert RegionConfig(**given, on_loss="continue").elastic
+    for where in [{"on_loss": "stop"}] + [{}] * (name != "min"):
+        with pytest.raises(InputError, match=f"regions.{name}=.* has no meaning .* regions.on_loss=continue"):
+            RegionConfig(**given, **where)
+    with pytest.raises(InputError, match=r"regions.join=True has no meaning"):
+        RegionConfig(region=0, count=2, store="h:1").resolved({"HF_COCODC_JOIN": "1"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"on_loss": "wait"}, "regions.on_loss='wait' must be one of stop, continue"),
+        ({"min": 0}, "regions.min=0 must be at least 1"),
+        ({"min": 3, "count": 2}, "regions.min=3 is larger than regions.count=2"),
+        ({"min": 3, "max": 2}, "regions.min=3 is larger than regions.max=2"),
+        ({"min": 1, "max": 2, "count": 3}, "regions.max=2 is smaller than regions.count=3"),
+        ({"min": 1, "wait_s": 0}, "regions.wait_s=0 must be positive"),
+        ({"min": 1, "grace_s": "soon"}, "regions.grace_s='soon' must be positive, .* or be auto"),
+        ({"min": 1, "grace_s": "-1"}, "regions.grace_s=.* must be positive"),
+    ],
+)
+def test_settings_of_an_elastic_run_that_do_not_go_together_are_refused(given: dict, message: str) -> None:
+    """At once where all numbers are given, and as soon as the environment tells the number of regions."""
+    with pytest.raises(InputError, match=message):
+        RegionConfig(**given)
+    if "count" in given:
+        later = {name: value for name, value in given.items() if name != "count"}
+        with pytest.raises(InputError, match=message):
+            RegionConfig(**later, region=0, store="h:1").resolved({"HF_COCODC_REGIONS": str(given["count"])})
+
+
+def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> None:
+    """From count to max - 1; or no number at all: it claims one."""
+    regions = RegionConfig(count=2, min=1, max=4, store="h:1")
+    with pytest.raises(
+        InputError, match=r"region 2 of 2: .* A region with a higher number joins: HF_COCODC_JOIN=1"
+    ):
+        regions.resolved({"HF_COCODC_REGION": "2"})
+    joining = dataclasses.replace(regions, join=True)
+    assert joining.resolved({"HF_COCODC_REGION": "3"}).region == 3
+    assert regions.resolved({"HF_COCODC_REGION": "3", "HF_COCODC_JOIN": "1"}).join
+    assert joining.resolved({}).region is None
+    with pytest.raises(InputError, match=r"region 4 of 2: regions that join are numbered 0 \.\. 3"):
+        joining.resolved({"HF_COCODC_REGION": "4"})
+    with pytest.raises(InputError, match="regions.join=true but the environment says HF_COCODC_JOIN=0"):
+        joining.resolved({"HF_COCODC_JOIN": "0"})
+    with pytest.raises(InputError, match="HF_COCODC_JOIN='yes' must be 0 or 1"):
+        regions.resolved({"HF_COCODC_JOIN": "yes"})
+
+
+def test_a_run_of_one_region_that_others_may_join_needs_a_store() -> None:
+    """One that nobody can join does not."""
+    assert RegionConfig(count=1, min=1).resolved({}).max == 1
+    with pytest.raises(InputError, match="2 regions need a store"):
+        RegionConfig(count=1, min=1, max=2).resolved({})
+
+
+def test_flags_and_recipes_take_the_settings_of_elastic_runs() -> None:
+    """Numbers and the word auto, as text."""
+    flags = [
+        "--count",
+        "3",
+        "--min",
+        "2",
+        "--max",
+        "4",
+        "--grace_s",
+        "auto",
+        "--wait_s",
+        "60",
+        "--join",
+        "true",
+    ]
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(flags)
+    assert regions == RegionConfig(count=3, min=2, max=4, grace_s="auto", wait_s=60.0, join=True)
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(
+        ["--min", "1", "--grace_s", "30"]
+    )
+    assert regions.grace_s == 30
+    given = ["regions.min=2", "regions.grace_s=2.5", "regions.max=4", "regions.join=true"]
+    recipe = Recipe.load(RECIPE, given)
+    assert recipe.regions == RegionConfig(count=2, min=2, max=4, grace_s=2.5, join=True)
+
+
 @pytest.mark.parametrize(
     ("given", "env"),
     [
