@@ -1,8 +1,8 @@
 """The record of a run: one JSON line per event, in the order of the events.
 
-Kinds: start, resume, note, log, send, sit_out, begin_anew, land, adopt, evaluate, finish, error. Every line has `kind`, `time_s`
-(seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures read only the
-journal.
+Kinds: start, resume, note, log, send, sit_out, begin_anew, land, adopt, unread, evaluate, finish, error. Every line has
+`kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures
+read only the journal.
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
 all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a
@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,9 @@ class Journal:
         path: a new file, or the journal of the run to resume.
         mark: of the checkpoint from which the run goes on. Lines behind it move to another file; all do if it is of another run.
         clock: returns seconds.
+
+    Attributes:
+        listener: called as listener(kind, facts) before an event is written, also without a path.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Journal:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = path
+        self.listener: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self._clock = clock
         self._began = clock()
         self._mark: Mark | None = mark
@@ -96,6 +100,7 @@ class Journal:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
+        self.listener(kind, facts)
         if self.path is None or self._failure is not None:
             return
         line = {"kind": kind, "time_s": 0.0, **facts}
