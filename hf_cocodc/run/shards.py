@@ -24,14 +24,19 @@ def region_shard(
     call, or shuffle the shard after it. A stream that splits itself over DataLoader workers needs the same number of
     workers in all regions.
 
+    If regions may join the run (regions.max), the dataset has `max` parts, so that each region that ever takes part has one of
+    its own: the part belongs to the number of the region, and a region that comes back goes on with it. Nobody reads the part
+    of a region that is not there; the log, and the journal's `unread` events, say what was not read.
+
     Args:
         dataset: datasets.Dataset (contiguous parts), datasets.IterableDataset (whole files if the number of files is
             a multiple of num_regions, else strided), torch map-style dataset (strided Subset), or torch iterable
             dataset (strided, no length). Strided: every num_regions-th sample.
         region: 0 .. num_regions - 1; or the RegionConfig of this region, which also has the number of regions. Default:
             environment HF_COCODC_REGION.
-        num_regions: number of regions; default: environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1,
-            with a warning. Of one region no number is needed.
+        num_regions: number of parts: of regions, or, if regions may join, of all that may take part at once; default:
+            environment HF_COCODC_REGIONS. With neither variable set, region 0 of 1, with a warning. Of one region no number
+            is needed.
 
     Raises:
         InputError: the region does not exist, there are fewer samples than regions, or `dataset` is not a dataset.
@@ -63,6 +68,15 @@ def region_shard(
     return Subset(dataset, range(region, len(dataset), num_regions))
 
 
+def num_shards(count: int, most: int | None) -> int:
+    """Parts of the data of a run that begins with `count` regions, and that at most `most` (regions.max) take part in.
+
+    >>> num_shards(2, None), num_shards(2, 4)
+    (2, 4)
+    """
+    return max(count, most or 0)
+
+
 def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[int, int]:
     """Take missing arguments from the environment, and check both."""
     store = os.environ.get(ENV_STORE)
@@ -74,6 +88,8 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
         config, store = region, region.store or store
         region = from_env(config.region, os.environ, ENV_REGION, "regions.region")
         num_regions = from_env(config.count, os.environ, ENV_REGIONS, "regions.count")
+        if num_regions is not None:
+            num_regions = num_shards(num_regions, config.max)
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
@@ -87,7 +103,8 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
             return int(place), int(count)  # type: ignore[arg-type]
     raise InputError(
         f"region={place} of num_regions={count} does not exist: regions are 0 .. num_regions - 1. Correct "
-        f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither."
+        f"both (the arguments of region_shard, or {ENV_REGION} and {ENV_REGIONS}), or set neither. If regions may join, pass the "
+        "RegionConfig, which has regions.max: region_shard(dataset, regions)."
     )
 
 

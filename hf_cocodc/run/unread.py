@@ -99,8 +99,8 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
     """
     if attendance.absent:
         logger.warning(
-            "regions.max divides the data into more parts than there are regions now. Nobody reads the data of region %s until "
-            "a region of this number joins.",
+            "the data has a part for each region that may take part (regions.max). Nobody reads that of region %s until a region "
+            "of this number joins.",
             ", ".join(map(str, attendance.absent)),
         )
 

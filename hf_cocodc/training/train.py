@@ -51,7 +51,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     from accelerate.utils import broadcast_object_list
     from transformers import Trainer, default_data_collator, set_seed
 
-    from ..run.shards import region_shard
+    from ..run.shards import num_shards, region_shard
     from .data import pack
     from .metrics import causal_lm_metrics
     from .progress import Progress
@@ -65,7 +65,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     text = text.shuffle(seed=args.seed) if not recipe.data.streaming else text
     tell("packing the text")
     train_dataset = pack(
-        region_shard(text, callback.region, callback.num_regions),
+        region_shard(text, callback.region, num_shards(callback.num_regions, callback.regions.max)),
         tokenizer,
         recipe.data.block_size,
         recipe.data.text_column,

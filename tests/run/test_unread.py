@@ -84,7 +84,7 @@ def test_the_journal_tells_what_was_not_read(tmp_path: Path, caplog: pytest.LogC
     """From the events of a run: when the region is back, at a save, and before the end; the log names the parts at the start."""
     journal = Journal(tmp_path / "journal.jsonl")
     until = report_unread(journal, Attendance(3, (0, 1), samples=4))
-    assert "Nobody reads the data of region 2 until a region of this number joins" in caplog.text
+    assert "Nobody reads that of region 2 until a region of this number joins" in caplog.text
     journal.write("start", step=0)
     journal.write("land", step=10, sent_at=10, members=[0, 1])
     journal.write("epoch", step=12, members=[0])

@@ -157,8 +157,20 @@ def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_COCODC_REGION", "1")
     monkeypatch.setenv("HF_COCODC_REGIONS", "3")
     assert list(shards.region_shard(range(7), RegionConfig())) == [1, 4]
+    assert list(shards.region_shard(range(7), RegionConfig(on_loss="continue", max=5))) == [1, 6]
     with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
         shards.region_shard(range(7), RegionConfig(region=1, count=2))
+
+
+def test_regions_that_may_join_have_a_part_each() -> None:
+    """With regions.max=4 the data has four parts, whatever number of regions the run begins with; together they are all of it."""
+    parts = [
+        list(shards.region_shard(range(10), RegionConfig(region=region, count=2, min=1, max=4)))
+        for region in range(4)
+    ]
+    assert parts == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    with pytest.raises(InputError, match=r"region=4 of num_regions=4 does not exist.*regions\.max"):
+        shards.region_shard(range(10), RegionConfig(region=4, count=2, min=1, max=4))
 
 
 @pytest.mark.parametrize(
