@@ -8,7 +8,8 @@
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
     |-- LinkError               exit code 1   the link, the store or another region failed during the run (also a RuntimeError)
     |   |-- MeetingError        exit code 2   the store failed before regions had met; nothing was trained
-    |   `-- RegionLostError     exit code 1   one named region is gone or silent
+    |   |-- RegionLostError     exit code 1   one named region is gone or silent
+    |   `-- LeftBehind          exit code 1   the other regions have gone on without this one
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
 
 Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback.
@@ -60,6 +61,10 @@ class RegionLostError(LinkError):
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)
         self.region = region
+
+
+class LeftBehind(LinkError):
+    """The other regions have gone on without this one: it was late, or they could not reach it. It may come back."""
 
 
 class RunStopped(CocodcError):

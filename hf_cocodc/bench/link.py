@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,8 +185,8 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
         what = f"transfer {number} of {trial.repeat}"
         link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
-        conversation = codec.converse(outer_grad, fragment, state)
-        arrival = link.mean(Parcel(conversation, fragment.numel, Trailer, what)).wait()
+        converse = partial(codec.converse, outer_grad, fragment, state)
+        arrival = link.mean(Parcel(converse, fragment.numel, Trailer, what)).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
         told = link.gather(Took(took, digest(arrival.result.mean)), what)

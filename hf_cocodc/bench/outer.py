@@ -160,7 +160,7 @@ class _Answered(LockstepLink):
 
     def mean(self, parcel: Parcel) -> Handle:
         then = parcel.then
-        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (parcel.trailer(),), 0, 0.0, 0.0)
+        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
 
         def work() -> None:
             self.seconds = 0.0 if then is None else _seconds(lambda: then(arrival))

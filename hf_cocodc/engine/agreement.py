@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import CheckpointError, HandshakeError, LinkError
-from ..links.base import Link, spread
-from ..links.trailer import Ending, Trailer
+from ..links.base import Arrival, Link
+from ..links.spreading import spread_all
+from ..links.trailer import Ending
 
 logger = logging.getLogger(__name__)
 
@@ -18,13 +19,13 @@ class Standing(NamedTuple):
     digest: int
 
 
-def check_in_step(region: int, trailers: Sequence[Trailer], fragment: int, sent_at: int) -> None:
+def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) -> None:
     """Check that the transfer that arrived is the same one in every region; warn of regions that sat it out.
 
     Raises:
         LinkError: it is not the same.
     """
-    for other, trailer in enumerate(trailers):
+    for other, trailer in zip(arrival.members, arrival.trailers, strict=True):
         if (trailer.fragment, trailer.inner_step) != (fragment, sent_at):
             raise LinkError(
                 f"regions are out of step: region {region} landed fragment {fragment} sent at step {sent_at}, region {other} "
@@ -45,22 +46,22 @@ def check_same_start(link: Link, own: Standing) -> None:
         CheckpointError: they do not.
     """
     standings = link.gather(own, "the checkpoint to resume from")
-    first = standings[0]
-    for region, other in enumerate(standings):
+    first, lowest = standings[0], link.parties[0]
+    for region, other in zip(link.parties, standings, strict=True):
         if other.inner_step != first.inner_step:
             raise CheckpointError(
-                f"region 0 resumes from step {first.inner_step}, region {region} from step {other.inner_step}. Give every "
+                f"region {lowest} resumes from step {first.inner_step}, region {region} from step {other.inner_step}. Give every "
                 "region the checkpoint of the same step."
             )
         if other.digest != first.digest:
             raise CheckpointError(
-                f"the checkpoints of region 0 and region {region} are both of step {first.inner_step}, but their global "
+                f"the checkpoints of region {lowest} and region {region} are both of step {first.inner_step}, but their global "
                 "params differ: they are from different runs. Give every region its own checkpoint of one run."
             )
 
 
 def agreed_layout(
-    link: Link, heard: Sequence[tuple[Trailer, ...]], lines_of: Callable[[int], Sequence[str]]
+    link: Link, heard: Sequence[Arrival], lines_of: Callable[[int], Sequence[str]]
 ) -> int | None:
     """The layout that all regions want, by the newest of the transfers that have just landed; None if there is none.
 
@@ -68,32 +69,35 @@ def agreed_layout(
 
     Args:
         link: reaches the other regions.
-        heard: the trailers of each transfer.
+        heard: transfers that this region has taken part in.
         lines_of: what this region has called by the number of a layout: one line for each parameter.
 
     Raises:
         HandshakeError: regions want different ones.
     """
-    said = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each)]
-    for trailers in said:
-        if len({trailer.layout for trailer in trailers}) > 1:
-            _refuse_layouts(link, trailers, lines_of(trailers[link.region].layout))
-    newest = max(said, key=lambda trailers: trailers[0].inner_step, default=None)
-    return newest[0].layout if newest else None
+    said = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each.trailers)]
+    for each in said:
+        if len({trailer.layout for trailer in each.trailers}) > 1:
+            own = each.trailers[each.members.index(link.region)].layout
+            _refuse_layouts(link, each.trailers[0].inner_step, lines_of(own))
+    newest = max(said, key=lambda each: each.trailers[0].inner_step, default=None)
+    return newest.trailers[0].layout if newest else None
 
 
-def _refuse_layouts(link: Link, trailers: Sequence[Trailer], own: Sequence[str]) -> None:
-    told = [text.split("\n") for text in texts(link, "\n".join(own), "the names of trained parameters")]
-    for region, lines in enumerate(told):
-        if lines == told[0]:
+def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
+    found = texts(link, "\n".join(own), "the names of trained parameters")
+    told = {region: text.split("\n") for region, text in found.items()}
+    lowest = min(told)
+    for region, lines in told.items():
+        if lines == told[lowest]:
             continue
-        theirs, ours = sorted(set(lines) - set(told[0])), sorted(set(told[0]) - set(lines))
+        theirs, ours = sorted(set(lines) - set(told[lowest])), sorted(set(told[lowest]) - set(lines))
         raise HandshakeError(
-            f"region 0 and region {region} do not train the same parameters at step {trailers[0].inner_step}: "
+            f"region {lowest} and region {region} do not train the same parameters at step {step}: "
             + " and ".join(
                 f"only region {who} has {', '.join(found[:3])}"
                 + (f" and {len(found) - 3} more" if found[3:] else "")
-                for who, found in ((0, ours), (region, theirs))
+                for who, found in ((lowest, ours), (region, theirs))
                 if found
             )
             + ". Unfreeze or add parameters in all regions at the same inner step: let the step decide, or a number that is "
@@ -101,9 +105,7 @@ def _refuse_layouts(link: Link, trailers: Sequence[Trailer], own: Sequence[str])
         )
 
 
-def texts(link: Link, own: str, what: str) -> list[str]:
-    """Every region's text, in the order of the regions. A collective call."""
-    return [
-        spread(link, region, own.encode(), f"{what} of region {region}").decode()
-        for region in range(link.num_regions)
-    ]
+def texts(link: Link, own: str, what: str) -> dict[int, str]:
+    """Every region's text, by region. A collective call."""
+    told = link.together(lambda: spread_all(link, own.encode(), what), what)
+    return {region: text.decode() for region, text in told.items()}

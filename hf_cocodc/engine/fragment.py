@@ -1,5 +1,6 @@
 """The engine's state of one fragment, and how a send and a landing change it."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,19 +97,23 @@ class FragmentState:
 
     def converse(
         self, conversation: Callable[[Tensor], Conversation], flat: Tensor
-    ) -> tuple[Conversation, Departure]:
-        """A conversation about a flat tensor of this fragment, and the departure that takes the tensor to the link."""
+    ) -> tuple[Callable[[], Conversation], Departure]:
+        """Begins conversations about a flat tensor of this fragment; and the departure that takes the tensor to the link."""
         departure = Departure(flat, self.host)
 
         def converse() -> Conversation:
             return (yield from conversation(departure.fetch()))
 
-        return converse(), departure
+        return converse, departure
 
     def checksum(self) -> Callable[[], int]:
-        """A function that computes the checksum of the present global params. It takes time: the link's thread calls it."""
+        """A function that computes the checksum of the present global params. It takes time: the link's thread calls it.
+
+        It is computed once: at a later call the tensor may have other values.
+        """
         departure = Departure(self.global_params, self.host)
 
+        @functools.cache
         def compute() -> int:
             found = digest(departure.fetch())
             departure.end()
@@ -224,7 +229,7 @@ class FragmentState:
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
         mean = flat_zeros(self.fragment.numel)
-        handle = Here(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0))
+        handle = Here(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
         snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
         return Transfer(0, snapshot, self.global_params, 0.0, handle, outer_grad)
 

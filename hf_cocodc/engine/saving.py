@@ -115,6 +115,7 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "bytes_sent": arrival.bytes_sent,
         "seconds": arrival.seconds,
         "square": arrival.square,
+        "members": list(arrival.members),
     }
 
 
@@ -126,6 +127,8 @@ def _loaded(state: dict[str, Any]) -> Transfer:
         from_numbers(Trailer, trailer)._replace(ending=Ending.NO) for trailer in state["trailers"]
     )
     result = Result(mean, lambda: mean, state["codec"])
-    arrival = Arrival(result, trailers, *(state[name] for name in ("bytes_sent", "seconds", "square")))
+    members = tuple(state.get("members", range(len(trailers))))  # earlier versions had regions 0, 1, ...
+    numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
+    arrival = Arrival(result, trailers, **numbers, members=members)
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
     return Transfer(**kept, handle=Here(arrival))

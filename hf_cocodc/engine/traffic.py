@@ -39,7 +39,7 @@ class Traffic:
         trained_at: last inner step that trained; a transfer of this region has weight only if it carries such a step.
         is_ahead: whether outer steps are taken ahead of their landings.
         layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
-        heard: the trailers of each transfer that has landed, until someone clears them.
+        heard: each transfer that has landed, until someone clears them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Traffic:
         self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
         self.is_ahead = self._stepping.is_ahead
         self.layout = UNKNOWN
-        self.heard: list[tuple[Trailer, ...]] = []
+        self.heard: list[Arrival] = []
 
     def send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         """Send the outer gradient of a fragment; `ahead`: its outer step may be taken before it lands."""
@@ -89,10 +89,11 @@ class Traffic:
                 compression=share_of_rank(fragment.codec),
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
                 layout=self.layout,
+                admits=self._link.admits,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
-            conversation, departure = fragment.converse(converse, outer_grad)
+            begin, departure = fragment.converse(converse, outer_grad)
             outcome = Outcome()
             then = self._stepping.ahead(fragment, outer_grad, outcome) if ahead else None
             what = f"fragment {index} sent at step {step}"
@@ -100,7 +101,7 @@ class Traffic:
             def told() -> Trailer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
-            handle = self._link.mean(Parcel(conversation, fragment.fragment.numel, told, what, then))
+            handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then))
             kept = (snapshot, fragment.global_params, measured.lr_sum)
             transfer = Transfer(step, *kept, handle, None if ahead else outer_grad, departure, outcome)
             fragment.in_flight.append(transfer)
@@ -114,10 +115,10 @@ class Traffic:
             transfer = fragment.transfer_of(sent_at)
             arrival, blocked_s = self._wait(transfer)
             index = fragment.fragment.index
-            check_in_step(self._link.region, arrival.trailers, index, sent_at)
+            check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival, transfer.outcome.seconds)
-                self.heard.append(arrival.trailers)
+                self.heard.append(arrival)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
             fragment.codec = arrival.result.state
             mean = arrival.result.mean
@@ -133,7 +134,8 @@ class Traffic:
                 reunite(self._link, fragment, transfer)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
             self._account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
-            return tuple(trailer.word for trailer in arrival.trailers) or None
+            self._link.landed(arrival)
+            return arrival.words or None
 
     def end(self, fragments: Sequence[FragmentState], word: Word) -> Words | None:
         """Bring all inner steps into the global params, as the method's closing says; nothing is in flight afterwards.

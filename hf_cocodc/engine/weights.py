@@ -42,14 +42,14 @@ def show_global(
 
 def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -> None:
     index = fragment.fragment.index
-    conversation, departure = fragment.converse(unrounded, fragment.global_params)
+    converse, departure = fragment.converse(unrounded, fragment.global_params)
     trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
     what = f"the mean of the global params of fragment {index}"
-    handle = link.mean(Parcel(conversation, fragment.fragment.numel, lambda: trailer, what))
+    handle = link.mean(Parcel(converse, fragment.fragment.numel, lambda: trailer, what))
     began = link.clock()
     arrival = handle.wait()
     totals.blocked_s += link.clock() - began
-    check_in_step(link.region, arrival.trailers, index, step)
+    check_in_step(link.region, arrival, index, step)
     totals.bytes_sent += arrival.bytes_sent
     if not any(trailer.weight for trailer in arrival.trailers):
         raise InputError(not_finite(fragment.fragment.names, "any region", step))

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Result
 from ..tensors.pools import Pool
 from .records import Record
-from .trailer import Trailer
+from .trailer import Trailer, Words
 
 T = TypeVar("T")
 
@@ -21,10 +20,11 @@ class Arrival(NamedTuple):
 
     Attributes:
         result: the end of the codec's conversation.
-        trailers: one per region, in the order of the regions; equal in all regions.
+        trailers: one per region that took part; equal in all regions.
         bytes_sent: payload bytes that this region sent for the transfer.
         seconds: time that the link took, from the moment when the last region came to the transfer.
         square: sum of squares of the mean, over all lanes of the region; computed while training goes on.
+        members: the regions that took part, in the order of the trailers.
     """
 
     result: Result
@@ -32,6 +32,12 @@ class Arrival(NamedTuple):
     bytes_sent: int
     seconds: float
     square: float
+    members: tuple[int, ...]
+
+    @property
+    def words(self) -> Words:
+        """The words of the regions that took part."""
+        return {region: trailer.word for region, trailer in zip(self.members, self.trailers, strict=True)}
 
 
 class Handle(Protocol):
@@ -42,6 +48,7 @@ class Handle(Protocol):
 
         Raises:
             LinkError: the transfer failed or its deadline passed; the message names the transfer and the region.
+            LeftBehind: the other regions have gone on without this one.
         """
         ...
 
@@ -51,14 +58,15 @@ class Parcel:
     """What a region brings to a mean over the regions.
 
     Attributes:
-        conversation: of a codec, made from this region's outer gradient; held while training goes on.
+        converse: begins a conversation of a codec about this region's outer gradient; called while training goes on, and once
+            more for every further attempt. Each conversation starts from the same values.
         numel: length of the outer gradient.
-        trailer: returns this region's numbers; called while training goes on.
+        trailer: returns this region's numbers, the same at every call; called while training goes on.
         what: names the transfer in messages ("fragment 0 sent at step 100").
         then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
     """
 
-    conversation: Conversation
+    converse: Callable[[], Conversation]
     numel: int
     trailer: Callable[[], Trailer]
     what: str
@@ -66,10 +74,16 @@ class Parcel:
 
 
 class Link(Protocol):
-    """Reaches the same lane of every other region. All regions make the same calls in the same order."""
+    """Reaches the same lane of every other region. All regions make the same calls in the same order.
+
+    The regions may change during a run (`is_elastic`): one is lost, leaves or comes in. A region keeps its id `region`. Each call
+    has its own members: those that were there when it was made, less those that were lost before it ended. They are equal in
+    all regions, while `members`, which shows what this region knows now, need not be at any one moment.
+    """
 
     region: int
-    num_regions: int
+    is_elastic: bool
+    """Whether the regions may change during the run."""
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
@@ -77,6 +91,42 @@ class Link(Protocol):
     """Whether several ranks of the region hold the same parameters (DDP)."""
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The regions that are there now, in ascending order."""
+        ...
+
+    @property
+    def num_regions(self) -> int:
+        """The number of members."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """This region's place among the members."""
+        ...
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        """The members of the last `gather` or `broadcast`; equal in all of them."""
+        ...
+
+    @property
+    def admits(self) -> int:
+        """The ticket of a region that may come in, for the next trailer; 0 if there is none."""
+        ...
+
+    def landed(self, arrival: Arrival) -> None:
+        """Called at every landing: its trailers may say that a region comes in, or leaves."""
+        ...
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        """Make gathers and broadcasts that belong together; again, if the members of the last are not those of the first.
+
+        What `call` returns or raises counts only if the members did not change meanwhile. Messages call it `what`.
+        """
+        ...
 
     @property
     def timing(self) -> str:
@@ -112,8 +162,11 @@ class Link(Protocol):
         """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step."""
         ...
 
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
-        """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here."""
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here.
+
+        Without `source`, and if that region is gone, it is the first member.
+        """
         ...
 
     def count_broadcasts(self) -> int:
@@ -121,7 +174,7 @@ class Link(Protocol):
         ...
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        """Every region's record, in order; blocks until all regions have called. See `records`."""
+        """The record of every region in `parties`, in their order; blocks until all have called. See `records`."""
         ...
 
     def lead(self, call: Callable[["Link"], T], what: str) -> T | None:
@@ -144,6 +197,33 @@ class Link(Protocol):
         ...
 
 
+class FixedSet:
+    """What a link says about regions that never change."""
+
+    region: int
+    num_regions: int
+    is_elastic = False
+    admits = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.num_regions))
+
+    @property
+    def position(self) -> int:
+        return self.region
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        return self.members
+
+    def landed(self, arrival: Arrival) -> None:
+        """Nothing changes."""
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        return call()
+
+
 class Here:
     """The handle of an arrival that is already here."""
 
@@ -152,22 +232,6 @@ class Here:
 
     def wait(self) -> Arrival:
         return self._arrival
-
-
-def spread(link: Link, source: int, data: bytes, what: str) -> bytes:
-    """The bytes of region `source`, in every region. A collective call; messages call it `what`."""
-    length = torch.tensor([len(data)], dtype=torch.int64)
-    link.broadcast(length.view(torch.float32), f"the length of {what}", source)
-    size = int(length)
-    own = (
-        link.region == source and len(data) == size
-    )  # another rank of a DDP region may hold more, and does not send
-    padded = bytearray(data if own else size)
-    padded += bytes(-size % 4)
-    if not padded:
-        return b""
-    link.broadcast(torch.frombuffer(padded, dtype=torch.float32), what, source)
-    return bytes(padded[:size])
 
 
 def drive(conversation: Conversation, exchange: Callable) -> Result:

@@ -19,7 +19,7 @@ from ..parts.codecs.base import Message, Reply, Result
 from ..tensors.departures import bring
 from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Link, Parcel, T, drive
+from .base import Arrival, FixedSet, Handle, Link, Parcel, T, drive
 from .exchange import Exchange
 from .records import Record, from_row, to_row
 from .trailer import Trailer
@@ -30,7 +30,7 @@ _AT_ONCE_S = 1e-3
 """Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
 
 
-class GlooLink:
+class GlooLink(FixedSet):
     """Reaches the same lane of every other region.
 
     One background thread makes the transfers in order: it encodes, sends, receives and decodes. The calling thread waits
@@ -121,11 +121,11 @@ class GlooLink:
                 bytes_sent += said.bytes_sent
                 return reply
 
-            result = drive(parcel.conversation, exchange)
+            result = drive(parcel.converse(), exchange)
             seconds = time.perf_counter() - began
             found = square(result.mean)
             result = self._bring_home(result, lent=reply is not None and reply.mean is result.mean)
-            arrival = Arrival(result, trailers, bytes_sent, seconds, found)
+            arrival = Arrival(result, trailers, bytes_sent, seconds, found, self.members)
             if parcel.then is not None:
                 parcel.then(arrival)
             return arrival
@@ -149,7 +149,8 @@ class GlooLink:
     def tick(self, inner_step: int) -> None:
         self._heartbeat.inner_step = inner_step
 
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        source = 0 if source is None else source
         self._submit(lambda: self._spread(flat.view(torch.uint8), what, source), what).wait()
         if self.region == source:
             self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)

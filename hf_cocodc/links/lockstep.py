@@ -14,7 +14,7 @@ from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..tensors.norms import square
 from ..tensors.pools import Pool
-from .base import Arrival, Handle, Link, Parcel
+from .base import Arrival, FixedSet, Handle, Link, Parcel
 from .process_state import process_state, set_process_state
 from .records import Record
 from .trailer import Trailer
@@ -203,7 +203,7 @@ def _from_region(source: int) -> Resolve:
     return resolve
 
 
-class LockstepLink:
+class LockstepLink(FixedSet):
     """One region's side of a `LockstepHub`; `links.base.Link` describes the calls."""
 
     awaits: int | None = None
@@ -226,7 +226,7 @@ class LockstepLink:
 
     def mean(self, parcel: Parcel) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        item = (parcel.conversation, parcel.trailer(), self.now)
+        item = (parcel.converse(), parcel.trailer(), self.now)
         return _Handle(self, self._bring(parcel.what, item, resolve), parcel.then)
 
     def bring_to(self, home: Pool) -> None:
@@ -249,7 +249,8 @@ class LockstepLink:
         """The answer to this region."""
         return self._hub.answer(self.region, call)
 
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        source = 0 if source is None else source
         flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region(source))))
         if self.region == source:
             self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)
@@ -324,6 +325,9 @@ def _mean_all(
             replies = mean_of(messages, shares)
     arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s in brought), max(sent))
     return [
-        (Arrival(result, trailers, count, seconds, square(result.mean)), arrives_at)
+        (
+            Arrival(result, trailers, count, seconds, square(result.mean), tuple(range(num_regions))),
+            arrives_at,
+        )
         for result, count in zip(results, sent, strict=True)
     ]

@@ -12,14 +12,14 @@ from ..meeting.region_store import RegionStore
 from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, Handle, Link, Parcel
+from .base import Arrival, FixedSet, Handle, Link, Parcel
 from .records import ROW, Record, from_numbers, from_row, to_row
 from .trailer import Trailer
 
 T = TypeVar("T")
 
 
-class SharedLink:
+class SharedLink(FixedSet):
     """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all ranks receive.
 
     Args:
@@ -75,7 +75,7 @@ class SharedLink:
         if self._link is not None:
             self._link.tick(inner_step)
 
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.lead(lambda link: link.broadcast(flat, what, source), what)
         flat.copy_(self.share(flat))
 
@@ -155,14 +155,14 @@ class _SharedHandle:
         mean = self._shared.receive(self._numel)
         square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
         trailers = self._shared.share_records(Trailer, ())
-        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square)
+        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square, self._shared.members)
 
     def _on_the_leader(self) -> Arrival:
         assert self._handle is not None
         return self._handle.wait()
 
 
-class LaneLink:
+class LaneLink(FixedSet):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
     Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process
@@ -214,7 +214,7 @@ class LaneLink:
     def tick(self, inner_step: int) -> None:
         self._link.tick(inner_step)
 
-    def broadcast(self, flat: Tensor, what: str, source: int = 0) -> None:
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self._link.broadcast(flat, what, source)
 
     def count_broadcasts(self) -> int:

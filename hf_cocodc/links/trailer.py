@@ -1,6 +1,7 @@
 """What a region tells the others with every transfer."""
 
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ class Ending(IntEnum):
     """Its training is complete: it stopped early, or its data ran out."""
     INTERRUPTED = 2
     """It must leave, because of a signal or an error."""
+    LEAVING = 3
+    """It leaves in good order, and the others go on without it."""
 
 
 class Word(NamedTuple):
@@ -30,8 +33,8 @@ class Word(NamedTuple):
     saved_at: int = 0
 
 
-Words = tuple[Word, ...]
-"""The words of all regions, in the order of the regions."""
+Words = Mapping[int, Word]
+"""The words of the regions that took part in a transfer, in ascending order of the regions."""
 NOTHING_TO_SAY = Word()
 
 
@@ -51,6 +54,7 @@ class Trailer(NamedTuple):
         saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
         layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
+        admits: ticket of a region that may come in after this transfer; 0 if there is none (`Link.admits`).
     """
 
     weight: float = 1.0
@@ -65,6 +69,7 @@ class Trailer(NamedTuple):
     saved_at: int = 0
     round_lr: float = 0.0
     layout: int = -1
+    admits: int = 0
 
     @property
     def word(self) -> Word:

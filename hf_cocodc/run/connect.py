@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.watch import refuse_complex
 from ..errors import InputError
-from ..links.base import Link, spread
+from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
+from ..links.spreading import spread_all
 from ..meeting.addresses import own_address
 from ..meeting.handshake import compare, frozen_digest, hello, side_by_side
 from ..meeting.region_store import RegionStore
@@ -235,10 +236,7 @@ def meet(
         return link
     mine = _hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
     told = json.dumps(mine).encode()
-    hellos = [
-        json.loads(spread(link, region, told, f"what region {region} is"))
-        for region in range(link.num_regions)
-    ]
+    hellos = [json.loads(each) for each in spread_all(link, told, "what it is").values()]
     link.count_broadcasts()  # what crosses a store does not count either
     compare(hellos)
     _show_differences(hellos)

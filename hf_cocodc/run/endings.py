@@ -1,7 +1,7 @@
 """How a run ends early: what all regions do when one of them ends."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..links.base import Link
@@ -9,10 +9,14 @@ from ..links.trailer import Ending, Word, Words
 
 logger = logging.getLogger(__name__)
 
-_WORDS = {Ending.DONE: "has completed its training", Ending.INTERRUPTED: "was interrupted"}
+_WORDS = {
+    Ending.DONE: "has completed its training",
+    Ending.INTERRUPTED: "was interrupted",
+    Ending.LEAVING: "leaves",
+}
 
 
-def verdict(endings: Sequence[Ending], policy: str) -> str | None:
+def verdict(endings: Collection[Ending], policy: str) -> str | None:
     """What all regions do now: "finish", "stop" (with a checkpoint, to be resumed), or None, to train on.
 
     Args:
@@ -29,15 +33,15 @@ def verdict(endings: Sequence[Ending], policy: str) -> str | None:
     return "stop" if policy == "stop" else "finish"
 
 
-def reasons(endings: Sequence[Ending], note_of: Callable[[int], str | None]) -> str:
+def reasons(endings: Mapping[int, Ending], note_of: Callable[[int], str | None]) -> str:
     """Which regions ended, and why, in words.
 
     Args:
-        endings: see `verdict`.
+        endings: what each region said about its end, by region.
         note_of: returns the note that a region left, if any.
     """
     said = []
-    for region, ending in enumerate(endings):
+    for region, ending in endings.items():
         if ending is not Ending.NO:
             note = note_of(region)
             said.append(f"region {region} {_WORDS[ending]}" + (f" ({note})" if note else ""))
@@ -115,21 +119,23 @@ class Endings:
         A single region needs no transfer.
         """
         if self._link.num_regions == 1:
-            words = (self.word,)
+            words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)
-            self._end([word.ending for word in words], self._link.note_of, inner_step)
+            self._end({r: word.ending for r, word in words.items()}, self._link.note_of, inner_step)
         agreement = self._link.agreement
         if agreement is None or self.verdict is not None or inner_step == self._max_steps:
             return
         if not agreement.passes(inner_step):
-            endings = [Ending.INTERRUPTED if reason else Ending.NO for reason in agreement.reasons]
-            self._end(endings, agreement.reasons.__getitem__, inner_step)
+            reasons = dict(enumerate(agreement.reasons))
+            endings = {r: Ending.INTERRUPTED if reason else Ending.NO for r, reason in reasons.items()}
+            self._end(endings, reasons.__getitem__, inner_step)
 
     def note_saved_everywhere(self, words: Words | None) -> None:
         """Learn from the words of all regions which checkpoint is complete everywhere."""
-        if words and len({word.saved_at for word in words}) == 1:
-            self.saved_everywhere = words[0].saved_at
+        steps = {word.saved_at for word in words.values()} if words else ()
+        if len(steps) == 1:
+            [self.saved_everywhere] = steps
 
     def continue_from(self, inner_step: int) -> None:
         """The checkpoint of `inner_step` was just loaded: it is complete in every region, and none of them is about to end."""
@@ -139,9 +145,11 @@ class Endings:
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)
 
-    def _end(self, endings: Sequence[Ending], note_of: Callable[[int], str | None], inner_step: int) -> None:
+    def _end(
+        self, endings: Mapping[int, Ending], note_of: Callable[[int], str | None], inner_step: int
+    ) -> None:
         """Find the verdict, and announce it."""
-        self.verdict = verdict(endings, self._policy)
+        self.verdict = verdict(endings.values(), self._policy)
         if self.verdict is None:
             return
         if inner_step == self._max_steps:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError
 from ..links.base import Link
+from ..links.spreading import gather
 from .shelf import Shelf
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,10 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
     """
     own = shelf.newest(bound)
     holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
-    holdings = link.gather(holding, "the newest good checkpoint")
-    runs = Counter(holding.run for holding in holdings if holding.newest)
+    holdings = gather(link, holding, "the newest good checkpoint")
+    runs = Counter(holding.run for holding in holdings.values() if holding.newest)
     if not runs:
-        damaged = [region for region, holding in enumerate(holdings) if holding.num_damaged]
+        damaged = [region for region, holding in holdings.items() if holding.num_damaged]
         if damaged:
             raise CheckpointError(
                 f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
@@ -95,10 +96,10 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
     if counts and shelf.run != chosen:
         logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
         counts = False
-    steps = [holding.newest if holding.run == chosen else 0 for holding in holdings]
-    newest = max(steps)
-    first_holder = holdings[steps.index(newest)]
-    unsaved = [r for r, other in enumerate(holdings) if other.run == chosen and other.is_unsaved]
+    steps = {r: holding.newest if holding.run == chosen else 0 for r, holding in holdings.items()}
+    newest = max(steps.values())
+    first_holder = next(holdings[r] for r, step in steps.items() if step == newest)
+    unsaved = [r for r, other in holdings.items() if other.run == chosen and other.is_unsaved]
     if unsaved and not first_holder.stopping:
         logger.warning(
             "region %d was ended before its first checkpoint of the run was complete: all regions start once more from step 0. "
@@ -108,7 +109,7 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
         return Choice(0, [], chosen)
     count = first_holder.num_writers
     # a region that joined later has the newest one only if it took it over
-    first = [step if region < count or step == newest else 0 for region, step in enumerate(steps)]
+    first = {r: step if r < count or step == newest else 0 for r, step in steps.items()}
     if counts and not first[link.region]:
         logger.warning(
             "region %d was not there when the checkpoints of step %d were written: its own are not used.",
@@ -116,10 +117,12 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
         )
         counts = False
     steps = first
-    while len(set(steps) - {0}) > 1:
-        oldest = min(step for step in steps if step)
+    while len(set(steps.values()) - {0}) > 1:
+        oldest = min(step for step in steps.values() if step)
         proposal = shelf.newest(oldest).step if counts else 0
-        steps = [other.step for other in link.gather(Proposal(proposal), "an older good checkpoint")]
-        if steps.count(0) > first.count(0):  # a region that has checkpoints has none this old
-            steps = [step if step == max(first) else 0 for step in first]
-    return Choice(max(steps), [region for region, step in enumerate(steps) if step], chosen)
+        told = gather(link, Proposal(proposal), "an older good checkpoint")
+        steps = {r: other.step for r, other in told.items()}
+        if any(first[r] and not step for r, step in steps.items()):  # it has checkpoints, but none this old
+            newest = max(first.values())
+            steps = {r: newest if first[r] == newest else 0 for r in steps}
+    return Choice(max(steps.values()), [r for r, step in steps.items() if step], chosen)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..links.base import Link
+from ..links.spreading import gather
 from ..resolve import value_in
 from . import checkpoint as disk
 from . import local_weights, manifest, numbering
@@ -115,8 +116,8 @@ def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
         CheckpointError: it is not; the message names the newest that is good in every region.
     """
     wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
-    verdicts = link.gather(Verdict(wrong is None), "the checkpoint to resume from")
-    bad = [region for region, verdict in enumerate(verdicts) if not verdict.is_good]
+    verdicts = gather(link, Verdict(wrong is None), "the checkpoint to resume from")
+    bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     if not bad:
         return checkpoint
     choice = newest_common(link, Shelf(checkpoint.parent, link, accelerator, beside=checkpoint))

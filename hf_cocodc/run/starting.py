@@ -1,7 +1,7 @@
 """Regions agree on a run's length and intervals before step 1 of training."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,6 +10,7 @@ from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
+from ..links.spreading import gather
 from ..resolve import from_config, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
@@ -64,16 +65,16 @@ class Habits(NamedTuple):
 
 
 def agree_on_start(link: Link, own: Beginning) -> Beginning:
-    """The smallest `max_steps` of all regions, and region 0's number for the run. A collective call.
+    """The smallest `max_steps` of all regions, and the lowest region's number for the run. A collective call.
 
     Shards of different lengths make epochs of different lengths.
 
     Raises:
         HandshakeError: a region cannot make fewer steps any more.
     """
-    told = link.gather(own, "the number of inner steps")
-    max_steps = min(other.max_steps for other in told)
-    for region, other in enumerate(told):
+    told = gather(link, own, "the number of inner steps")
+    max_steps = min(other.max_steps for other in told.values())
+    for region, other in told.items():
         if other.is_fixed and other.max_steps > max_steps:
             raise HandshakeError(
                 f"region {region} would make {other.max_steps} inner steps, another region {max_steps}. Its learning rate "
@@ -85,7 +86,7 @@ def agree_on_start(link: Link, own: Beginning) -> Beginning:
             "region %d would make %d inner steps, another region %d: all make %d.",
             *(link.region, own.max_steps, max_steps, max_steps),
         )
-    return Beginning(max_steps, own.is_fixed, told[0].run)
+    return Beginning(max_steps, own.is_fixed, told[min(told)].run)
 
 
 def check_same_habits(link: Link, own: Habits) -> None:
@@ -94,43 +95,47 @@ def check_same_habits(link: Link, own: Habits) -> None:
     Raises:
         HandshakeError: two regions differ.
     """
-    told = link.gather(own, "when a region saves and evaluates")
-    _check_same_interval([habits.saves for habits in told], "saves", "save")
-    if len(told) == 1 or not any(habits.averages or habits.metric for habits in told):
+    told = gather(link, own, "when a region saves and evaluates")
+    _check_same_interval({r: habits.saves for r, habits in told.items()}, "saves", "save")
+    if len(told) == 1 or not any(habits.averages or habits.metric for habits in told.values()):
         return
-    _check_same("load_best_model_at_end", [habits.load_best_model_at_end for habits in told])
-    _check_same("save_strategy=best", [habits.saves_best for habits in told])
-    if any(habits.averages for habits in told):
-        _check_same("evaluate_on", ["global" if habits.averages else "local" for habits in told])
-    other = next((r for r, habits in enumerate(told) if habits.metric != told[0].metric), None)
+    _check_same("load_best_model_at_end", {r: habits.load_best_model_at_end for r, habits in told.items()})
+    _check_same("save_strategy=best", {r: habits.saves_best for r, habits in told.items()})
+    if any(habits.averages for habits in told.values()):
+        uses = {r: "global" if habits.averages else "local" for r, habits in told.items()}
+        _check_same("evaluate_on", uses)
+    lowest = min(told)
+    other = next((r for r, habits in told.items() if habits.metric != told[lowest].metric), None)
     if other is not None:
         raise HandshakeError(
-            f"region 0 and region {other} have different metrics to decide by. Give eval_strategy, metric_for_best_model and "
-            "greater_is_better the same values in every region."
+            f"region {lowest} and region {other} have different metrics to decide by. Give eval_strategy, "
+            "metric_for_best_model and greater_is_better the same values in every region."
         )
-    evaluates = [habits.evaluates for habits in told]
-    if UNKNOWN in evaluates:
+    evaluates = {r: habits.evaluates for r, habits in told.items()}
+    unknown = next((r for r, steps in evaluates.items() if steps == UNKNOWN), None)
+    if unknown is not None:
         raise HandshakeError(
-            f"region {evaluates.index(UNKNOWN)} evaluates after epochs of unknown length, but all regions must do it together. "
+            f"region {unknown} evaluates after epochs of unknown length, but all regions must do it together. "
             "Set eval_strategy=steps, and the same eval_steps in every region."
         )
     _check_same_interval(evaluates, "evaluates", "eval")
-    _check_same("eval_on_start", [habits.eval_on_start for habits in told])
-    if any(evaluates):
-        _check_same("eval_delay", [f"{habits.eval_delay:g}" for habits in told])
+    _check_same("eval_on_start", {r: habits.eval_on_start for r, habits in told.items()})
+    if any(evaluates.values()):
+        _check_same("eval_delay", {r: f"{habits.eval_delay:g}" for r, habits in told.items()})
 
 
-def _check_same(setting: str, values: Sequence[Any]) -> None:
+def _check_same(setting: str, values: Mapping[int, Any]) -> None:
     """Raises HandshakeError if the regions' values of a setting differ."""
-    for region, value in enumerate(values):
-        if value != values[0]:
+    lowest = min(values)
+    for region, value in values.items():
+        if value != values[lowest]:
             raise HandshakeError(
-                f"{setting}={values[0]} in region 0, but {value} in region {region}: all regions must evaluate together. Give it "
-                "the same value in every region."
+                f"{setting}={values[lowest]} in region {lowest}, but {value} in region {region}: all regions must evaluate "
+                "together. Give it the same value in every region."
             )
 
 
-def _check_same_interval(told: Sequence[int], verb: str, setting: str) -> None:
+def _check_same_interval(told: Mapping[int, int], verb: str, setting: str) -> None:
     """Check the intervals of all regions.
 
     Args:
@@ -141,7 +146,7 @@ def _check_same_interval(told: Sequence[int], verb: str, setting: str) -> None:
     Raises:
         HandshakeError: two regions differ.
     """
-    found = {region: steps for region, steps in enumerate(told) if steps != UNKNOWN}
+    found = {region: steps for region, steps in told.items() if steps != UNKNOWN}
     for region, steps in found.items():
         first = min(found)
         if steps == found[first]:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from ..errors import CheckpointError
-from ..links.base import Link, spread
+from ..links.base import Link
+from ..links.spreading import spread
 from . import checkpoint as disk
 from . import local_weights, manifest, numbering
 from .export import put_beside

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..links.base import Link
+from ..links.spreading import gather
 from . import checkpoint as disk
 from .pointers import is_pointer
 
@@ -54,8 +55,8 @@ def common_wish(link: Link, own: Wish) -> Wish:
     Raises:
         CheckpointError: regions are asked for things that do not go together.
     """
-    wishes = link.gather(own, "what to begin from")
-    resuming = [region for region, wish in enumerate(wishes) if wish.resumes]
+    wishes = gather(link, own, "what to begin from")
+    resuming = [region for region, wish in wishes.items() if wish.resumes]
     if not resuming:
         return own
     way_out = (
@@ -63,7 +64,7 @@ def common_wish(link: Link, own: Wish) -> Wish:
         "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."
     )
     first = wishes[resuming[0]]
-    for region, wish in enumerate(wishes):
+    for region, wish in wishes.items():
         exact = wish.is_exact or first.is_exact
         if exact and (wish.resumes, wish.is_exact, wish.step) != (first.resumes, first.is_exact, first.step):
             raise CheckpointError(
@@ -79,7 +80,7 @@ def common_wish(link: Link, own: Wish) -> Wish:
             "region %d was to begin from step 0, and region %d is to resume: all resume.",
             *(link.region, resuming[0]),
         )
-    bounds = [wish.step for wish in wishes if wish.step]
+    bounds = [wish.step for wish in wishes.values() if wish.step]
     return Wish(True, first.is_exact, min(bounds, default=0), own.has_some)
 
 

@@ -1,6 +1,7 @@
 """How a flat tensor leaves a device for the link, and how a mean comes back to the device."""
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,19 +26,25 @@ class Departure:
     def __init__(self, flat: Tensor, host: Pool) -> None:
         self._flat, self._host = flat, host
         self._copy: Tensor | None = None
+        self._lock = threading.Lock()
         self._written = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
 
     def fetch(self) -> Tensor:
-        """The tensor on the host; called by the link's thread, which waits for the copy."""
+        """The tensor on the host; called by the link's thread, which waits for the copy. A further attempt gets the same copy."""
         if self._flat.device == self._host.device:
             return self._flat
-        self._copy = self._host.take(self._flat.numel())
+        with self._lock:
+            if self._copy is None:
+                self._copy = self._fetch(self._host.take(self._flat.numel()))
+            return self._copy
+
+    def _fetch(self, copy: Tensor) -> Tensor:
         if self._written is None:
-            return self._copy.copy_(self._flat)
+            return copy.copy_(self._flat)
         with _aside(self._flat.device) as stream:
             stream.wait_event(self._written)
-            self._copy.copy_(self._flat, non_blocking=True)
-        return self._copy
+            copy.copy_(self._flat, non_blocking=True)
+        return copy
 
     def end(self) -> None:
         """Return the copy's memory: the transfer has ended, and its result was used."""

@@ -274,7 +274,7 @@ class Answered(LockstepLink):
         self.kept = torch.zeros(numel)
 
     def mean(self, parcel: Parcel) -> Handle:
-        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0)
+        arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
         if parcel.then is not None:
             parcel.then(arrival)
         return Here(arrival)
@@ -291,7 +291,7 @@ class Busy(LockstepLink):
         def come() -> Arrival:
             self.came_to.append(parcel.trailer())
             mean = torch.ones(parcel.numel)
-            arrival = Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0)
+            arrival = Arrival(Result(mean, lambda: mean, {}), (self.came_to[-1],), 0, 0.0, 0.0, (0,))
             if parcel.then is not None:
                 parcel.then(arrival)
             return arrival

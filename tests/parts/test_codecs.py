@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def transfer(
         len(outer_grads),
         lambda region, link: link.mean(
             Parcel(
-                codec.converse(outer_grads[region], fragment, states[region]),
+                partial(codec.converse, outer_grads[region], fragment, states[region]),
                 fragment.numel,
                 lambda: Trailer(shares[region]),
                 "x",

@@ -95,8 +95,8 @@ def test_gloo_is_lockstep(
                 FRAGMENT.numel, generator=torch.Generator().manual_seed(10 * region + step)
             )
             trailer = partial(Trailer, weight=float(region != 1 or step == 1), inner_step=step, loss=region)
-            conversation = codec.converse(outer_grad, FRAGMENT, state)
-            arrival = link.mean(Parcel(conversation, FRAGMENT.numel, trailer, f"step {step}")).wait()
+            converse = partial(codec.converse, outer_grad, FRAGMENT, state)
+            arrival = link.mean(Parcel(converse, FRAGMENT.numel, trailer, f"step {step}")).wait()
             state = arrival.result.state
             found += [arrival.result.mean, arrival.result.own(), arrival.bytes_sent, arrival.trailers]
         return found
@@ -138,8 +138,8 @@ def test_a_closed_link_refuses_at_once() -> None:
 def meet(link: Link) -> Arrival:
     """One small mean."""
     codec = codecs.fp32()
-    conversation = codec.converse(torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
-    return link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, "step 1")).wait()
+    converse = partial(codec.converse, torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
+    return link.mean(Parcel(converse, FRAGMENT.numel, Trailer, "step 1")).wait()
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -246,8 +246,8 @@ def test_means_come_home(codec: Codec) -> None:
         state, means, places = codec.init(FRAGMENT), [], set()
         for step in range(4):
             seed = torch.Generator().manual_seed(10 * link.region + step)
-            conversation = codec.converse(torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
-            result = link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            converse = partial(codec.converse, torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
+            result = link.mean(Parcel(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             means.append(result.mean.cpu().clone())
             places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
@@ -271,8 +271,8 @@ def test_the_links_memory_does_not_grow() -> None:
         state = codec.init(FRAGMENT)
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
-            conversation = codec.converse(values, FRAGMENT, state)
-            result = link.mean(Parcel(conversation, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            converse = partial(codec.converse, values, FRAGMENT, state)
+            result = link.mean(Parcel(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             link.give(result.mean)
         return sum(spare.numel() for spare in link._buffers._spare.get(torch.float32, []))

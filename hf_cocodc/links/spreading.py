@@ -1,0 +1,53 @@
+"""What all regions tell each other at one moment: records and bytes, by region."""
+
+from typing import NamedTuple
+
+import torch
+
+from .base import Link
+from .records import Record
+
+
+class _Length(NamedTuple):
+    """Number of bytes that a region is about to send."""
+
+    num_bytes: int
+
+
+def gather(link: Link, own: Record, what: str) -> dict[int, Record]:
+    """The record of every region, by region, in ascending order. A collective call; messages call it `what`."""
+    told = link.gather(own, what)
+    return dict(zip(link.parties, told, strict=True))
+
+
+def spread(link: Link, source: int | None, own: bytes, what: str) -> bytes:
+    """The bytes of region `source`, or of the first member, in every region. A collective call; messages call it `what`."""
+
+    def spread_two() -> bytes:
+        length = torch.tensor([len(own)], dtype=torch.int64)
+        link.broadcast(length.view(torch.float32), f"the length of {what}", source)
+        return _spread(link, source, own, int(length), what)
+
+    return link.together(spread_two, what)
+
+
+def spread_all(link: Link, own: bytes, what: str) -> dict[int, bytes]:
+    """The bytes of every region, by region. A collective call; messages call it `what`."""
+
+    def spread_each() -> dict[int, bytes]:
+        lengths = gather(link, _Length(len(own)), f"the length of {what}")
+        return {
+            region: _spread(link, region, own, length.num_bytes, f"{what} of region {region}")
+            for region, length in lengths.items()
+        }
+
+    return link.together(spread_each, what)
+
+
+def _spread(link: Link, source: int | None, own: bytes, size: int, what: str) -> bytes:
+    padded = bytearray(own if len(own) == size else size)
+    padded += bytes(-size % 4)
+    if not padded:
+        return b""
+    link.broadcast(torch.frombuffer(padded, dtype=torch.float32), what, source)
+    return bytes(padded[:size])
