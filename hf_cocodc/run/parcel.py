@@ -1,0 +1,160 @@
+"""What of a checkpoint may reach another region, and what becomes of it there.
+
+Only files with known names travel, as JSON, text or safetensors: never a pickle. Trainer's own pickles (inner optimizer,
+scheduler, scaler) are taken apart before, and written anew by the region that takes over.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from ..errors import CheckpointError
+from . import checkpoint as disk
+from . import local_weights, manifest
+from .export import put_beside
+from .trees import put_together, take_apart
+
+TREES = "trees"
+"""Folder of what was taken apart, while it travels."""
+_STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
+"""States that Trainer and Accelerate pickle; a folder is sharded."""
+_ITEMS = "$items"
+_WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_KNOWN = re.compile(
+    rf"trainer_state\.json|{disk.FOLDER}/state(-lane\d+)?\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
+    rf"|{TREES}/({_STATE})\.(json|safetensors)|{disk.FOLDER}/local-lane\d+\.safetensors"
+    rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
+)
+"""Names of the files that may reach another region."""
+
+
+def check_names(names: Iterable[str], source: int) -> None:
+    """Check that a parcel from region `source` has only files that may travel.
+
+    Raises:
+        CheckpointError: it has another one.
+    """
+    for name in names:
+        if not _KNOWN.fullmatch(name):
+            raise CheckpointError(
+                f"region {source} sends a file named {name!r} with its checkpoint, which no checkpoint has: it is not written. "
+                "Do all regions have the same version of hf_cocodc? Is the store reached by others?"
+            )
+
+
+def files_in(*folders: Path) -> dict[str, Path]:
+    """The files below these folders that may travel, by their names in a checkpoint."""
+    found = {
+        path.relative_to(folder).as_posix(): path
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    return {name: path for name, path in found.items() if _KNOWN.fullmatch(name)}
+
+
+@contextmanager
+def parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
+    """The files that another region can continue from: no local weights or random numbers, and pickles taken apart.
+
+    Of the local weights, only what is not trained goes with them: buffers, and frozen weights.
+    """
+    aside = checkpoint.with_name(f"{checkpoint.name}.sent")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        with disk.saving(aside):
+            (aside / TREES).mkdir(parents=True)
+            for state in checkpoint.iterdir():
+                if re.fullmatch(_STATE, state.name):
+                    _take_apart(state, aside / TREES / state.name)
+            (aside / disk.FOLDER).mkdir()
+            for path in checkpoint.glob(local_weights.weights_file("*")):
+                _leave_out(path, disk.trained(checkpoint), aside / disk.FOLDER / path.name)
+        yield files_in(checkpoint, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def make_own(checkpoint: Path) -> None:
+    """Turn the received files into a checkpoint: a region that takes over starts from the global weights."""
+    trees = checkpoint / TREES
+    put_beside(checkpoint)
+    for path in trees.glob("*.json"):
+        _put_together(path.with_suffix(""), checkpoint / path.stem)
+    shutil.rmtree(trees, ignore_errors=True)
+    disk.mark_taken_over(checkpoint)
+
+
+def write_tree(state: Any, to: Path) -> None:
+    """Write a state of tensors, numbers and words as `to`.json and `to`.safetensors, as it travels.
+
+    Raises:
+        CheckpointError: it holds something else.
+    """
+    tree, tensors = take_apart(_with_items(state))
+    try:
+        Path(f"{to}.json").write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{to.name} cannot be sent to another region: {error}. Copy the checkpoint by hand, or resume without that region."
+        ) from error
+    save_file(tensors, f"{to}.safetensors")
+
+
+def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:
+    """Copy a file of tensors without those of these names."""
+    with safe_open(weights, framework="pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys() if name not in names}  # noqa: SIM118
+        save_file(kept, to, file.metadata())
+
+
+def _take_apart(state: Path, to: Path) -> None:
+    """Write a pickled state as JSON and safetensors. Only tensors, numbers and words are read of it."""
+    pickled = state
+    if state.is_dir():
+        pickled = to.with_name(f"{to.name}.pickle")
+        dcp_to_torch_save(state, pickled)
+    content = torch.load(pickled, map_location="cpu", weights_only=True)
+    if state.is_dir():
+        pickled.unlink()
+    write_tree(content, to)
+
+
+def _put_together(tree: Path, state: Path) -> None:
+    """Write what `write_tree` made of a state as Trainer expects it."""
+    content = json.loads(Path(f"{tree}.json").read_text(encoding="utf-8"))
+    _pickle(_without_items(put_together(content, load_file(f"{tree}.safetensors"))), state)
+
+
+def _pickle(content: Any, path: Path) -> None:
+    if path.suffix:
+        torch.save(content, path)
+        return
+    whole = path.with_name(f"{path.name}.pickle")
+    torch.save(content, whole)
+    torch_save_to_dcp(whole, path)
+    whole.unlink()
+
+
+def _with_items(value: Any) -> Any:
+    """The value with dicts whose keys are not all words as lists of pairs: JSON knows no other keys."""
+    if isinstance(value, dict):
+        pairs = [[key, _with_items(each)] for key, each in value.items()]
+        return dict(pairs) if all(isinstance(key, str) for key in value) else {_ITEMS: pairs}
+    return [_with_items(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _without_items(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = value.get(_ITEMS, value.items())
+        return {key: _without_items(each) for key, each in pairs}
+    return [_without_items(each) for each in value] if isinstance(value, list) else value
