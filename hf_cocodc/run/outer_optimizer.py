@@ -17,7 +17,7 @@ from ..links.trailer import Ending
 from ..resolve import continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
-from .checkpoint import Facts, Saved
+from .checkpoint import Saved
 from .claim import claim, refuse_second
 from .connect import begin_over, meet, refuse_unsupported
 from .endings import Endings
@@ -25,7 +25,7 @@ from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 from .recovery import recover
 from .resume import check
-from .saving import hook_into_saving, seal, write
+from .saving import facts_of, hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start
 
 
@@ -109,8 +109,8 @@ class OuterOptimizer:
         self._inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
         )
-        self._about = about or of_loop(accelerator, bare, optimizer)
-        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self._about)
+        self.about = about or of_loop(accelerator, bare, optimizer)
+        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
         self.link = link
         if saved is not None:
@@ -124,7 +124,7 @@ class OuterOptimizer:
         self._max_steps = max_steps
         self._config, self.model = config, bare
         if saved is not None:
-            check(saved, self.settings, link, self._about, self._allowed, bare)
+            check(saved, self.settings, link, self.about, self._allowed, bare)
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self.journal = Journal(path, mark_of(saved), link.clock)
@@ -288,18 +288,7 @@ class OuterOptimizer:
         Raises:
             CheckpointError: the disk refuses.
         """
-        told = self.journal.mark()
-        facts = Facts.of(
-            self.link,
-            step=self.inner_step,
-            settings=self.settings,
-            finished=self.finished,
-            journal=told.position,
-            journal_sha256=told.sha256,
-            stopping=self.verdict == "stop",
-            model=dict(self._about.model),
-            facts=dict(self._about.facts),
-        )
+        facts = facts_of(self)
         saved = Saved(self.synchronizer.state_dict(), facts)
         write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)
 
@@ -317,7 +306,7 @@ class OuterOptimizer:
             CheckpointError: it is of another run, or the model holds other weights.
         """
         config = continuing(self._config, saved.facts.settings)
-        check(saved, settings(config), self.link, self._about, self._allowed, self.model)
+        check(saved, settings(config), self.link, self.about, self._allowed, self.model)
         if layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]:
             self.synchronizer.load_state_dict(saved.state)
         else:

@@ -12,8 +12,10 @@ from ..links.base import Link
 from ..tensors.contents import digests
 from . import checkpoint as disk
 from . import local_weights
-from .checkpoint import Saved
+from .about import About
+from .checkpoint import Facts, Saved
 from .inner_optimizer import InnerOptimizer
+from .journal import Journal
 from .shelf import main_says
 
 
@@ -22,12 +24,38 @@ class Savable(Protocol):
 
     link: Link
     model: nn.Module
+    about: About
+    settings: dict[str, Any]
+    journal: Journal
+    finished: bool
+
+    @property
+    def inner_step(self) -> int: ...
+
+    @property
+    def verdict(self) -> str | None: ...
 
     def save(self, checkpoint: str | Path) -> None: ...
 
     def seal(self, checkpoint: str | Path) -> None: ...
 
     def load(self, saved: Saved) -> None: ...
+
+
+def facts_of(outer: Savable) -> Facts:
+    """What identifies the run of an outer optimizer, as it is now."""
+    told = outer.journal.mark()
+    return Facts.of(
+        outer.link,
+        step=outer.inner_step,
+        settings=outer.settings,
+        finished=outer.finished,
+        journal=told.position,
+        journal_sha256=told.sha256,
+        stopping=outer.verdict == "stop",
+        model=dict(outer.about.model),
+        facts=dict(outer.about.facts),
+    )
 
 
 def write(
