@@ -4,30 +4,21 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import LinkError, RegionLostError
 from ..meeting.heartbeat import Heartbeat
 from ..meeting.stopping import StopAgreement
-from ..parts.codecs.base import Message, Reply, Result
-from ..tensors.departures import bring
-from ..tensors.norms import square
-from ..tensors.pools import HOST, Pool
-from .base import Arrival, FixedSet, Handle, Link, Parcel, T, drive
-from .exchange import Exchange
-from .records import Record, from_row, to_row
-from .trailer import Trailer
+from ..tensors.pools import Pool
+from .base import Arrival, FixedSet, Handle, Link, Parcel, T
+from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
+from .records import Record
 from .wire import Wire
-
-_PIECE_BYTES = 1 << 20
-_AT_ONCE_S = 1e-3
-"""Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
 
 
 class GlooLink(FixedSet):
@@ -80,9 +71,7 @@ class GlooLink(FixedSet):
         self.wire = Wire(
             store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
         )
-        self._buffers = Pool(pinned=pin_memory)
-        self._home = self._buffers
-        self._lent = WeakIdKeyDictionary()
+        self._memory = MeanMemory(pin_memory)
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, stuck_timeout_s, self._give_up
         )
@@ -99,33 +88,7 @@ class GlooLink(FixedSet):
 
     def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
-            row = to_row(parcel.trailer())
-            began, bytes_sent = time.perf_counter(), 0
-            trailers: tuple[Trailer, ...] = ()
-            reply = None
-            swap = self.wire.begin_swap(row, parcel.what)
-
-            def exchange(message: Message) -> Reply:
-                nonlocal began, bytes_sent, trailers, reply
-                said = Exchange(self.wire, message, self._buffers, parcel.what)
-                said.begin()
-                if not trailers:
-                    posted = time.perf_counter()
-                    self.wire.wait(swap.pending, parcel.what, self._heartbeat)
-                    came = time.perf_counter()
-                    # if another region was late, that time does not count for the link
-                    if came - posted > self.wire.rtt_s + _AT_ONCE_S:
-                        began = came - self.wire.rtt_s
-                    trailers = _records(Trailer, swap.values)
-                reply = said.end([trailer.weight for trailer in trailers])
-                bytes_sent += said.bytes_sent
-                return reply
-
-            result = drive(parcel.converse(), exchange)
-            seconds = time.perf_counter() - began
-            found = square(result.mean)
-            result = self._bring_home(result, lent=reply is not None and reply.mean is result.mean)
-            arrival = Arrival(result, trailers, bytes_sent, seconds, found, self.members)
+            arrival = MeanCall(self.wire, self.members, parcel, self._memory, self._heartbeat).run()
             if parcel.then is not None:
                 parcel.then(arrival)
             return arrival
@@ -133,12 +96,10 @@ class GlooLink(FixedSet):
         return self._submit(transfer, parcel.what)
 
     def bring_to(self, home: Pool) -> None:
-        self._home = self._buffers if home.device == HOST else home
+        self._memory.bring_to(home)
 
     def give(self, mean: Tensor) -> None:
-        # a mean that a codec made is not the link's memory: the pool would grow with every such mean
-        if self._lent.pop(mean, False):
-            self._home.give(mean)
+        self._memory.give(mean)
 
     def total(self, values: Tensor) -> Tensor:
         return values
@@ -150,22 +111,18 @@ class GlooLink(FixedSet):
         self._heartbeat.inner_step = inner_step
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
-        source = 0 if source is None else source
-        self._submit(lambda: self._spread(flat.view(torch.uint8), what, source), what).wait()
-        if self.region == source:
-            self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)
+        call = BroadcastCall(self.wire, flat.view(torch.uint8), source or 0, what, self._heartbeat)
+        self._submit(call.run, what).wait()
+        self._broadcast_bytes += call.bytes_sent
 
     def count_broadcasts(self) -> int:
         counted, self._broadcast_bytes = self._broadcast_bytes, 0
         return counted
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        def swap() -> tuple[Record, ...]:
-            values, pending = self.wire.begin_swap(to_row(record), what)
-            self.wire.wait(pending, what, self._heartbeat)
-            return _records(type(record), values)
-
-        return self._submit(swap, what).wait()
+        return self._submit(
+            GatherCall(self.wire, self.members, record, what, self._heartbeat).run, what
+        ).wait()
 
     def lead(self, call: Callable[[Link], T], what: str) -> T:
         return call(self)
@@ -230,27 +187,6 @@ class GlooLink(FixedSet):
             while (job := self._jobs.get_nowait()) is not None:
                 job.fail(self._failure)
 
-    def _bring_home(self, result: Result, lent: bool) -> Result:
-        """The result, with its mean in memory of `bring_to`. `lent`: before this call the mean is in the link's own memory."""
-        mean = result.mean
-        if self._home is not self._buffers:
-            mean = bring(result.mean, self._home)
-            if lent:
-                self._buffers.give(result.mean)
-            lent = True
-        if lent:
-            self._lent[mean] = True
-        return result._replace(mean=mean)
-
-    def _spread(self, raw: Tensor, what: str, source: int) -> None:
-        tag, pending = self.wire.tag(), []
-        for index, piece in enumerate(raw.split(_PIECE_BYTES)):
-            if self.region == source:
-                pending += [self.wire.send(other, piece, tag, index, what) for other in self.wire.others]
-            else:
-                pending.append(self.wire.receive(source, piece, tag, index, what))
-        self.wire.wait(pending, what, self._heartbeat)
-
 
 class _Job:
     """Work for the link's thread, and the handle by which the training thread waits for its result."""
@@ -277,7 +213,3 @@ class _Job:
         if self._error is not None:
             raise self._error
         return self._value
-
-
-def _records(kind: type[Record], rows: Sequence[Tensor]) -> tuple[Record, ...]:
-    return tuple(from_row(kind, row, region) for region, row in enumerate(rows))

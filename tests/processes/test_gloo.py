@@ -252,7 +252,7 @@ def test_means_come_home(codec: Codec) -> None:
             means.append(result.mean.cpu().clone())
             places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
             link.give(result.mean)
-        kept = link._buffers._spare.get(torch.float32, [])
+        kept = link._memory.buffers._spare.get(torch.float32, [])
         assert sum(each.numel() for each in kept) == FRAGMENT.numel * isinstance(codec, Plain)
         return means, places
 
@@ -275,7 +275,7 @@ def test_the_links_memory_does_not_grow() -> None:
             result = link.mean(Parcel(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             link.give(result.mean)
-        return sum(spare.numel() for spare in link._buffers._spare.get(torch.float32, []))
+        return sum(spare.numel() for spare in link._memory.buffers._spare.get(torch.float32, []))
 
     assert run_over_gloo(2, body) == [0, 0]
 

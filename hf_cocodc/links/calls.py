@@ -1,0 +1,185 @@
+"""The calls of a link over connections, each made once: a mean, a gathering of records, a broadcast.
+
+A link's thread runs them. They ask nothing of the link but memory for means: a call that failed can be made again.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..parts.codecs.base import Message, Reply, Result
+from ..tensors.departures import bring
+from ..tensors.norms import square
+from ..tensors.pools import HOST, Pool
+from .base import Arrival, Parcel, drive
+from .exchange import Exchange
+from .records import Record, from_row, to_row
+from .trailer import Trailer
+from .wire import Wire
+
+_PIECE_BYTES = 1 << 20
+_AT_ONCE_S = 1e-3
+"""Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
+
+
+class Call(Protocol):
+    """One call, made once.
+
+    Attributes:
+        bytes_sent: payload bytes that this region has sent for it so far.
+    """
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    def run(self) -> Any:
+        """Make the call.
+
+        Raises:
+            LinkError: it failed; the message names the call and the region.
+        """
+        ...
+
+
+class MeanMemory:
+    """The memory in which a link places means.
+
+    Args:
+        pinned: whether means are in pinned memory, from which a GPU copies faster.
+
+    Attributes:
+        buffers: for payloads and for means on the host.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.buffers = Pool(pinned=pinned)
+        self._home = self.buffers
+        self._lent = WeakIdKeyDictionary()
+
+    def bring_to(self, home: Pool) -> None:
+        """See `Link.bring_to`."""
+        self._home = self.buffers if home.device == HOST else home
+
+    def give(self, mean: Tensor) -> None:
+        """See `Link.give`."""
+        # a mean that a codec made is not the link's memory: the pool would grow with every such mean
+        if self._lent.pop(mean, False):
+            self._home.give(mean)
+
+    def bring_home(self, result: Result, lent: bool) -> Result:
+        """The result, with its mean in memory of `bring_to`. `lent`: before this call the mean is in `buffers`."""
+        mean = result.mean
+        if self._home is not self.buffers:
+            mean = bring(result.mean, self._home)
+            if lent:
+                self.buffers.give(result.mean)
+            lent = True
+        if lent:
+            self._lent[mean] = True
+        return result._replace(mean=mean)
+
+
+class MeanCall:
+    """The mean that a parcel asks for; `run` returns the arrival, and does not call `Parcel.then`.
+
+    Args:
+        wire: reaches the other regions.
+        members: the regions that take part, in the order of the wire.
+        parcel: what this region brings.
+        memory: for payloads and the mean.
+        patience: decides how long a region may be late.
+    """
+
+    def __init__(
+        self, wire: Wire, members: Sequence[int], parcel: Parcel, memory: MeanMemory, patience: Any
+    ) -> None:
+        self._wire, self._members, self._parcel = wire, tuple(members), parcel
+        self._memory, self._patience = memory, patience
+        self._said: list[Exchange] = []
+        self._bytes_before = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_before + sum(said.bytes_sent for said in self._said)
+
+    def run(self) -> Arrival:
+        wire, what = self._wire, self._parcel.what
+        row = to_row(self._parcel.trailer())
+        began = time.perf_counter()
+        trailers: tuple[Trailer, ...] = ()
+        reply = None
+        swap = wire.begin_swap(row, what)
+
+        def exchange(message: Message) -> Reply:
+            nonlocal began, trailers, reply
+            said = Exchange(wire, message, self._memory.buffers, what)
+            self._said = [said]
+            said.begin()
+            if not trailers:
+                posted = time.perf_counter()
+                wire.wait(swap.pending, what, self._patience)
+                came = time.perf_counter()
+                # if another region was late, that time does not count for the link
+                if came - posted > wire.rtt_s + _AT_ONCE_S:
+                    began = came - wire.rtt_s
+                trailers = _records(Trailer, self._members, swap.values)
+            reply = said.end([trailer.weight for trailer in trailers])
+            self._bytes_before, self._said = self.bytes_sent, []
+            return reply
+
+        result = drive(self._parcel.converse(), exchange)
+        seconds = time.perf_counter() - began
+        found = square(result.mean)
+        lent = reply is not None and reply.mean is result.mean
+        result = self._memory.bring_home(result, lent)
+        return Arrival(result, trailers, self.bytes_sent, seconds, found, self._members)
+
+
+class GatherCall:
+    """The records of all regions, in the order of the wire; arguments as for `MeanCall`."""
+
+    def __init__(self, wire: Wire, members: Sequence[int], record: tuple, what: str, patience: Any) -> None:
+        self._wire, self._members, self._record = wire, tuple(members), record
+        self._what, self._patience = what, patience
+        self.bytes_sent = 0
+
+    def run(self) -> tuple[tuple, ...]:
+        values, pending = self._wire.begin_swap(to_row(self._record), self._what)
+        self._wire.wait(pending, self._what, self._patience)
+        return _records(type(self._record), self._members, values)
+
+
+class BroadcastCall:
+    """The bytes of one region in all others.
+
+    Args:
+        wire: reaches the other regions.
+        raw: bytes (1-D uint8); overwritten in all regions but the source.
+        source: the place of the sending region in the order of the wire.
+        what: names the call in messages.
+        patience: decides how long a region may be late.
+    """
+
+    def __init__(self, wire: Wire, raw: Tensor, source: int, what: str, patience: Any) -> None:
+        self._wire, self._raw, self._source = wire, raw, source
+        self._what, self._patience = what, patience
+        self.bytes_sent = 0
+
+    def run(self) -> Tensor:
+        wire, what = self._wire, self._what
+        tag, pending = wire.tag(), []
+        for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
+            if wire.region == self._source:
+                pending += [wire.send(other, piece, tag, index, what) for other in wire.others]
+                self.bytes_sent += piece.numel() * len(wire.others)
+            else:
+                pending.append(wire.receive(self._source, piece, tag, index, what))
+        wire.wait(pending, what, self._patience)
+        return self._raw
+
+
+def _records(kind: type[Record], members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Record, ...]:
+    return tuple(from_row(kind, row, region) for region, row in zip(members, rows, strict=True))
