@@ -25,6 +25,7 @@ class Arrival(NamedTuple):
         seconds: time that the link took, from the moment when the last region came to the transfer.
         square: sum of squares of the mean, over all lanes of the region; computed while training goes on.
         members: the regions that took part, in the order of the trailers.
+        changes: how often regions had come in or left before the transfer was sent; -1 if the link does not count that.
     """
 
     result: Result
@@ -33,6 +34,7 @@ class Arrival(NamedTuple):
     seconds: float
     square: float
     members: tuple[int, ...]
+    changes: int = -1
 
     @property
     def words(self) -> Words:
