@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run.journal import read
+from .members import changes, sentence
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Summary:
     `timing` says what the seconds are: "measured", "simulated", or "none".
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `sat_out` has a sentence about each region that was not finite at times.
+    `members` says how many regions took part from which inner step on; empty for a run that would end with a lost region.
     """
 
     num_regions: int
@@ -33,6 +35,7 @@ class Summary:
     data_parallel_bytes: int
     method: str
     sat_out: Sequence[str]
+    members: str = ""
 
     def blocked(self) -> str:
         """How long training waited for the link, in words."""
@@ -52,7 +55,9 @@ class Summary:
             )
         rows += [
             f"method                {self.method}",
-            f"inner steps           {self.inner_steps} in each of {self.num_regions} region(s)",
+            f"inner steps           {self.inner_steps}"
+            + ("" if self.members else f" in each of {self.num_regions} region(s)"),
+            *([f"regions               {self.members}"] if self.members else []),
             f"outer steps           {self._outer_steps()}",
             f"blocked on the link   {self.blocked()}",
         ]
@@ -76,8 +81,11 @@ class Summary:
 
 
 def summarise(journals: Sequence[Path]) -> Summary:
-    """Read the journals of all available regions, region 0's first."""
+    """Read the journals of all available regions, region 0's first. At least one of them has finished; a lost one has not."""
     runs = [read(journal) for journal in journals]
+    found = changes(runs)
+    if found:
+        runs = [run for run in runs if has_finished(run)]
     start = runs[0][0]
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
     evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
@@ -102,8 +110,14 @@ def summarise(journals: Sequence[Path]) -> Summary:
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),
         data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
         method=describe(start["outer"]),
-        sat_out=[sentence for run in runs for sentence in _sat_out(run)],
+        sat_out=[words for run in runs for words in _sat_out(run)],
+        members=sentence(found) if found else "",
     )
+
+
+def has_finished(run: Sequence[dict[str, Any]]) -> bool:
+    """Whether a journal's region has come to the end of its run."""
+    return any(event["kind"] == "finish" for event in run)
 
 
 def _sat_out(run: Sequence[dict[str, Any]]) -> list[str]:
