@@ -4,9 +4,20 @@ Kinds: start, resume, note, log, send, sit_out, begin_anew, land, adopt, unread,
 `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures
 read only the journal.
 
+Where a run goes on without a lost region (`regions.on_loss`), there are five kinds more:
+
+- epoch: `members` (numbers of the regions that take part from here on), `epoch` (how often they have changed), `why`. Each
+  region writes it when it begins to train or enters the run, and at each change. One that is no longer there was lost.
+- retry: an operation on the link is done again without a lost region: `op` (its number), `what`, `members`, `epoch`, `why`.
+- late: the others go on without `region`, which is late (`regions.grace_s`): `epoch`, `why`.
+- join: `region` is a member from the next inner step on: `epoch`. In its own journal also `donor` and `base`: the region
+  that it began from, and the inner step of what it got there.
+- left: `region` has left in good order: `epoch`, `why`.
+
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
 all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a
-hash of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one.
+hash of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one. A region that
+comes back to a run while the others train appends to its journal.
 """
 
 import hashlib
@@ -34,6 +45,22 @@ class Mark(NamedTuple):
     position: int = 0
     sha256: str = ""
     step: int | None = None
+
+    @classmethod
+    def of(cls, path: Path, run: str) -> "Mark":
+        """The end of a journal, for a region that comes back to a run; nothing if what is there is of another run.
+
+        Args:
+            path: the journal; it need not exist.
+            run: what `start` and `resume` events of this run have as `run`.
+        """
+        found = path.read_bytes() if path.is_file() else b""
+        whole = found[: found.rfind(b"\n") + 1]
+        events = _events(whole.decode(errors="replace"))
+        runs = [event.get("run") for event in events if event.get("kind") in ("start", "resume")]
+        if not runs or runs[-1] != run:
+            return cls()
+        return cls(len(whole), hashlib.sha256(whole).hexdigest(), events[-1].get("step"))
 
     def fits(self, found: bytes) -> bool:
         """Whether what was `found` in a file begins with the lines of the run that made the mark."""

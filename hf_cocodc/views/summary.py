@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run.journal import read
+from ..run.unread import merged
 from .members import changes, sentence
 
 
@@ -18,6 +19,7 @@ class Summary:
     `timing` says what the seconds are: "measured", "simulated", or "none".
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `sat_out` has a sentence about each region that was not finite at times.
+    `unread` names the data that nobody read because its region was away.
     `members` says how many regions took part from which inner step on; empty for a run that would end with a lost region.
     """
 
@@ -36,6 +38,7 @@ class Summary:
     method: str
     sat_out: Sequence[str]
     members: str = ""
+    unread: Sequence[str] = ()
 
     def blocked(self) -> str:
         """How long training waited for the link, in words."""
@@ -67,7 +70,8 @@ class Summary:
                 f"sent by a region      {_bytes(self.bytes_sent)}; data-parallel training would have sent "
                 f"{_bytes(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
             )
-        rows += [f"not finite            {sentence}" for sentence in self.sat_out]
+        rows += [f"not finite            {words}" for words in self.sat_out]
+        rows += [f"read by nobody        {words}" for words in self.unread]
         rows.append(f"global model          {model}")
         rows += [f"journal               {journal}" for journal in journals]
         return rows
@@ -86,6 +90,8 @@ def summarise(journals: Sequence[Path]) -> Summary:
     found = changes(runs)
     if found:
         runs = [run for run in runs if has_finished(run)]
+    # the one that has seen most changes was there longest
+    longest = max(runs, key=lambda run: sum(event["kind"] == "epoch" for event in run))
     start = runs[0][0]
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
     evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
@@ -112,6 +118,7 @@ def summarise(journals: Sequence[Path]) -> Summary:
         method=describe(start["outer"]),
         sat_out=[words for run in runs for words in _sat_out(run)],
         members=sentence(found) if found else "",
+        unread=[each.words for each in merged(longest)],
     )
 
 

@@ -133,3 +133,31 @@ def test_a_mark_is_of_what_was_written(tmp_path: Path) -> None:
     resumed.write("resume", step=3)
     assert resumed.mark() == Mark(len(path.read_bytes()), sha256(path.read_bytes()).hexdigest())
     assert Journal(None).mark() == Mark()
+
+
+def test_a_region_that_comes_back_appends(tmp_path: Path) -> None:
+    """All whole lines stay, also behind its last checkpoint; a line that a crash cut off does not."""
+    path = tmp_path / "journal.jsonl"
+    assert Mark.of(path, "a") == Mark()
+    first = Journal(path)
+    first.write("start", step=0, run="a")
+    first.write("send", step=5)
+    told = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(b'{"kind": "la')
+    back = Journal(path, Mark.of(path, "a"))
+    back.write("resume", step=9, run="a")
+    assert path.read_bytes().startswith(told)
+    assert steps(path) == [0, 5, 9]
+    assert (tmp_path / "journal.1.jsonl").read_bytes() == b'{"kind": "la'
+
+
+@pytest.mark.parametrize("run", ["b", None])
+def test_a_region_that_enters_another_run_begins_a_journal(run: str | None, tmp_path: Path) -> None:
+    """Lines of another run, or of one of unknown name, move away."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path).write("start", step=0, run="a" if run else None)
+    assert Mark.of(path, "b") == Mark()
+    Journal(path, Mark.of(path, "b")).write("start", step=3, run="b")
+    assert steps(path) == [3]
+    assert steps(tmp_path / "journal.1.jsonl") == [0]
