@@ -27,6 +27,7 @@ from .recovery import recover
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start
+from .unread import attendance_of, report_unread
 
 
 class OuterOptimizer:
@@ -134,6 +135,10 @@ class OuterOptimizer:
             if not continues:
                 take_over(self.synchronizer.fragments)
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
+        self._tell_unread: Callable[[int], None] = lambda step: None
+        if accelerator.is_main_process:
+            attendance = attendance_of(link, regions, self.about, self.inner_step)
+            self._tell_unread = report_unread(self.journal, attendance)
         self._undo = [claim(bare), *hook_into_saving(accelerator, self, self._inner)]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
@@ -288,6 +293,7 @@ class OuterOptimizer:
         Raises:
             CheckpointError: the disk refuses.
         """
+        self._tell_unread(self.inner_step)
         facts = facts_of(self)
         saved = Saved(self.synchronizer.state_dict(), facts)
         write(self._accelerator, self.link, self.model, Path(checkpoint), saved, weights)

@@ -5,10 +5,15 @@ So nobody trains on a sample twice, and what a region misses while it is away is
 """
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ..links.base import Link
+from ..settings import ENV_REGIONS, RegionConfig, from_env
+from .about import About
 from .journal import Journal
+from .shards import num_shards
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +94,14 @@ class Attendance:
                 found.append(Unread(region, since, step, samples))
                 self._read[region] = step
         return found
+
+
+def attendance_of(link: Link, regions: RegionConfig, about: About, step: int) -> Attendance:
+    """The attendance of a run that begins, or goes on, at inner step `step`. Regions are taken to read as much as this one."""
+    count = from_env(regions.count, os.environ, ENV_REGIONS, "regions.count") if link.is_elastic else None
+    shards = num_shards(link.num_regions if count is None else count, regions.max)
+    samples = about.facts.get("batch")
+    return Attendance(shards, link.members, step, samples if isinstance(samples, int) else None)
 
 
 def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], None]:

@@ -6,9 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 
+from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
+from hf_cocodc.links.base import Link
+from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.run.unread import Attendance, Unread, merged, report_unread
+from tests.toys import Blocks
 
 
 def test_a_region_that_comes_back_has_missed_what_it_did_not_land() -> None:
@@ -110,3 +116,36 @@ def test_a_run_whose_regions_stay_reports_nothing(tmp_path: Path, caplog: pytest
     journal.write("finish", step=40)
     assert [event["kind"] for event in read(tmp_path / "journal.jsonl")] == ["land", "finish"]
     assert caplog.text == ""
+
+
+def test_a_run_with_room_for_more_regions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two regions of at most three: the part of region 2 is named at the start, at a save and before the end."""
+
+    def body(region: int, link: Link) -> None:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.ones(3)])
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        regions = RegionConfig(min=1, max=3)
+        config, journal = OuterConfig(sync_interval=2), tmp_path / f"{region}.jsonl"
+        with OuterOptimizer(
+            accelerator, model, optimizer, config, regions, max_steps=6, link=link, journal=journal
+        ) as outer:
+            while outer.inner_step < 6:
+                accelerator.backward(
+                    sum(vector.sum() for vector in accelerator.unwrap_model(model).vectors())
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+                if outer.inner_step == 4:
+                    accelerator.save_state(str(tmp_path / f"region-{region}"))
+
+    run_in_lockstep(2, body)
+    for region in (0, 1):
+        events = [event for event in read(tmp_path / f"{region}.jsonl") if event["kind"] == "unread"]
+        assert [(e["region"], e["from_step"], e["to_step"], e["samples"]) for e in events] == [
+            (2, 0, 4, None),
+            (2, 4, 6, None),
+        ]
+    assert "Nobody reads that of region 2" in caplog.text
+    assert "nobody has read region 2's data of steps 1 to 6." in caplog.text
