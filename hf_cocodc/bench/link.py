@@ -199,7 +199,7 @@ def _measure(link: GlooLink, trial: Trial) -> Figures:
         link.give(arrival.result.mean)
     return Figures(
         regions=link.num_regions,
-        connections=link.wire.connections,
+        connections=link.view.connections,
         bytes_sent=bytes_sent,
         seconds=seconds,
         round_trip_s=round_trip_s,

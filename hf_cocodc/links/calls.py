@@ -18,7 +18,7 @@ from .base import Arrival, Parcel, drive
 from .exchange import Exchange
 from .records import Record, from_row, to_row
 from .trailer import Trailer
-from .wire import Wire
+from .view import View
 
 _PIECE_BYTES = 1 << 20
 _AT_ONCE_S = 1e-3
@@ -86,17 +86,17 @@ class MeanCall:
     """The mean that a parcel asks for; `run` returns the arrival, and does not call `Parcel.then`.
 
     Args:
-        wire: reaches the other regions.
-        members: the regions that take part, in the order of the wire.
+        view: reaches the other regions.
+        members: the regions that take part, in the order of the view.
         parcel: what this region brings.
         memory: for payloads and the mean.
         patience: decides how long a region may be late.
     """
 
     def __init__(
-        self, wire: Wire, members: Sequence[int], parcel: Parcel, memory: MeanMemory, patience: Any
+        self, view: View, members: Sequence[int], parcel: Parcel, memory: MeanMemory, patience: Any
     ) -> None:
-        self._wire, self._members, self._parcel = wire, tuple(members), parcel
+        self._view, self._members, self._parcel = view, tuple(members), parcel
         self._memory, self._patience = memory, patience
         self._said: list[Exchange] = []
         self._bytes_before = 0
@@ -106,25 +106,25 @@ class MeanCall:
         return self._bytes_before + sum(said.bytes_sent for said in self._said)
 
     def run(self) -> Arrival:
-        wire, what = self._wire, self._parcel.what
+        view, what = self._view, self._parcel.what
         row = to_row(self._parcel.trailer())
         began = time.perf_counter()
         trailers: tuple[Trailer, ...] = ()
         reply = None
-        swap = wire.begin_swap(row, what)
+        swap = view.begin_swap(row, what)
 
         def exchange(message: Message) -> Reply:
             nonlocal began, trailers, reply
-            said = Exchange(wire, message, self._memory.buffers, what)
+            said = Exchange(view, message, self._memory.buffers, what)
             self._said = [said]
             said.begin()
             if not trailers:
                 posted = time.perf_counter()
-                wire.wait(swap.pending, what, self._patience)
+                view.wait(swap.pending, what, self._patience)
                 came = time.perf_counter()
                 # if another region was late, that time does not count for the link
-                if came - posted > wire.rtt_s + _AT_ONCE_S:
-                    began = came - wire.rtt_s
+                if came - posted > view.rtt_s + _AT_ONCE_S:
+                    began = came - view.rtt_s
                 trailers = _records(Trailer, self._members, swap.values)
             reply = said.end([trailer.weight for trailer in trailers])
             self._bytes_before, self._said = self.bytes_sent, []
@@ -139,16 +139,16 @@ class MeanCall:
 
 
 class GatherCall:
-    """The records of all regions, in the order of the wire; arguments as for `MeanCall`."""
+    """The records of all regions, in the order of the view; arguments as for `MeanCall`."""
 
-    def __init__(self, wire: Wire, members: Sequence[int], record: tuple, what: str, patience: Any) -> None:
-        self._wire, self._members, self._record = wire, tuple(members), record
+    def __init__(self, view: View, members: Sequence[int], record: tuple, what: str, patience: Any) -> None:
+        self._view, self._members, self._record = view, tuple(members), record
         self._what, self._patience = what, patience
         self.bytes_sent = 0
 
     def run(self) -> tuple[tuple, ...]:
-        values, pending = self._wire.begin_swap(to_row(self._record), self._what)
-        self._wire.wait(pending, self._what, self._patience)
+        values, pending = self._view.begin_swap(to_row(self._record), self._what)
+        self._view.wait(pending, self._what, self._patience)
         return _records(type(self._record), self._members, values)
 
 
@@ -156,28 +156,28 @@ class BroadcastCall:
     """The bytes of one region in all others.
 
     Args:
-        wire: reaches the other regions.
+        view: reaches the other regions.
         raw: bytes (1-D uint8); overwritten in all regions but the source.
-        source: the place of the sending region in the order of the wire.
+        source: the place of the sending region in the order of the view.
         what: names the call in messages.
         patience: decides how long a region may be late.
     """
 
-    def __init__(self, wire: Wire, raw: Tensor, source: int, what: str, patience: Any) -> None:
-        self._wire, self._raw, self._source = wire, raw, source
+    def __init__(self, view: View, raw: Tensor, source: int, what: str, patience: Any) -> None:
+        self._view, self._raw, self._source = view, raw, source
         self._what, self._patience = what, patience
         self.bytes_sent = 0
 
     def run(self) -> Tensor:
-        wire, what = self._wire, self._what
-        tag, pending = wire.tag(), []
+        view, what = self._view, self._what
+        tag, pending = view.tag(), []
         for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
-            if wire.region == self._source:
-                pending += [wire.send(other, piece, tag, index, what) for other in wire.others]
-                self.bytes_sent += piece.numel() * len(wire.others)
+            if view.region == self._source:
+                pending += [view.send(other, piece, tag, index, what) for other in view.others]
+                self.bytes_sent += piece.numel() * len(view.others)
             else:
-                pending.append(wire.receive(self._source, piece, tag, index, what))
-        wire.wait(pending, what, self._patience)
+                pending.append(view.receive(self._source, piece, tag, index, what))
+        view.wait(pending, what, self._patience)
         return self._raw
 
 

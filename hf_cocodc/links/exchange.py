@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..parts.codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
 from ..tensors.pools import Pool
-from .wire import Pending, Wire
+from .pairs import Pending
+from .view import View
 
 _LARGEST = 1 << 20
 _SMALLEST = 1 << 16
@@ -24,13 +25,13 @@ class Exchange:
     """This region's side of `codecs.base.mean_of`: `begin` starts everything that needs no answer, `end` finds the mean.
 
     Args:
-        wire: reaches the other regions.
+        wire: reaches the other regions; regions are positions in it.
         message: this region's message.
         buffers: memory for payloads and for the mean.
         what: names the transfer in messages.
     """
 
-    def __init__(self, wire: Wire, message: Message, buffers: Pool, what: str) -> None:
+    def __init__(self, wire: View, message: Message, buffers: Pool, what: str) -> None:
         self._wire, self._buffers, self._what = wire, buffers, what
         self._values, self._coder = message.values, message.coder
         numel, count = self._values.numel(), wire.num_regions

@@ -14,11 +14,14 @@ from torch import Tensor
 from ..errors import LinkError, RegionLostError
 from ..meeting.heartbeat import Heartbeat
 from ..meeting.stopping import StopAgreement
+from ..meeting.store import if_answered
 from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .records import Record
-from .wire import Wire
+from .wire import END_OF_TAGS, Wire
+
+_NOTE_S = 3.0
 
 
 class GlooLink(FixedSet):
@@ -68,9 +71,10 @@ class GlooLink(FixedSet):
         self._broadcast_bytes = 0
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
-        self.wire = Wire(
-            store, prefix, region, num_regions, connections, address, timeout_s, share, num_lanes
-        )
+        self._notes = dist.PrefixStore(f"{prefix}/left", store)
+        self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
+        self._wire.connect_all(num_regions, prefix, store)
+        self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS)
         self._memory = MeanMemory(pin_memory)
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, stuck_timeout_s, self._give_up
@@ -88,7 +92,7 @@ class GlooLink(FixedSet):
 
     def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
-            arrival = MeanCall(self.wire, self.members, parcel, self._memory, self._heartbeat).run()
+            arrival = MeanCall(self.view, self.members, parcel, self._memory, self._heartbeat).run()
             if parcel.then is not None:
                 parcel.then(arrival)
             return arrival
@@ -111,7 +115,7 @@ class GlooLink(FixedSet):
         self._heartbeat.inner_step = inner_step
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
-        call = BroadcastCall(self.wire, flat.view(torch.uint8), source or 0, what, self._heartbeat)
+        call = BroadcastCall(self.view, flat.view(torch.uint8), source or 0, what, self._heartbeat)
         self._submit(call.run, what).wait()
         self._broadcast_bytes += call.bytes_sent
 
@@ -121,17 +125,21 @@ class GlooLink(FixedSet):
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         return self._submit(
-            GatherCall(self.wire, self.members, record, what, self._heartbeat).run, what
+            GatherCall(self.view, self.members, record, what, self._heartbeat).run, what
         ).wait()
 
     def lead(self, call: Callable[[Link], T], what: str) -> T:
         return call(self)
 
     def leave_note(self, reason: str) -> None:
-        self.wire.leave_note(reason)
+        # without a store the others still see the connection close
+        if_answered(lambda: self._notes.set(str(self.region), reason), _NOTE_S)
 
     def note_of(self, region: int) -> str | None:
-        return self.wire.note_of(region)
+        def read() -> str | None:
+            return self._notes.get(str(region)).decode() if self._notes.check([str(region)]) else None
+
+        return if_answered(read, _NOTE_S)
 
     def close(self, reason: str | None = None) -> None:
         if self._closed:
@@ -142,7 +150,7 @@ class GlooLink(FixedSet):
         self._heartbeat.close(gone=reason is not None)
         self._jobs.put(None)
         self._thread.join(timeout=0 if reason is not None or self._failure else self._timeout_s)
-        self.wire.close(broken=self._thread.is_alive() or self._failure is not None)
+        self._wire.close(broken=self._thread.is_alive() or self._failure is not None)
 
     def _submit(self, call: Callable[[], Any], what: str) -> "_Job":
         if self._closed:

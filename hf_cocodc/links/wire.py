@@ -1,205 +1,155 @@
-"""The TCP connections between regions: gloo groups outside torch.distributed's default group, and their errors."""
+"""The TCP connections between regions, outside torch.distributed's default group, and their errors.
+
+A `Wire` holds a pair of connected ends for each other region. A transfer uses a `View` of it.
+"""
 
 import contextlib
-import math
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
-from ..meeting.heartbeat import Heartbeat
-from ..meeting.store import if_answered
+from .pairs import (
+    ASSUMED_RATE,
+    MAX_CONNECTIONS,
+    MAX_SOCKETS,
+    Pair,
+    abandon,
+    connections_for,
+    side_by_side,
+)
+from .view import Throttle, View
 
-MAX_CONNECTIONS = 16
-ASSUMED_RATE = 125e6
-"""Bytes per second that a region plans for without a rate limit: 1 Gbit/s."""
-_USABLE = 0.25
-"""Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
-connection that was idle or has lost a packet starts with far less."""
-_FOR_EVER = timedelta(days=365)
-_NOTE_S = 3.0
+TAGS = 64
+"""Tags of a view, unless it is made for more."""
+END_OF_TAGS = 1 << 30
+_FIRST_TAGS = range(END_OF_TAGS, END_OF_TAGS + TAGS)
+"""Tags of the first messages of a pair: no other view uses them."""
+_INTRODUCTIONS = _FIRST_TAGS.stop
+_AT_ONCE = 8
+"""Pairs that meet at the same time: each needs a client of the store."""
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
-_abandoned: list[Any] = []
-"""Groups that failed. They are never destroyed: gloo's destructor would block until their pending operations time out."""
-
-
-class Pending(NamedTuple):
-    """An operation in progress with a region."""
-
-    region: int
-    work: Any
-
 
 class Wire:
-    """Connections to every other region: one for control messages, and some for payloads.
-
-    Control messages have a connection of their own, so that they never wait in a queue of payloads.
+    """Connections to other regions, which may come and go: a pair of ends for each.
 
     Args:
-        store: reaches all regions; used under `prefix` to connect, and to tell why a region left.
-        prefix: unique to the run (and lane).
         region: this region.
-        num_regions: number of regions M.
-        connections: for payloads, to each other region; None derives the number from the longest round trip.
+        connections: for payloads, to each other region; None derives the number from the round trip.
         address: the address of this machine that other regions reach.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
-        rate_limit: bytes per second that this wire sends at most; None for no limit.
+        rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
+        note_of: the note that a region left about why it leaves, if any.
 
     Attributes:
-        others: the other regions.
-        connections: number of payload connections to each other region.
-        rtt_s: seconds of a round trip to the most distant region.
-
-    Raises:
-        LinkError: the connections could not be made in time.
+        connections: number of connections for which a message is cut into pieces; equal in all regions. Pairs that were
+            connected one by one may have fewer.
     """
 
     def __init__(
         self,
-        store: dist.Store,
-        prefix: str,
         region: int,
-        num_regions: int,
-        connections: int | None,
-        address: str,
-        timeout_s: float,
-        rate_limit: float | None,
-        num_lanes: int,
+        connections: int | None = None,
+        address: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+        rate_limit: float | None = None,
+        num_lanes: int = 1,
+        note_of: Callable[[int], str | None] = lambda region: None,
     ) -> None:
-        self.region, self.num_regions, self.timeout_s = region, num_regions, timeout_s
-        self.others = [other for other in range(num_regions) if other != region]
-        self._prefix, self._store, self._address = prefix, store, address
-        self._notes = dist.PrefixStore(f"{prefix}/left", store)
-        self._rate_limit = rate_limit
-        self._free_at = 0.0
-        self._tag = 0
-        self._bulk: list[Any] = []
-        self._device = _gloo.create_device(hostname=address)  # shared: each device has its own thread
-        self._control = self._group("control")
-        self.rtt_s = self._round_trip_s()
-        if connections is None:
-            wanted = connections_for(self.rtt_s, rate_limit or ASSUMED_RATE / num_lanes)
-            mine = torch.tensor([wanted], dtype=torch.float64)
-            connections = int(max(each.item() for each in self.swap(mine, "the number of connections")))
-        self.connections = connections
-        # a call that blocks on a store blocks the calls of all threads: groups made in parallel need a store each
-        own_store = getattr(store, "clone", None)
-        with ThreadPoolExecutor(connections if own_store else 1) as pool:
-            names = [f"bulk{index}" for index in range(connections)]
-            self._bulk = list(pool.map(lambda name: self._group(name, own_store and own_store()), names))
+        self.region, self.timeout_s = region, timeout_s
+        self.connections = connections or MAX_CONNECTIONS
+        self._asked = connections
+        self._address, self._note_of = address, note_of
+        self._rate = rate_limit or ASSUMED_RATE / num_lanes
+        self._throttle = Throttle(rate_limit)
+        self._pairs: dict[int, Pair] = {}
+        self._lock = threading.Lock()
+        self._device = _gloo.create_device(hostname=address)
 
-    def tag(self) -> int:
-        """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
-        self._tag = (self._tag + 1) % (1 << 24)
-        return self._tag
+    @property
+    def regions(self) -> list[int]:
+        """The regions to which this wire is connected, in order."""
+        return sorted(self._pairs)
 
-    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
-        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`."""
-        if self._rate_limit:
-            now = time.monotonic()
-            time.sleep(max(self._free_at - now, 0.0))
-            self._free_at = max(self._free_at, now) + payload.numel() / self._rate_limit
-        with self._naming(region, what):
-            return Pending(region, self._bulk[index % self.connections].send([payload], region, tag))
+    def connect(self, region: int, key: str, store: dist.Store) -> None:
+        """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
-    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
-        """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
-        with self._naming(region, what):
-            return Pending(region, self._bulk[index % self.connections].recv([buffer], region, tag))
-
-    def wait(self, pending: Iterable[Pending], what: str, patience: Heartbeat | None = None) -> None:
-        """Wait for operations. With `patience`, another region may be late: its heartbeat decides how long to wait.
+        Args:
+            region: the other region.
+            key: the same at both ends; no other pair of processes ever uses it at this store.
+            store: a client that no other thread uses meanwhile: a call that blocks on it blocks all others.
 
         Raises:
-            LinkError: an operation failed; the message names the region, and the reason if the region left one.
+            LinkError: the connections could not be made in time.
         """
-        for region, work in pending:
-            if patience is not None:
-                patience.wait_for(region, what)
-            with self._naming(region, what):
-                work.wait(timedelta(seconds=self.timeout_s) if patience is None else _FOR_EVER)
-        if patience is not None:
-            patience.arrived()
+        pair = Pair(self.region, region, self._device, self.timeout_s)
+        with self._connecting([region]):
+            pair.meet(key, store)
+        self._widen([pair])
 
-    def begin_swap(self, own: Tensor, what: str) -> "Swap":
-        """Start to exchange a small tensor with every other region, on the control connection."""
-        tag = self.tag()
-        got = {other: torch.empty_like(own) for other in self.others}
-        pending = []
-        for other in self.others:
-            with self._naming(other, what):
-                pending.append(Pending(other, self._control.recv([got[other].view(torch.uint8)], other, tag)))
-                pending.append(Pending(other, self._control.send([own.view(torch.uint8)], other, tag)))
-        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
+    def connect_all(self, num_regions: int, key: str, store: dist.Store) -> None:
+        """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
 
-    def swap(self, own: Tensor, what: str) -> list[Tensor]:
-        """The small tensors of all regions, in the order of the regions."""
-        values, pending = self.begin_swap(own, what)
-        self.wait(pending, what)
-        return values
+        Raises:
+            LinkError: the connections could not be made in time.
+        """
+        others = [other for other in range(num_regions) if other != self.region]
+        pairs = [Pair(self.region, other, self._device, self.timeout_s) for other in others]
+        own_store = getattr(store, "clone", None)
 
-    def leave_note(self, reason: str) -> None:
-        """Write down why this region leaves."""
-        # without a store the others still see the connection close
-        if_answered(lambda: self._notes.set(str(self.region), reason), _NOTE_S)
+        def meet(pair: Pair) -> None:
+            first, second = sorted((self.region, pair.region))
+            pair.meet(f"{key}/{first}-{second}", own_store() if own_store else store)
 
-    def note_of(self, region: int) -> str | None:
-        """The note that `region` left, if any."""
+        # all regions handle pairs in the same order, and the first pair in it never waits for another one
+        with self._connecting(others):
+            side_by_side([partial(meet, pair) for pair in pairs], _AT_ONCE if own_store else 1)
+        self.connections = self._widen(pairs)
 
-        def read() -> str | None:
-            return self._notes.get(str(region)).decode() if self._notes.check([str(region)]) else None
+    def drop(self, region: int) -> None:
+        """Forget the pair with a region, connected or not. No other pair is touched.
 
-        return if_answered(read, _NOTE_S)
+        Operations on it fail or stay for ever: revoke the views that have any.
+        """
+        with self._lock:
+            self._pairs.pop(region, None)
+
+    def view(self, regions: Iterable[int], base_tag: int, num_tags: int = TAGS) -> View:
+        """What one transfer uses. All participants give the same regions and tags; no other transfer ever has these tags.
+
+        Args:
+            regions: this region and regions to which it is connected.
+            base_tag: the first tag.
+            num_tags: the number of its tags, all below END_OF_TAGS.
+
+        Raises:
+            LinkError: a region is not connected.
+        """
+        with self._lock:
+            others = set(regions) - {self.region}
+            missing = sorted(others - self._pairs.keys())
+            if missing:
+                raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
+            pairs = {other: self._pairs[other] for other in others}
+        return self._view(pairs, range(base_tag, base_tag + num_tags))
 
     def close(self, broken: bool) -> None:
-        """Release the connections. Broken ones are kept for ever, see `_abandoned`."""
+        """Release the connections. Broken ones are kept for ever, see `abandon`."""
+        with self._lock:
+            pairs, self._pairs = list(self._pairs.values()), {}
         if broken:
-            _abandon([self._control, *self._bulk])
-        self._control, self._bulk = None, []
+            abandon(pairs)
 
-    def _round_trip_s(self) -> float:
-        """The shortest of several tries: the first tries also set the connections up."""
-        tries = []
-        for _ in range(4 if self.others else 0):
-            start = time.perf_counter()
-            self.swap(torch.zeros(1, dtype=torch.float64), "the first round trip")
-            tries.append(time.perf_counter() - start)
-        return min(tries, default=0.0)
-
-    def _group(self, name: str, store: dist.Store | None = None) -> Any:
-        options = _gloo._Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
-        options._devices = [self._device]
-        try:
-            prefixed = dist.PrefixStore(f"{self._prefix}/{name}", store or self._store)
-            return _gloo(prefixed, self.region, self.num_regions, options)
-        except RuntimeError as error:
-            raise LinkError(
-                f"region {self.region} could not connect to the other regions from its address {self._address}: "
-                f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
-                "set regions.interface to the network interface of the link."
-            ) from error
-
-    @contextlib.contextmanager
-    def _naming(self, region: int, what: str) -> Iterator[None]:
-        """Inside the block, turn gloo's errors into errors that name the region and the awaited transfer."""
-        since = time.perf_counter()
-        try:
-            yield
-        except LinkError:
-            raise
-        except RuntimeError as error:
-            raise self._explain(region, what, time.perf_counter() - since, error) from error
+    def _view(self, pairs: Mapping[int, Pair], tags: range) -> View:
+        return View(self.region, pairs, tags, self.connections, self.timeout_s, self._throttle, self._explain)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
@@ -221,47 +171,43 @@ class Wire:
             "at its last output, then start all regions again with --resume.",
         )
 
+    def _widen(self, pairs: Sequence[Pair]) -> int:
+        """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for."""
+        found = {pair.region: pair for pair in pairs}
+        with self._lock:
+            room = max(MAX_SOCKETS // max(len(self._pairs | found), 1) - 1, 1)
+        first = self._view(found, _FIRST_TAGS)
+        rtt_s = first.round_trip_s()
+        wanted = self._asked or min(connections_for(rtt_s, self._rate), room)
+        mine = torch.tensor([wanted], dtype=torch.float64)
+        count = int(max(each.item() for each in first.swap(mine, "the number of connections")))
+        calls = [partial(pair.widen, index, _INTRODUCTIONS) for pair in pairs for index in range(count)]
+        with self._connecting(list(found)):
+            groups = side_by_side(calls, MAX_CONNECTIONS)
+        for pair in pairs:
+            pair.bulk, groups = groups[:count], groups[count:]
+            pair.rtt_s = rtt_s
+        with self._lock:
+            self._pairs |= found
+        return count
+
+    @contextlib.contextmanager
+    def _connecting(self, regions: Sequence[int]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            whom = f"region {regions[0]}" if len(regions) == 1 else "the other regions"
+            raise LinkError(
+                f"region {self.region} could not connect to {whom} from its address {self._address}: "
+                f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
+                "set regions.interface to the network interface of the link."
+            ) from error
+
     def _wait_for_note(self, region: int) -> str | None:
         """The note of `region`, if any. Waits a moment: the note may arrive after the connection has closed."""
         for _ in range(10):
-            note = self.note_of(region)
+            note = self._note_of(region)
             if note is not None:
                 return note
             time.sleep(0.05)
         return None
-
-
-class Swap(NamedTuple):
-    """A swap of small tensors in progress. Wait for `pending`; then `values` are valid, in the order of the regions."""
-
-    values: list[Tensor]
-    pending: list[Pending]
-
-
-def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
-    """Number of connections that keep a link busy.
-
-    The link holds rtt_s x rate bytes in flight. One connection may have a share `_USABLE` of its window in flight.
-
-    Args:
-        rtt_s: seconds of a round trip.
-        rate: bytes per second of the link.
-        window: bytes of a socket's buffer; by default the limit of this machine's kernel for senders.
-    """
-    window = _send_buffer() if window is None else window
-    wanted = math.ceil(rtt_s * rate / (_USABLE * window))
-    return min(max(wanted, 1), MAX_CONNECTIONS)
-
-
-def _send_buffer() -> int:
-    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
-    limits = Path("/proc/sys/net/ipv4/tcp_wmem")
-    return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
-
-
-def _abandon(groups: Sequence[Any]) -> None:
-    import ctypes
-
-    for group in groups:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        _abandoned.append(group)

@@ -191,7 +191,7 @@ def connect(
         )
         logger.info(
             "%d connections to each other region, round trip %.1f ms",
-            *(link.wire.connections, 1000 * link.wire.rtt_s),
+            *(link.view.connections, 1000 * link.view.rtt_s),
         )
         link.lane = lane
         return link

@@ -178,7 +178,7 @@ def test_regions_settle_on_the_most_connections_that_any_asks_for(monkeypatch: p
     asked = iter([2, 3, 1])
     monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: next(asked))
     found = run_over_gloo(
-        3, lambda region, link: (meet(link).bytes_sent, link.wire.connections), connections=None
+        3, lambda region, link: (meet(link).bytes_sent, link.view.connections), connections=None
     )
     assert [connections for _, connections in found] == [3, 3, 3]
 

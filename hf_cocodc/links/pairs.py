@@ -1,0 +1,196 @@
+"""Pairs of regions: the TCP connections to one other region, each a gloo group of two.
+
+If an operation fails or times out, gloo closes all connections of its group. A group of two therefore fails alone. It can be
+dropped, and connected again, while the connections to other regions work on. It has no thread of its own.
+"""
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 16
+MAX_SOCKETS = 512
+"""Sockets that a process opens for its pairs; with many regions, each pair has fewer connections. Most systems allow 1024."""
+ASSUMED_RATE = 125e6
+"""Bytes per second that a region plans for without a rate limit: 1 Gbit/s."""
+_USABLE = 0.25
+"""Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
+connection that was idle or has lost a packet starts with far less."""
+_ADDRESS_BYTES = 1024
+"""Room for what one end of a group tells the other: about 170 bytes."""
+
+_gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
+
+_abandoned: list[Any] = []
+"""Operations that have not ended, with their memory and their groups, and groups that failed. They are kept for ever: gloo may
+write to the memory at any time, and the destructor of a group may block until its operations time out."""
+
+
+class Pending(NamedTuple):
+    """An operation in progress with a region, and what must exist until it has ended."""
+
+    pair: "Pair"
+    work: Any
+    memory: Tensor
+
+
+class Pair:
+    """This region's end of the connections to one other region. Both ends make the same calls.
+
+    Args:
+        region: this region.
+        other: the other region.
+        device: of gloo; all groups share one, because each has a thread and a listening socket.
+        timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
+
+    Attributes:
+        control: the connection for control messages; None before `meet`.
+        bulk: the connections for payloads.
+        rtt_s: seconds of a round trip, set by the wire.
+    """
+
+    def __init__(self, region: int, other: int, device: Any, timeout_s: float) -> None:
+        self.region = other
+        self._rank = int(region > other)
+        self.peer = 1 - self._rank
+        self._device, self._timeout_s = device, timeout_s
+        self.control: Any = None
+        self.bulk: list[Any] = []
+        self.rtt_s = 0.0
+
+    def meet(self, key: str, store: dist.Store) -> None:
+        """Make the control connection. Both ends give the same `key`, which no other pair ever uses at this store.
+
+        Raises:
+            RuntimeError: the other end did not come in time, or cannot be reached.
+        """
+        self.control = self._group(dist.PrefixStore(f"{key}/control", store))
+
+    def widen(self, index: int, tag: int) -> Any:
+        """Make payload connection `index`. The ends introduce themselves on the control connection, with this tag.
+
+        Raises:
+            RuntimeError: the control connection has failed, or the other end cannot be reached.
+        """
+        return self._group(_Introduction(self.control, self.peer, tag + index, self._timeout_s))
+
+    def _group(self, store: dist.Store) -> Any:
+        options = _gloo._Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        options._devices = [self._device]
+        options._threads = 0  # for collective calls, which we never make
+        return _gloo(store, self._rank, 2, options)
+
+
+class _Introduction(dist.Store):
+    """What the two ends of a new group tell each other, carried by the control connection of their pair.
+
+    A store would cost several of its round trips, and one client for each group that is made at the same time.
+    """
+
+    def __init__(self, control: Any, peer: int, tag: int, timeout_s: float) -> None:
+        super().__init__()
+        self._control, self._peer, self._tag = control, peer, tag
+        self._timeout = timedelta(seconds=timeout_s)
+        self._said: dict[str, bytes] = {}
+        self._pending: list[tuple[Any, Tensor]] = []
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
+        self._said[key] = value
+        mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
+        mine[:2] = torch.tensor(divmod(len(value), 256))
+        mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        # a send ends when the other end receives, so nobody waits for one before he has asked for the other's
+        for operation, memory in ((self._control.recv, theirs), (self._control.send, mine)):
+            self._pending.append((operation([memory], self._peer, self._tag), memory))
+
+    def get(self, key: str) -> bytes:
+        if key not in self._said:
+            for work, _ in self._pending:
+                work.wait(self._timeout)
+            high, low, *rest = self._pending[0][1].tolist()
+            self._said[key] = bytes(rest[: 256 * high + low])
+        return self._said[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Nothing: `get` waits."""
+
+
+def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
+    """Number of connections that keep a link busy.
+
+    The link holds rtt_s x rate bytes in flight. One connection may have a share `_USABLE` of its window in flight.
+
+    Args:
+        rtt_s: seconds of a round trip.
+        rate: bytes per second of the link.
+        window: bytes of a socket's buffer; by default the limit of this machine's kernel for senders.
+    """
+    window = _send_buffer() if window is None else window
+    wanted = math.ceil(rtt_s * rate / (_USABLE * window))
+    return min(max(wanted, 1), MAX_CONNECTIONS)
+
+
+def _send_buffer() -> int:
+    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
+    limits = Path("/proc/sys/net/ipv4/tcp_wmem")
+    return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
+
+
+def abandon(things: Iterable[Any]) -> None:
+    """Keep things for ever, also when the interpreter ends."""
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        _abandoned.append(thing)
+
+
+def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
+    """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
+
+    The threads are daemons, so that a region which does not answer keeps no process from its end.
+
+    Raises:
+        BaseException: the first error of a call, as soon as it occurs; other threads may still be waiting.
+    """
+    todo = list(enumerate(calls))
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+    changed = threading.Condition()
+    left = len(todo)
+    todo.reverse()
+
+    def work() -> None:
+        nonlocal left
+        while True:
+            with changed:
+                if not todo or failures:
+                    return
+                index, call = todo.pop()
+            try:
+                results[index] = call()
+            except BaseException as error:  # raised in the calling thread
+                with changed:
+                    failures.append(error)
+                    changed.notify()
+                return
+            with changed:
+                left -= 1
+                changed.notify()
+
+    for _ in range(min(threads, left)):
+        threading.Thread(target=work, name="hf_cocodc-connect", daemon=True).start()
+    with changed:
+        changed.wait_for(lambda: failures or not left)
+    if failures:
+        raise failures[0]
+    return [results[index] for index in range(len(results))]

@@ -1,0 +1,203 @@
+"""What a transfer uses of the connections between regions: some regions, by their positions; it can be revoked."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import LinkError
+from .pairs import Pair, Pending, abandon
+
+_FOR_EVER = timedelta(days=365)
+
+
+class Revoked(LinkError):
+    """The view must not be used any more: the transfer that used it is void."""
+
+
+class Patience(Protocol):
+    """Decides how long to wait for a late region."""
+
+    def wait_for(self, region: int, what: str) -> None:
+        """Watch `region`, from which `what` is awaited, until `arrived` is called."""
+        ...
+
+    def arrived(self) -> None:
+        """End the watch."""
+        ...
+
+
+class Throttle:
+    """Keeps the rate limit of all that a region sends.
+
+    Args:
+        rate: bytes per second; None for no limit.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, num_bytes: int, stop: threading.Event) -> None:
+        """Wait until another message may be sent, or until `stop` is set."""
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        stop.wait(max(self._free_at - now, 0.0))
+        with self._lock:
+            self._free_at = max(self._free_at, now) + num_bytes / self._rate
+
+
+class View:
+    """Some regions of a wire, by their positions, and tags of its own for the messages between them.
+
+    Args:
+        region: this region.
+        pairs: the pairs with other regions, by region.
+        tags: for the operations of this view; no other view of these pairs ever has them.
+        connections: number of connections for which a message is cut into pieces, equal in all regions.
+        timeout_s: seconds after which an operation that another region has begun counts as failed.
+        throttle: keeps the rate limit.
+        explain: makes the error for a failed operation: (region, what, seconds waited, gloo's error).
+
+    Attributes:
+        regions: the regions, in order; a position is an index into them.
+        region: the position of this region.
+        num_regions: number of regions.
+        others: the positions of the other regions.
+        connections: number of connections for which a message is cut into pieces.
+        rtt_s: seconds of a round trip to the most distant region.
+    """
+
+    def __init__(
+        self,
+        region: int,
+        pairs: Mapping[int, Pair],
+        tags: range,
+        connections: int,
+        timeout_s: float,
+        throttle: Throttle,
+        explain: Callable[[int, str, float, Exception], LinkError],
+    ) -> None:
+        self.regions = sorted((region, *pairs))
+        self.num_regions, self.region = len(self.regions), self.regions.index(region)
+        self._pairs = {position: pairs[each] for position, each in enumerate(self.regions) if each != region}
+        self.others = list(self._pairs)
+        self.connections = connections
+        self.rtt_s = max((pair.rtt_s for pair in pairs.values()), default=0.0)
+        self._tags = iter(tags)
+        self._timeout, self._throttle, self._explain = timedelta(seconds=timeout_s), throttle, explain
+        self._open: dict[int, Pending] = {}
+        self._lock = threading.Lock()
+        self._revoked = threading.Event()
+
+    def tag(self) -> int:
+        """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
+        self._check()
+        tag = next(self._tags, None)
+        if tag is None:
+            raise LinkError("a transfer needs more tags than its view of the wire has. Please report this.")
+        return tag
+
+    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
+        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`."""
+        self._throttle.wait(payload.numel(), self._revoked)
+        pair = self._pairs[region]
+        return self._start(pair, pair.bulk[index % len(pair.bulk)].send, payload, tag, what)
+
+    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
+        """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
+        pair = self._pairs[region]
+        return self._start(pair, pair.bulk[index % len(pair.bulk)].recv, buffer, tag, what)
+
+    def wait(self, pending: Iterable[Pending], what: str, patience: Patience | None = None) -> None:
+        """Wait for operations. With `patience`, another region may be late: `patience` decides how long to wait.
+
+        Raises:
+            RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
+            Revoked: the view was revoked. A wait in progress ends only if the operation ends.
+        """
+        for each in pending:
+            self._check()
+            if patience is not None:
+                patience.wait_for(each.pair.region, what)
+            with self._naming(each.pair.region, what):
+                each.work.wait(self._timeout if patience is None else _FOR_EVER)
+            with self._lock:
+                self._check()
+                self._open.pop(id(each), None)
+        if patience is not None:
+            patience.arrived()
+
+    def begin_swap(self, own: Tensor, what: str) -> "Swap":
+        """Start to exchange a small tensor with every other region, on the control connection."""
+        tag = self.tag()
+        got = {other: torch.empty_like(own) for other in self.others}
+        pending = []
+        for other in self.others:
+            pair = self._pairs[other]
+            pending.append(self._start(pair, pair.control.recv, got[other].view(torch.uint8), tag, what))
+            pending.append(self._start(pair, pair.control.send, own.view(torch.uint8), tag, what))
+        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
+
+    def swap(self, own: Tensor, what: str) -> list[Tensor]:
+        """The small tensors of all regions, in the order of the regions."""
+        values, pending = self.begin_swap(own, what)
+        self.wait(pending, what)
+        return values
+
+    def round_trip_s(self) -> float:
+        """The shortest of several tries: the first tries also set the connections up."""
+        tries = []
+        for _ in range(4 if self.others else 0):
+            start = time.perf_counter()
+            self.swap(torch.zeros(1, dtype=torch.float64), "the first round trip")
+            tries.append(time.perf_counter() - start)
+        return min(tries, default=0.0)
+
+    def revoke(self) -> None:
+        """End the use of this view: every later call raises `Revoked`, also in a thread that wakes up from a wait.
+
+        A thread that waits for an operation may wait for ever. The memory of unfinished operations is never used again.
+        """
+        with self._lock:
+            self._revoked.set()
+            abandon(self._open.values())
+
+    def _start(
+        self, pair: Pair, operation: Callable[..., Any], memory: Tensor, tag: int, what: str
+    ) -> Pending:
+        with self._naming(pair.region, what), self._lock:
+            self._check()
+            pending = Pending(pair, operation([memory], pair.peer, tag), memory)
+            self._open[id(pending)] = pending
+            return pending
+
+    def _check(self) -> None:
+        if self._revoked.is_set():
+            raise Revoked("the transfer is void: a region was lost.")
+
+    @contextlib.contextmanager
+    def _naming(self, region: int, what: str) -> Iterator[None]:
+        """Inside the block, turn gloo's errors into errors that name the region and the awaited transfer."""
+        since = time.perf_counter()
+        try:
+            yield
+        except LinkError:
+            raise
+        except RuntimeError as error:
+            self._check()
+            raise self._explain(region, what, time.perf_counter() - since, error) from error
+
+
+class Swap(NamedTuple):
+    """A swap of small tensors in progress. Wait for `pending`; then `values` are valid, in the order of the regions."""
+
+    values: list[Tensor]
+    pending: list[Pending]
