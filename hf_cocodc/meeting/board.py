@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import MeetingError
+from .store import peek
 
 SIGN_S = 0.5
 STALE_S = 5.0
@@ -148,13 +149,6 @@ class Board:
     def _write(self) -> None:
         self._store.set(f"hf_cocodc/waiting/{self.ticket}", json.dumps(asdict(self._entry)))
         self._signed_at = time.monotonic()
-
-
-def peek(store: dist.Store, key: str) -> bytes:
-    """The value of `key`, or nothing if there is none. `get` would wait for a key that another process deletes meanwhile."""
-    nothing = "\0"
-    value = store.compare_set(key, nothing, nothing)
-    return b"" if value == nothing.encode() else value
 
 
 def read_json(text: bytes, key: str) -> Any:

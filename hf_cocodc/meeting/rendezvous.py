@@ -13,8 +13,9 @@ from urllib.parse import quote
 import torch.distributed as dist
 
 from ..errors import HandshakeError, LinkError, MeetingError, RegionLostError
-from .board import Board, Sighting, foreign, peek, read_json
+from .board import Board, Sighting, foreign, read_json
 from .handshake import compare, compare_two, differences
+from .store import peek
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,16 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import InputError, MeetingError
+from ..errors import InputError, LinkError, MeetingError, reason
 
 T = TypeVar("T")
 
 CONNECT_S = 10.0
+_RARELY_S = 300.0
+
+
+class StoreAwayError(LinkError):
+    """A store does not answer now. It may come back."""
 
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
@@ -89,6 +94,13 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
     return found
 
 
+def peek(store: dist.Store, key: str) -> bytes:
+    """The value of `key`, or nothing if there is none. `get` would wait for a key that another process deletes meanwhile."""
+    nothing = "\0"
+    value = store.compare_set(key, nothing, nothing)
+    return b"" if value == nothing.encode() else value
+
+
 def if_answered(call: Callable[[], T], timeout_s: float) -> T | None:
     """What `call` asks a store; None if the store has ended, or does not answer in time.
 
@@ -104,3 +116,97 @@ def if_answered(call: Callable[[], T], timeout_s: float) -> T | None:
     thread.start()
     thread.join(timeout_s)
     return answers[0] if answers else None
+
+
+class SteadyStore:
+    """A store that may be away for a while: every call ends in time, and connects anew if it must. For any thread.
+
+    Each call runs in a thread of its own, because calls to a store whose process is suspended ignore their time-out. A call
+    that was given up may still be carried out later, once the store answers again.
+
+    Args:
+        address: HOST:PORT.
+        timeout_s: seconds that a call waits for an answer.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 3.0) -> None:
+        self.address, self.timeout_s = address, timeout_s
+        self._idle: list[dist.TCPStore] = []  # connections that no call uses now
+        self._num_hanging = 0
+        self._again_at = 0.0
+        self._lock = threading.Lock()
+
+    def peek(self, key: str) -> bytes:
+        """The value of `key`; nothing if there is none. Raises StoreAwayError, as all calls do."""
+        return self.ask(lambda store: peek(store, key))
+
+    def set(self, key: str, value: str) -> None:
+        """Returns when the store has the value."""
+
+        def call(store: dist.TCPStore) -> None:
+            store.set(key, value)
+            store.check([key])  # `set` alone awaits no answer
+
+        self.ask(call)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Replace the value if it is as expected ("": there is none); returns what the store then holds."""
+        return self.ask(lambda store: store.compare_set(key, expected, desired))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; returns the sum."""
+        return self.ask(lambda store: store.add(key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; returns whether there was one."""
+        return self.ask(lambda store: store.delete_key(key))
+
+    def ask(self, call: Callable[[dist.TCPStore], T]) -> T:
+        """What `call` returns for a connection to the store.
+
+        Raises:
+            StoreAwayError: no answer came in time, or the store has ended.
+        """
+        with self._lock:
+            if self._num_hanging and time.monotonic() < self._again_at:
+                raise StoreAwayError(f"the store at {self.address} does not answer.")
+            connection = self._idle.pop() if self._idle else None
+        answers: queue.SimpleQueue[tuple[T] | BaseException] = queue.SimpleQueue()
+        hangs = False
+
+        def run() -> None:
+            answer: tuple[T] | BaseException
+            try:
+                store = connection or self._connect()
+                answer = (call(store),)
+            except (RuntimeError, ValueError, OSError) as error:
+                answer = error
+            with self._lock:
+                if not isinstance(answer, BaseException):
+                    self._idle.append(store)
+                self._num_hanging -= hangs
+                answers.put(answer)
+
+        threading.Thread(target=run, name="hf_cocodc-ask", daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            return self._value(answers.get(timeout=self.timeout_s))
+        with self._lock:
+            if not answers.empty():  # just now
+                return self._value(answers.get())
+            hangs = True
+            self._num_hanging += 1
+            # every call that hangs keeps a thread: they become rare
+            self._again_at = time.monotonic() + min(2.0**self._num_hanging, _RARELY_S)
+        raise StoreAwayError(f"the store at {self.address} does not answer.")
+
+    def _connect(self) -> dist.TCPStore:
+        host, _, port = self.address.rpartition(":")
+        host = host.strip("[]")
+        socket.create_connection((host, int(port)), timeout=self.timeout_s).close()
+        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+
+    def _value(self, answer: "tuple[T] | BaseException") -> T:
+        if not isinstance(answer, BaseException):
+            return answer[0]
+        self._idle.clear()  # the other connections lead to the same store
+        raise StoreAwayError(f"the store at {self.address} has gone ({reason(answer)}).") from answer

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 
 from hf_cocodc.cli.main import parse
 from hf_cocodc.errors import InputError, MeetingError
-from hf_cocodc.meeting.store import connect_store, if_answered, serve_store
+from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, connect_store, if_answered, serve_store
+from tests.processes.launching import ROOT
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "127.0.0.1", "0.0.0.0", "localhost"])
@@ -69,3 +79,53 @@ def test_a_question_to_a_store_that_gives_no_answer() -> None:
     assert if_answered(lambda: reader.get("note"), 10.0) is None
     assert if_answered(hangs.wait, 0.05) is None
     hangs.set()
+
+
+@contextlib.contextmanager
+def store_process(port: int = 0) -> Iterator[tuple[subprocess.Popen, int]]:
+    """A store in a process of its own, on this port; and the port."""
+    code = f"from hf_cocodc.cli.main import main; main(['store', '--port', '{port}'])"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        yield process, int(re.findall(r":(\d+);", process.stdout.readline())[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_it_answers(call: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return call()
+        except StoreAwayError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_store_that_freezes_dies_and_comes_back_empty() -> None:
+    """Calls end in time, with few threads; they succeed again as soon as the store, or another in its place, answers."""
+    with store_process() as (process, port):
+        store = SteadyStore(f"127.0.0.1:{port}", timeout_s=0.5)
+        before = threading.active_count()
+        assert (
+            store.compare_set("decision", "", "first")
+            == b"first"
+            == store.compare_set("decision", "", "second")
+        )
+        store.set("key", "value")
+        assert (store.peek("key"), store.peek("no key"), store.add("number", 2)) == (b"value", b"", 2)
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(50):
+            with pytest.raises(StoreAwayError, match=f"the store at 127.0.0.1:{port} does not answer"):
+                store.peek("key")
+        assert threading.active_count() <= before + 3
+        process.send_signal(signal.SIGCONT)
+        assert until_it_answers(lambda: store.peek("key")) == b"value"
+    with pytest.raises(StoreAwayError, match="has gone"):
+        store.peek("key")
+    with store_process(port):
+        assert until_it_answers(lambda: store.peek("key")) == b""
+        store.set("key", "again")
+        assert store.peek("key") == b"again"
