@@ -52,6 +52,8 @@ class Display:
         self._resumed = resumed
         self._inodes_before = [each.st_ino if each else 0 for each in found]
         self._notes: list[list[str]] = [[] for _ in journals]
+        self._lost: set[int] = set()
+        self._epoch = 0
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
         self._max_steps = max_steps
@@ -67,8 +69,14 @@ class Display:
 
     @property
     def step(self) -> int:
-        """The inner step that every region has reached."""
-        return min(self._steps())
+        """The inner step that every region has reached; of those that were lost, only if there are no others."""
+        steps = self._steps()
+        return min([steps[index] for index in self._present()] or steps)
+
+    def lose(self, region: int, line: str) -> None:
+        """Show `line`, and from now on nothing of a region that was lost, except what it writes when it is back."""
+        self._lost.add(self._regions.index(region))
+        self._say(line)
 
     @property
     def has_trained(self) -> bool:
@@ -80,7 +88,8 @@ class Display:
         for index in range(len(self._journals)):
             self._read(index)
         if self._statuses:
-            self._told = [heard(status) for status in self._statuses]
+            said = [heard(status) for status in self._statuses]
+            self._told = [{} if index in self._lost else each for index, each in enumerate(said)]
         self._max_steps = max([self._max_steps, *(told.get("max_steps", 0) for told in self._told)])
         if self._bar is not None:
             self._bar.n, self._bar.total = self.step, self._max_steps if self._max_steps > 0 else None
@@ -107,9 +116,11 @@ class Display:
             if event["kind"] in ("start", "resume") and is_of_this_run:
                 self._notes[index] = []
                 self._start_step = event["step"] if index == 0 else self._start_step
+            if event["kind"] == "epoch" and is_of_this_run and not is_history:
+                self._say_members(event)
             if event["kind"] == "note" and is_of_this_run:
                 self._notes[index].append(event["message"])
-            if event["kind"] == "evaluate" and index == 0 and not is_history:
+            if event["kind"] == "evaluate" and index == self._speaker() and not is_history:
                 self._say_evaluation(event)
         if self._resumed and events and index == 0 and not is_history and self._start_step is not None:
             self._say(f"resumed from step {self._start_step}" if self._start_step else _FROM_THE_START)
@@ -140,6 +151,14 @@ class Display:
         next_step = self._printed_step + max(1, self._max_steps // 10)
         is_far = self.step >= next_step and any("loss" in last for last in self._last)
         return is_far or self._clock() >= self._printed_at + LINE_S
+
+    def _present(self) -> list[int]:
+        """The places of the regions that were not lost."""
+        return [index for index in range(len(self._regions)) if index not in self._lost]
+
+    def _speaker(self) -> int:
+        """The place of the region whose evaluations are shown: all members have the same global params."""
+        return min(self._present(), default=0)
 
     def _steps(self) -> list[int]:
         """The inner step of each region; while it trains, by its own words."""
@@ -181,14 +200,22 @@ class Display:
         return words
 
     def _short_losses(self) -> str:
-        losses = (last.get("loss") for last in self._last)
+        losses = (self._last[index].get("loss") for index in self._present())
         return "loss " + ", ".join("-" if loss is None else f"{loss:.3f}" for loss in losses)
 
     def _losses(self) -> str:
         return "loss " + ", ".join(
             f"region {region}: {last['loss']:.3f}" if last.get("loss") is not None else f"region {region}: -"
-            for region, last in zip(self._regions, self._last, strict=True)
+            for region, last in ((self._regions[index], self._last[index]) for index in self._present())
         )
+
+    def _say_members(self, event: dict[str, Any]) -> None:
+        """Say a change of the members once, although the journal of each of them has it."""
+        if event["epoch"] > self._epoch:
+            self._epoch = event["epoch"]
+            why = f" ({event['why']})" if event.get("why") else ""
+            members = ", ".join(map(str, event["members"]))
+            self._say(f"step {event['step']}: {len(event['members'])} region(s) from here on: {members}{why}")
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:
         shown = ", ".join(

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, RunStopped
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
 from .display import Display
+from .joining import loss_in_words, refuse_to_join, way_back
 from .report import report
 
 
@@ -43,6 +44,12 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="continue from the newest checkpoint that is good in every region, or from the start if there is none",
     )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="enter a run that is training, or come back to it: as --region, or else as the lowest number that is free; needs "
+        "--store, and regions.min or regions.on_loss=continue in every region",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -62,22 +69,28 @@ def run(options: argparse.Namespace) -> int:
     if options.run_name is not None:
         overrides.append(f"regions.run={json.dumps(options.run_name)}")
     run_name = here.run if options.run_name is None else options.run_name
+    join = options.join or here.joins(os.environ)
     recipe = dataclasses.replace(
-        recipe, regions=dataclasses.replace(here, count=count, store=store, run=run_name)
+        recipe, regions=dataclasses.replace(here, count=count, store=store, run=run_name, join=join or None)
     )
     recipe.regions.name_of_run(os.environ)
+    if join:
+        refuse_to_join(options.resume, region, store)
+        overrides.append("regions.join=true")
     if options.launcher and region is None and count > 1:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
             "and GPUs. Start each region with its own command, and add --region and --store to it."
         )
     regions = range(count) if region is None else [region]
-    if region is not None and not 0 <= region < count:
+    most = (recipe.regions.max or count) if join else count
+    if region is not None and not 0 <= region < most:
+        setting = f"regions.{'max' if join and recipe.regions.max else 'count'}={most}"
         raise InputError(
-            f"--region {region} does not exist: with regions.count={count}, regions are numbered 0 .. {count - 1}. Correct one "
-            "of the two."
+            f"--region {region} does not exist: with {setting}, regions are numbered 0 .. {most - 1}. Correct one of the two."
         )
-    if region is not None and count > 1 and store is None:
+    has_company = max(count, recipe.regions.max or 1) > 1
+    if region is not None and has_company and store is None:
         raise InputError(
             f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
@@ -90,10 +103,12 @@ def run(options: argparse.Namespace) -> int:
     preflight(recipe, len(regions))
     if told is None:
         warn_alone()
-    if store is not None and count > 1:
+    if store is not None and has_company:
         connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
-    server = serve_store("127.0.0.1") if store is None and count > 1 else None
+    server = serve_store("127.0.0.1") if store is None and has_company else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
+    if server is not None and recipe.regions.elastic:
+        print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
@@ -113,7 +128,7 @@ def _train(
     from ..training import launch
     from ..training.building import output_dir
 
-    timeout_s = recipe.regions.timeout_s
+    timeout_s, elastic = recipe.regions.timeout_s, recipe.regions.elastic
     early: list[int] = []
     # a signal must not interrupt the start: a process that has just started would be lost
     _on_signals(lambda number, frame: early.append(number))
@@ -125,7 +140,7 @@ def _train(
         address,
         options.launcher,
         options.resume,
-        outlive_us=options.region is not None,
+        outlive_us=options.region is not None or bool(recipe.regions.join),
         machine=machine,
     )
     journals = [each.journal for each in processes]
@@ -133,23 +148,32 @@ def _train(
         [each.region for each in processes],
         journals,
         int(recipe.training.get("max_steps", -1)),
-        options.resume,
+        options.resume or bool(recipe.regions.join),
         [each.status for each in processes],
     )
+
+    def lose(lost: launch.RegionProcess) -> None:
+        """Say what the others go on without; nothing of a region that all stop with."""
+        if (lost.error() or ("", 0))[1] != RunStopped.exit_code:
+            line = (
+                f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
+            )
+            display.lose(lost.region, f"{line}\n    {way_back(options, lost.region, address)}")
+
     try:
         _on_signals(_interrupt)
         for number in early:
             _interrupt(number, None)
-        failed = launch.watch(processes, display.update, timeout_s)
+        failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
     except KeyboardInterrupt:
-        _stop(processes, display, timeout_s)
+        _stop(processes, display, timeout_s, elastic)
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         if machine == 0:
             print(_saved(output_dir(recipe)), file=sys.stderr)
         return 130
     display.close()
-    if failed is not None:
-        return _report_failure(failed, processes)
+    if failed and not (elastic and any(each not in failed for each in processes)):
+        return _report_failure(failed, processes, elastic)
     if machine:
         print(
             f"machine {machine} of region {regions[0]} has ended. The summary is at the region's machine 0."
@@ -179,7 +203,7 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
+def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic: bool) -> None:
     """Stop all regions with a checkpoint; end them at once after another interrupt."""
     from ..training import launch
 
@@ -195,7 +219,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float) -> None:
         display.update()
 
     try:
-        launch.watch(processes, ask_and_show, timeout_s)
+        launch.watch(processes, ask_and_show, timeout_s, (lambda lost: None) if elastic else None)
     except KeyboardInterrupt:
         launch.stop(processes)
     display.close()
@@ -215,16 +239,21 @@ def _saved(folder: Path) -> str:
     return f"checkpoint-{max(common)} is complete in every region under {folder}; to continue, add --resume to the same command"
 
 
-def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
-    """Print which region failed and why, then the errors of the other regions, each message once."""
+def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bool) -> int:
+    """Print which region failed first and why, then the errors of the other regions, each message once.
+
+    The exit code is the first region's; if the others have gone on without it until all of them stopped, theirs.
+    """
+    first = failed[0]
     said: dict[str, list[int]] = {}
     exit_code = 1
-    for each in (failed, *(other for other in processes if other is not failed)):
+    for each in (first, *(other for other in processes if other is not first)):
         error = each.error()
         if error is not None:
             said.setdefault(error[0], []).append(each.region)
-            exit_code = error[1] if each is failed else exit_code
-        elif each is failed:
+            if each is first or (elastic and error[1] == RunStopped.exit_code):
+                exit_code = error[1]
+        elif each is first:
             print(
                 f"error: [region {each.region}] was killed or ended without an error message; its last lines:",
                 file=sys.stderr,
@@ -234,5 +263,5 @@ def _report_failure(failed: Any, processes: Sequence[Any]) -> int:
     for message, regions in said.items():
         who = "all regions" if len(regions) == len(processes) > 1 else f"region {regions[0]}"
         print(f"error: [{who}] {message}", file=sys.stderr)
-    print(f"full output: {failed.log.name}", file=sys.stderr)
+    print(f"full output: {first.log.name}", file=sys.stderr)
     return exit_code

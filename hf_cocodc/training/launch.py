@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -64,6 +65,11 @@ class RegionProcess:
         said = heard(self.status)
         return (said["error"], said["exit_code"]) if "error" in said else None
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether the region has come as far as its training."""
+        return "step" in heard(self.status)
+
     def end(self, sig: signal.Signals) -> None:
         """Signal the launcher and every rank that it started: together they form a process group."""
         with contextlib.suppress(ProcessLookupError):
@@ -122,8 +128,8 @@ def start(
 ) -> list[RegionProcess]:
     """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
 
-    A resumed run continues its log. A new run leaves an earlier log under another name (log.1.txt). The regions end when this
-    process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
+    A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
+    regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
     count = recipe.regions.count or 1
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
@@ -154,7 +160,7 @@ def start(
             ]
             command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
             command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-            log = _open_log(folder / f"{log_name(machine)}.txt", resume)
+            log = _open_log(folder / f"{log_name(machine)}.txt", resume or bool(recipe.regions.join))
             log_begins_at = log.tell()
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -164,9 +170,9 @@ def start(
     return started
 
 
-def _open_log(path: Path, resume: bool) -> IO[bytes]:
+def _open_log(path: Path, continues: bool) -> IO[bytes]:
     """A log to append to. The log of an earlier run keeps its lines, under another name."""
-    if not resume and path.is_file():
+    if not continues and path.is_file():
         path.rename(earlier_name(path))
     return path.open("ab")
 
@@ -203,26 +209,40 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
 
 
 def watch(
-    processes: Sequence[RegionProcess], show: Callable[[], None], timeout_s: float
-) -> RegionProcess | None:
-    """Wait for all regions and call `show` meanwhile; return the first region that failed.
+    processes: Sequence[RegionProcess],
+    show: Callable[[], None],
+    timeout_s: float,
+    lose: Callable[[RegionProcess], None] | None = None,
+) -> list[RegionProcess]:
+    """Wait for all regions and call `show` meanwhile; return the regions that failed, in the order in which they did.
 
-    After a failure the other regions have time to notice it (`timeout_s`) and to save. Then this function ends them.
+    After a failure the other regions have time to notice it (`timeout_s`) and to save. Then this function ends them. If they
+    can go on without a lost region, it tells `lose` which one it is. Before they train they cannot: they wait for all.
     """
-    failed: RegionProcess | None = None
-    deadline = 0.0
-    while any(each.process.poll() is None for each in processes):
+    failed: list[RegionProcess] = []
+    lost: list[RegionProcess] = []
+    deadline = math.inf
+    while True:
+        is_over = all(each.process.poll() is not None for each in processes)
         show()
-        if failed is None:
-            failed = next((each for each in processes if each.process.poll()), None)
-            deadline = time.monotonic() + timeout_s + GRACE_S
-        elif time.monotonic() > deadline:
+        failed += [each for each in processes if each.process.poll() and each not in failed]
+        if is_over:
+            break
+        others = [each for each in processes if each not in failed]
+        if lose is not None and any(each.has_trained for each in others):
+            for each in failed:
+                if each not in lost:
+                    lost.append(each)
+                    lose(each)
+            deadline = math.inf
+        elif failed:
+            deadline = min(deadline, time.monotonic() + timeout_s + GRACE_S)
+        if time.monotonic() > deadline:
             stop(processes)
         time.sleep(POLL_S)
-    show()
     for each in processes:
         each.log.close()
-    return failed or next((each for each in processes if each.process.returncode), None)
+    return failed
 
 
 def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:

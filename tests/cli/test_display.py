@@ -158,3 +158,32 @@ def test_a_narrow_terminal_keeps_the_losses(run: Run, monkeypatch: pytest.Monkey
         assert shown in last
         assert len(last.rstrip()) < columns
         display.close()
+
+
+def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line goes on with the others; each change of the members is said once, whoever has written it."""
+    for region in (0, 1):
+        run.journals[region].write("start", step=0, region=region)
+        run.journals[region].write("epoch", step=0, epoch=0, members=[0, 1], why="")
+        run.journals[region].write("log", step=10, loss=3.0)
+        run.train(region, 10)
+    run.after(61)
+    assert "loss region 0: 3.000, region 1: 3.000" in capsys.readouterr().out
+    run.display.lose(0, "region 0 is lost")
+    run.journals[1].write("epoch", step=12, epoch=1, members=[1], why="region 0 lost")
+    run.train(1, 40)
+    run.after(61)
+    said = capsys.readouterr().out
+    assert "region 0 is lost\n" in said
+    assert "step 12: 1 region(s) from here on: 1 (region 0 lost)" in said
+    assert "step 40/100  loss region 1: 3.000" in said
+    assert run.display.step == 40
+    for journal in run.journals:
+        journal.write("epoch", step=50, epoch=2, members=[0, 1], why="region 0 joined")
+    run.journals[1].write("evaluate", step=50, eval_loss=1.5)
+    run.journals[0].write("evaluate", step=50, eval_loss=9.5)
+    run.after(1)
+    said = capsys.readouterr().out
+    assert said.count("2 region(s) from here on: 0, 1 (region 0 joined)") == 1
+    assert "held out, global weights: loss 1.500" in said
+    assert "9.5" not in said

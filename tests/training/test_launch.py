@@ -115,3 +115,51 @@ def test_the_launchers_arguments_say_which_machine_this_is(tmp_path: Path) -> No
         (["--config_file", str(config), "--machine_rank", "0"], 0),
     ):
         assert launch.machine_of(arguments) == machine
+
+
+def a_region(folder: Path, region: int, code: str, trains: bool = True) -> launch.RegionProcess:
+    """A process in place of a region's launcher."""
+    status = folder / f"{region}.json"
+    status.write_text(
+        json.dumps({"doing": "training", "step": 3} if trains else {"doing": "loading the model"})
+    )
+    log = (folder / f"{region}.txt").open("wb")
+    process = subprocess.Popen([sys.executable, "-c", f"import time, sys; {code}"], start_new_session=True)
+    return launch.RegionProcess(region, folder, process, log, 0, status)
+
+
+def test_the_others_go_on_without_a_lost_region(tmp_path: Path) -> None:
+    """It is told once, at once, while they train."""
+    go = tmp_path / "go"
+    wait = f"import pathlib\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.02)"
+    regions = [
+        a_region(tmp_path, 0, wait),
+        a_region(tmp_path, 1, "sys.exit(5)"),
+        a_region(tmp_path, 2, wait),
+    ]
+    told: list[int] = []
+
+    def lose(lost: launch.RegionProcess) -> None:
+        told.append(lost.region)
+        assert [each.process.poll() for each in regions] == [None, 5, None]
+        go.touch()
+
+    assert launch.watch(regions, lambda: None, timeout_s=1e6, lose=lose) == [regions[1]]
+    assert told == [1]
+    assert [each.process.returncode for each in regions] == [0, 5, 0]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_regions_that_cannot_go_on_are_ended(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one is lost before the others train; and in a run that ends with a lost region."""
+    monkeypatch.setattr(launch, "GRACE_S", 0.3)
+    regions = [
+        a_region(tmp_path, 0, "time.sleep(600)", trains),
+        a_region(tmp_path, 1, "sys.exit(2)", trains),
+    ]
+    lose = None if trains else lambda lost: pytest.fail("nobody goes on")
+    failed = launch.watch(regions, lambda: None, timeout_s=0, lose=lose)
+    assert failed == [regions[1], regions[0]]
+    assert regions[0].process.returncode < 0

@@ -1,0 +1,95 @@
+"""`hf-cocodc train` in a run that goes on without a lost region: joining, losing, exit codes."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_cocodc.cli import train
+from hf_cocodc.cli.joining import loss_in_words, way_back
+from hf_cocodc.cli.main import main, parse
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
+ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*ELASTIC, "--join", "--resume", "--store", "127.0.0.1:1"], "--join with --resume"),
+        ([*ELASTIC, "--join", "--region", "1"], "--join needs the store"),
+        (["--join", "--region", "1", "--store", "127.0.0.1:1"], "regions.join=True has no meaning"),
+        (
+            [*ELASTIC, "--join", "--region", "4", "--store", "127.0.0.1:1"],
+            "--region 4 does not exist: with regions.count=4",
+        ),
+        (
+            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "6", "--store", "127.0.0.1:1"],
+            "--region 6 does not exist: with regions.max=6, regions are numbered 0 .. 5",
+        ),
+        (
+            [*ELASTIC, "--set", "regions.max=6", "--region", "5", "--store", "127.0.0.1:1"],
+            "with regions.count=4",
+        ),
+        (
+            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "5", "--store", "127.0.0.1:1"],
+            "no store answers at 127.0.0.1:1",
+        ),
+    ],
+)
+def test_a_region_that_cannot_join_is_refused_in_one_paragraph(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is loaded, with exit code 2."""
+    monkeypatch.setattr("hf_cocodc.meeting.store.CONNECT_S", 0.1)
+    assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *words]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert errors.count("\n") == 1
+
+
+def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
+    """With the same recipe, changes and launcher arguments, and the store that the command has started."""
+    words = ["train", RECIPE, "--set", "outer={method: eager}", *ELASTIC, "--run", "a b", "--", "--cpu"]
+    again = way_back(parse(words), 3, "127.0.0.1:29650")
+    assert again.startswith("hf-cocodc train")
+    options = parse(shlex.split(again)[1:])
+    assert (options.join, options.region, options.store) == (True, 3, "127.0.0.1:29650")
+    assert (options.overrides, options.run_name) == (["outer={method: eager}", *ELASTIC[1::2]], "a b")
+    assert options.launcher == ["--cpu"]
+
+
+def a_region(region: int, error: tuple[str, int] | None) -> Any:
+    log = io.BytesIO()
+    log.name = f"region-{region}/log.txt"  # type: ignore[attr-defined]
+    return SimpleNamespace(region=region, error=lambda: error, last_lines=lambda count: ["the end"], log=log)
+
+
+def test_a_run_that_stopped_below_its_least_number_has_exit_code_3(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Although the region that was lost first had another; a run that ends with a lost region has that one's."""
+    killed, stopped, lost = (
+        a_region(0, None),
+        a_region(1, ("too few regions", 3)),
+        a_region(2, ("region 0 is gone", 1)),
+    )
+    assert train._report_failure([killed, stopped], [killed, stopped], elastic=True) == 3
+    assert "[region 0] was killed" in capsys.readouterr().err
+    assert train._report_failure([killed, stopped], [killed, stopped], elastic=False) == 1
+    assert train._report_failure([killed, lost], [killed, lost], elastic=True) == 1
+
+
+def test_a_loss_has_a_reason() -> None:
+    """The region's own error, or where its output is."""
+    assert loss_in_words(a_region(0, ("the disk refuses", 2))) == "the disk refuses"
+    assert loss_in_words(a_region(0, None)).endswith("see region-0/log.txt")
