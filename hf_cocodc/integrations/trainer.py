@@ -21,11 +21,12 @@ from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import from_config
 from ..run.about import About, refuse_another_run
 from ..run.checkpoint import Saved, read
-from ..run.connect import meet, refuse_unsupported
+from ..run.connect import meet
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
 from ..run.starting import Beginning
+from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse

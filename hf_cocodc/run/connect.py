@@ -7,35 +7,29 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..engine.watch import refuse_complex
-from ..errors import InputError
 from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import LaneLink, SharedLink
 from ..links.spreading import spread_all
 from ..meeting.addresses import own_address
-from ..meeting.handshake import compare, frozen_digest, hello, side_by_side
+from ..meeting.handshake import compare, frozen_digest
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
 from ..meeting.store import connect_store, serve_store
-from ..resolve import settings
 from ..settings import OuterConfig, RegionConfig
-from ..tensors.pools import HOST
 from .about import About
+from .hellos import own_hello, show_differences
 from .status import tell_whom_we_await
+from .supported import is_sharded, lanes_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,43 +37,6 @@ _GLOO_END_S = 0.1
 _NOTHING = About()
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 """Links over which nothing has been trained since their regions compared what they are."""
-
-
-def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.Module) -> None:
-    """Check that we support a region as `accelerate launch` has set it up, and its model.
-
-    Raises:
-        InputError: we do not; the message says what to change.
-    """
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            refuse_complex(name, param)
-    kind = accelerator.distributed_type
-    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-    if kind is DistributedType.FSDP and accelerator.is_fsdp2:
-        if settings(config)["codec"] == "lowrank":
-            raise InputError(
-                "outer.codec=lowrank with FSDP2 is not supported: each process would choose the codec's rank for its own shards, "
-                "and regions would disagree on the interval. Use another codec, or DDP."
-            )
-    elif kind not in supported:
-        raise InputError(
-            f"distributed type {kind.value} inside a region is not supported. Launch the region as one process, with DDP or "
-            "with FSDP2 (fsdp_version 2; FSDP1 is not supported), and without DeepSpeed or Megatron."
-        )
-
-
-def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
-    """The device of the outer state."""
-    params = (param for param in model.parameters() if param.requires_grad)
-    return next((param.device for param in params), HOST) if config.device == "model" else HOST
-
-
-def _is_replicated(param: nn.Parameter) -> bool:
-    """Whether several ranks of a sharded parameter's mesh hold the same shard."""
-    assert isinstance(param.data, DTensor)
-    sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
-    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
 
 
 def _let_gloo_end() -> None:
@@ -116,25 +73,7 @@ def connect(
     assert region is not None and count is not None
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     sharded = accelerator.distributed_type is DistributedType.FSDP
-    lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
-    if stage is not None and (sharded or (lane, num_lanes) != (rank, num_ranks)):
-        raise InputError(
-            f"stage={stage} in rank {rank} of {num_ranks} must be {(rank, num_ranks)}: every rank holds one stage, in the order "
-            "of the ranks. A stage cannot be sharded (FSDP2). Launch each region with one process per stage."
-        )
-    parts = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
-    if parts and num_ranks > 1 and not sharded:
-        raise InputError(
-            f"{parts[0]} is sharded over ranks that Accelerate treats as replicas ({accelerator.distributed_type.value}): tensor "
-            "parallelism is not supported. Shard with FSDP2 through Accelerate, or split the model into pipeline stages."
-        )
-    replicated = next((name for name in parts if _is_replicated(model.get_parameter(name))), None)
-    if sharded and replicated is not None:
-        raise InputError(
-            f"{replicated} is sharded over some ranks and replicated over others (dp_replicate_size): each replica would send "
-            "the same shards over the link, and norms would count them several times. Shard over all ranks of the region "
-            "(dp_replicate_size=1), or make each replica a region."
-        )
+    lane, num_lanes = lanes_of(accelerator, model, stage)
     if num_ranks > 1:
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
@@ -159,18 +98,18 @@ def connect(
         return link
 
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
-    frozen = " ".join(gather_object([frozen_digest(model)])) if parts and sharded else None
+    frozen = " ".join(gather_object([frozen_digest(model)])) if sharded and is_sharded(model) else None
 
     def meet() -> str:
         assert regions.store is not None
-        mine = _hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
+        mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
         name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
         name = name if stage is None else f"{name}, stage {lane}"
         roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
         hosts = ", ".join(str(each["host"]) for each in roster.hellos)
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
-        _show_differences(roster.hellos)
+        show_differences(roster.hellos)
         return roster.run
 
     def reach(met: str | None) -> GlooLink:
@@ -234,12 +173,12 @@ def meet(
         return connect(accelerator, model, config, regions, max_steps, stage, about)
     if link in _COMPARED or link.num_regions == 1:
         return link
-    mine = _hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
+    mine = own_hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
     told = json.dumps(mine).encode()
     hellos = [json.loads(each) for each in spread_all(link, told, "what it is").values()]
     link.count_broadcasts()  # what crosses a store does not count either
     compare(hellos)
-    _show_differences(hellos)
+    show_differences(hellos)
     _COMPARED.add(link)
     return link
 
@@ -247,41 +186,6 @@ def meet(
 def begin_over(link: Link) -> None:
     """A training over `link` begins: before the next one regions compare anew."""
     _COMPARED.discard(link)
-
-
-def _hello(
-    accelerator: Accelerator,
-    model: nn.Module,
-    config: OuterConfig,
-    regions: RegionConfig,
-    max_steps: int | None,
-    about: About,
-    num_lanes: int,
-    frozen: str | None,
-) -> dict[str, Any]:
-    shared = {
-        "connections": regions.connections,
-        "timeout_s": regions.timeout_s,
-        "when_one_ends": regions.when_one_ends,
-        # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
-        "device": (accelerator.device if config.device == "model" else HOST).type,
-    }
-    return hello(
-        model,
-        {**settings(config), **shared},
-        max_steps,
-        num_lanes,
-        config=about.model,
-        facts=about.facts,
-        first_samples=about.first_samples,
-        allowed=regions.allowed,
-        frozen=frozen,
-    )
-
-
-def _show_differences(hellos: Sequence[Mapping[str, Any]]) -> None:
-    for sentence in side_by_side(hellos):
-        logger.warning(sentence)
 
 
 def _region_store(accelerator: Accelerator) -> RegionStore | None:

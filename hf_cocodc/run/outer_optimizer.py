@@ -19,7 +19,7 @@ from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
 from .claim import claim, refuse_second
-from .connect import begin_over, meet, refuse_unsupported
+from .connect import begin_over, meet
 from .endings import Endings
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
@@ -27,6 +27,7 @@ from .recovery import recover
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start
+from .supported import refuse_unsupported
 from .unread import attendance_of, report_unread
 
 

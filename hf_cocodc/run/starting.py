@@ -14,8 +14,8 @@ from ..links.spreading import gather
 from ..resolve import from_config, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
-from .connect import outer_device
 from .journal import Journal, Mark
+from .supported import outer_device
 
 logger = logging.getLogger(__name__)
 

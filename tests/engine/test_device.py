@@ -20,7 +20,7 @@ from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.methods import METHODS
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.connect import outer_device
+from hf_cocodc.run.supported import outer_device
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors import flat as tensors
 from hf_cocodc.tensors.departures import Departure

@@ -18,7 +18,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
-from hf_cocodc.run import connect
+from hf_cocodc.run import connect, hellos
 from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import read
 
@@ -101,13 +101,13 @@ def test_over_a_given_link_regions_compare_what_they_compare_at_a_store(
 
 def test_over_a_given_link_regions_compare_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the package and of the protocol."""
-    tell = connect.hello
+    tell = hellos.hello
 
     def told(*args: Any, **kwargs: Any) -> dict[str, Any]:
         other = threading.current_thread().name == "region 1"
         return tell(*args, **kwargs) | ({"hf_cocodc": "9.9"} if other else {})
 
-    monkeypatch.setattr(connect, "hello", told)
+    monkeypatch.setattr(hellos, "hello", told)
     with pytest.raises(HandshakeError, match="disagree on hf_cocodc: .* region 1 has '9.9'"):
         run_in_lockstep(2, lambda region, link: outer(link))
 

@@ -1,0 +1,90 @@
+"""What we support of a region, as `accelerate launch` has set it up, and of its model."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..engine.watch import refuse_complex
+from ..errors import InputError
+from ..resolve import settings
+from ..settings import OuterConfig
+from ..tensors.pools import HOST
+
+
+def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.Module) -> None:
+    """Check that we support a region as `accelerate launch` has set it up, and its model.
+
+    Raises:
+        InputError: we do not; the message says what to change.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            refuse_complex(name, param)
+    kind = accelerator.distributed_type
+    supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if kind is DistributedType.FSDP and accelerator.is_fsdp2:
+        if settings(config)["codec"] == "lowrank":
+            raise InputError(
+                "outer.codec=lowrank with FSDP2 is not supported: each process would choose the codec's rank for its own shards, "
+                "and regions would disagree on the interval. Use another codec, or DDP."
+            )
+    elif kind not in supported:
+        raise InputError(
+            f"distributed type {kind.value} inside a region is not supported. Launch the region as one process, with DDP or "
+            "with FSDP2 (fsdp_version 2; FSDP1 is not supported), and without DeepSpeed or Megatron."
+        )
+
+
+def outer_device(model: nn.Module, config: OuterConfig) -> torch.device:
+    """The device of the outer state."""
+    params = (param for param in model.parameters() if param.requires_grad)
+    return next((param.device for param in params), HOST) if config.device == "model" else HOST
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks hold shards of a model's parameters."""
+    return any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] | None) -> tuple[int, int]:
+    """The lane of this rank, and the number of lanes of its region.
+
+    Args:
+        accelerator: of the region.
+        model: unwrapped.
+        stage: (index, number of stages) if every rank of the region holds its own pipeline stage.
+
+    Raises:
+        InputError: the ranks hold what cannot be exchanged.
+    """
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    sharded = accelerator.distributed_type is DistributedType.FSDP
+    lane, num_lanes = stage or ((rank, num_ranks) if sharded else (0, 1))
+    if stage is not None and (sharded or (lane, num_lanes) != (rank, num_ranks)):
+        raise InputError(
+            f"stage={stage} in rank {rank} of {num_ranks} must be {(rank, num_ranks)}: every rank holds one stage, in the order "
+            "of the ranks. A stage cannot be sharded (FSDP2). Launch each region with one process per stage."
+        )
+    parts = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    if parts and num_ranks > 1 and not sharded:
+        raise InputError(
+            f"{parts[0]} is sharded over ranks that Accelerate treats as replicas ({accelerator.distributed_type.value}): tensor "
+            "parallelism is not supported. Shard with FSDP2 through Accelerate, or split the model into pipeline stages."
+        )
+    replicated = next((name for name in parts if _is_replicated(model.get_parameter(name))), None)
+    if sharded and replicated is not None:
+        raise InputError(
+            f"{replicated} is sharded over some ranks and replicated over others (dp_replicate_size): each replica would send "
+            "the same shards over the link, and norms would count them several times. Shard over all ranks of the region "
+            "(dp_replicate_size=1), or make each replica a region."
+        )
+    return lane, num_lanes
+
+
+def _is_replicated(param: nn.Parameter) -> bool:
+    """Whether several ranks of a sharded parameter's mesh hold the same shard."""
+    assert isinstance(param.data, DTensor)
+    sizes = zip(param.data.placements, param.data.device_mesh.shape, strict=True)
+    return any(placement.is_replicate() and size > 1 for placement, size in sizes)
