@@ -26,8 +26,8 @@ NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
 
 OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows")
 """Settings that say what travels together."""
-BEFORE = {"split_rows": False}
-"""What older versions did that did not have these settings yet."""
+BEFORE = {"split_rows": False, "weights": "equal"}
+"""What older versions did that did not have these settings yet; as `weights` does, where a checkpoint says nothing of it."""
 
 
 def from_config(config: OuterConfig) -> Method:
@@ -74,6 +74,8 @@ def settings(config: OuterConfig) -> dict[str, object]:
     defaults = {name: parameter.default for name, parameter in takes.items()}
     found: dict[str, Any] = {"method": config.method, **defaults, **config.given()}
     found["digest_interval"] = config.digest_interval
+    if config.weights != BEFORE["weights"]:
+        found["weights"] = config.weights
     if "mixing_alpha" in found:
         found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
     idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}

@@ -25,6 +25,7 @@ from .compatibility import form_of
 from .landing import Flats, Landing
 from .local_params import LocalParams
 from .outer_step import OuterStep
+from .shares import Trained
 from .transfer import Transfer
 
 
@@ -52,6 +53,7 @@ class FragmentState:
         sent_at: inner step of the last send.
         lr_sum: sum of inner learning rates up to the last send.
         nonfinite_rounds: sends in a row, up to the last one, whose outer gradient was not finite.
+        trained: what this region had trained at the last send; later steps are in no transfer yet.
     """
 
     fragment: Fragment
@@ -70,6 +72,7 @@ class FragmentState:
     sent_at: int = 0
     lr_sum: float = 0.0
     nonfinite_rounds: int = 0
+    trained: Trained = Trained()
 
     def __post_init__(self) -> None:
         self._lengths = [sum(cut.sizes) for cut in self.cuts]

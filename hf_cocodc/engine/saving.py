@@ -13,6 +13,7 @@ from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from .compatibility import same_structure
 from .fragment import FragmentState
+from .shares import Trained
 from .transfer import Transfer
 
 _OF_A_FRAGMENT = (
@@ -36,6 +37,7 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
     Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
     """
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
+    kept["trained"] = list(fragment.trained)
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
@@ -67,6 +69,8 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     state = {**_SINCE_FORMAT_1, **state}
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
+    # what an earlier version wrote has trained every inner step, on an unknown number of tokens
+    fragment.trained = Trained(*state.get("trained", (state["sent_at"], 0)))
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
         fragment.in_flight.append(_loaded({**each, **flats}))
@@ -116,6 +120,7 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "seconds": arrival.seconds,
         "square": arrival.square,
         "members": list(arrival.members),
+        "changes": arrival.changes,
     }
 
 
@@ -129,6 +134,6 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     result = Result(mean, lambda: mean, state["codec"])
     members = tuple(state.get("members", range(len(trailers))))  # earlier versions had regions 0, 1, ...
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
-    arrival = Arrival(result, trailers, **numbers, members=members)
+    arrival = Arrival(result, trailers, **numbers, members=members, changes=state.get("changes", -1))
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
     return Transfer(**kept, handle=Here(arrival))

@@ -29,6 +29,7 @@ from .fragment import FragmentState, adopt
 from .last_check import check_same_end
 from .measurements import Measurements
 from .memory import Memory, memory
+from .shares import Trained
 from .traffic import Traffic
 from .watch import Watch
 from .weights import local_kept, show_global
@@ -50,6 +51,7 @@ class Synchronizer:
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
+        weights: a region's share in a mean: equal, steps or tokens (`Shares`).
         state: from `state_dict`, to continue with the model's parameters as they are.
         device: device of global params, outer state and transfers; what the link and codecs need is on the host.
 
@@ -67,6 +69,7 @@ class Synchronizer:
         *,
         record: Record = lambda kind, **facts: None,
         digest_interval: int = 10,
+        weights: str = "equal",
         state: dict[str, Any] | None = None,
         device: torch.device = HOST,
     ) -> None:
@@ -76,7 +79,7 @@ class Synchronizer:
         self.measured = Measurements(link.clock())
         self.account = Account(record)
         self._record = record
-        self._traffic = Traffic(method, link, device, self.measured, self.account, digest_interval)
+        self._traffic = Traffic(method, link, device, self.measured, self.account, digest_interval, weights)
         self._device = device
         self._watch = Watch(model, link.replicas)
         self._is_leaving = False
@@ -102,7 +105,12 @@ class Synchronizer:
         return self.account.totals
 
     def step(
-        self, inner_lr: float = 0.0, word: Word = NOTHING_TO_SAY, *, trained: bool = True
+        self,
+        inner_lr: float = 0.0,
+        word: Word = NOTHING_TO_SAY,
+        *,
+        trained: bool = True,
+        tokens: int | None = None,
     ) -> Words | None:
         """Call after each inner step, with the learning rate it used. Nearly free if no event is due.
 
@@ -111,17 +119,20 @@ class Synchronizer:
             word: what the training loop tells the other regions, with transfers that are sent now.
             trained: False to keep step with the others without training: a transfer that carries no step of this region
                 has no weight in the mean.
+            tokens: that the region has trained on in this step, if known.
 
         Returns:
             If a transfer landed: the words of all regions that it carried.
 
         Raises:
             LinkError: a transfer failed; nothing of it was applied.
+            InputError: shares follow the tokens, and they are unknown.
         """
         traffic = self._traffic
         traffic.inner_step += 1
         if trained:
             traffic.trained_at = traffic.inner_step
+            traffic.shares.count(tokens)
         self.link.tick(self.inner_step)
         self.measured.note_step(inner_lr, self.link.clock())
         self._watch.notice()
@@ -216,6 +227,8 @@ class Synchronizer:
     def give_up_unsent(self) -> None:
         """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
         self._traffic.trained_at = -1
+        for fragment in self.fragments:
+            fragment.trained = self._traffic.shares.trained
         self._is_leaving = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,6 +243,7 @@ class Synchronizer:
             **self.measured.state_dict(),
             "schedule_state": self._schedule_state,
             "inner_step": self.inner_step,
+            "trained": list(self._traffic.shares.trained),
             "totals": asdict(self.account.totals),
             "fragments": [saving.saved(fragment) for fragment in self.fragments],
         }
@@ -256,6 +270,7 @@ class Synchronizer:
         self._schedule_state = state["schedule_state"]
         self._next_event = 0
         self._traffic.inner_step = self._traffic.trained_at = state["inner_step"]
+        self._traffic.shares.trained = Trained(*state.get("trained", (self.inner_step, 0)))
         self.account.totals = Totals(**state["totals"])
         own = self.global_digest() if self.method.outer.regions_agree else -1
         check_same_start(self.link, Standing(self.inner_step, own))
@@ -311,7 +326,7 @@ class Synchronizer:
         )
         for fragment in self.fragments:
             fragment.settled_at = fragment.sent_at = self.inner_step
-            fragment.lr_sum = self.measured.lr_sum
+            fragment.lr_sum, fragment.trained = self.measured.lr_sum, traffic.shares.trained
         link.bring_to(self.fragments[0].pool)
         numels = torch.tensor([float(fragment.numel) for fragment in fragments], dtype=torch.float64)
         lengths: list[float] = link.total(numels).tolist()

@@ -18,6 +18,7 @@ from .fragment import FragmentState
 from .measurements import Measurements
 from .outer_step import Outcome
 from .reunion import reunite
+from .shares import Shares
 from .stepping import Stepping
 from .transfer import Transfer
 from .watch import UNKNOWN
@@ -33,10 +34,12 @@ class Traffic:
         measured: what this region measures and all have agreed on.
         account: counts and records.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
+        weights: what shares in the means follow (`Shares`).
 
     Attributes:
         inner_step: inner steps made so far.
-        trained_at: last inner step that trained; a transfer of this region has weight only if it carries such a step.
+        trained_at: last inner step that trained.
+        shares: counts what this region trains; a transfer of this region has weight only if it carries a step.
         is_ahead: whether outer steps are taken ahead of their landings.
         layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
         heard: each transfer that has landed, until someone clears them.
@@ -50,11 +53,13 @@ class Traffic:
         measured: Measurements,
         account: Account,
         digest_interval: int,
+        weights: str,
     ) -> None:
         self._method, self._link = method, link
         self._measured, self._account = measured, account
         self._digest_interval = digest_interval
         self.inner_step = self.trained_at = 0
+        self.shares = Shares(weights, link.is_elastic)
         self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
         self.is_ahead = self._stepping.is_ahead
         self.layout = UNKNOWN
@@ -74,14 +79,14 @@ class Traffic:
             fragment.nonfinite_rounds = 0 if finite else fragment.nonfinite_rounds + 1
             if not finite and word.ending is Ending.NO:
                 self._account.sat_out(step, index, self._link.region)
-            shares = finite and self.trained_at > fragment.sent_at
-            if not shares:
+            share = self.shares.share(fragment.trained, step - fragment.sent_at) if finite else 0.0
+            if not share:
                 outer_grad.zero_()
             is_checked = self._method.outer.regions_agree and fragment.num_sends % self._digest_interval == 0
             checksum = fragment.checksum() if is_checked else None
             measured = self._measured
             trailer = Trailer(
-                weight=float(shares),
+                weight=share,
                 fragment=index,
                 inner_step=step,
                 step_time_s=measured.step_time_s,
@@ -107,6 +112,7 @@ class Traffic:
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
+            fragment.trained = self.shares.trained
             self._account.sent(step, index, fragment.fragment.numel, blocked_s)
 
     def land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:

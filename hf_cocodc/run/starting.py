@@ -177,6 +177,7 @@ def engine_for(
         link,
         record=journal.write,
         digest_interval=config.digest_interval,
+        weights=config.weights,
         state=state,
         device=outer_device(model, config),
     )

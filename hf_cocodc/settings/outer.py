@@ -8,7 +8,8 @@ from .rules import require, setting, take_number
 
 DEVICES = ("host", "model")
 ON_NONFINITE = ("restart", "stop")
-OF_EVERY_METHOD = ("method", "digest_interval", "on_nonfinite", "nonfinite_rounds", "device")
+WEIGHTS = ("equal", "steps", "tokens")
+OF_EVERY_METHOD = ("method", "weights", "digest_interval", "on_nonfinite", "nonfinite_rounds", "device")
 """Fields of `OuterConfig` that are no settings of a method."""
 
 
@@ -55,6 +56,12 @@ class OuterConfig:
     sends_per_interval: int | None = setting(
         "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows."
     )
+    weights: str = setting(
+        "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send / steps that were due); "
+        "or tokens (that it has trained on since the last send). A region that comes into a running run counts by steps at "
+        "first, also with equal.",
+        "equal",
+    )
     digest_interval: int = setting(
         "Rounds between two checks that all regions hold the same global params. A check adds a checksum to the transfer.",
         10,
@@ -94,6 +101,7 @@ class OuterConfig:
         require(self, "outer_lr", lambda v: v > 0, "must be positive")
         require(self, "outer_momentum", lambda v: 0 <= v < 1, "must lie in [0, 1)")
         require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
+        require(self, "weights", lambda v: v in WEIGHTS, f"must be one of {', '.join(WEIGHTS)}")
         require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
 
     def given(self) -> dict[str, Any]:
