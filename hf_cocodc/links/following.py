@@ -1,0 +1,189 @@
+"""How a newcomer gets the results of calls in which it has no part: from the log of a member."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ..errors import LinkError
+from ..parts.codecs.base import Result
+from .base import Arrival, Parcel
+from .log import Entry, Item, Marker, with_residuals
+from .records import Record, from_row
+from .trailer import Trailer
+
+Bring = Callable[[Result, bool], Result]
+
+
+class Asked:
+    """A call that waits for its entry."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._entry: Entry | None = None
+        self._error: BaseException | None = None
+
+    def answer(self, entry: Entry) -> None:
+        self._entry = entry
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ended.set()
+
+    def wait(self) -> Entry:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._entry is not None
+        return self._entry
+
+
+class Following:
+    """Reads a log, and answers calls by it. Calls and entries of one name meet in their order.
+
+    Args:
+        source: the items of the log, as they come; may block. If it ends or raises a LinkError, all calls without answer fail.
+    """
+
+    def __init__(self, source: Iterable[Item]) -> None:
+        self._source = source
+        self._entries: dict[tuple[str, str], deque[Entry]] = {}
+        self._asked: dict[tuple[str, str], deque[Asked]] = {}
+        self._markers: deque[Marker] = deque()
+        self._skips = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, name="hf_cocodc-follow", daemon=True)
+        self._thread.start()
+
+    def ask(self, kind: str, what: str) -> Asked:
+        """Ask for the next entry of this kind and name; returns at once."""
+        asked = Asked()
+        with self._changed:
+            waiting = self._entries.get((kind, what))
+            if waiting:
+                asked.answer(waiting.popleft())
+            elif self._error is not None:
+                asked.fail(self._error)
+            else:
+                self._asked.setdefault((kind, what), deque()).append(asked)
+        return asked
+
+    def next_marker(self, timeout_s: float | None = None) -> Marker | None:
+        """The next marker; None if there is none within `timeout_s`.
+
+        Raises:
+            LinkError: the log has ended.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._markers:
+                if self._error is not None:
+                    raise self._error
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return self._markers.popleft()
+
+    def skip(self, submitted: int) -> None:
+        """Forget the entries of calls up to this one: whoever asks for them has asked by now."""
+        with self._changed:
+            self._skips = max(self._skips, submitted)
+            for entries in self._entries.values():
+                while entries and entries[0].op <= self._skips:
+                    entries.popleft()
+
+    def fail(self, error: BaseException) -> None:
+        """Take no more items; all calls without answer fail."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            for asked in (each for waiting in self._asked.values() for each in waiting):
+                asked.fail(self._error)
+            self._asked.clear()
+            self._changed.notify_all()
+
+    def _read(self) -> None:
+        try:
+            for item in self._source:
+                with self._changed:
+                    if self._error is not None:
+                        return
+                    self._take(item)
+            error: BaseException = LinkError("the log of the other region has ended.")
+        except BaseException as raised:  # the training thread must hear of it
+            error = raised
+        self.fail(error)
+
+    def _take(self, item: Item) -> None:
+        if isinstance(item, Marker):
+            self._markers.append(item)
+            self._changed.notify_all()
+            return
+        key = item.kind, item.what
+        asked = self._asked.get(key)
+        if asked:
+            asked.popleft().answer(item)
+        elif item.op > self._skips:
+            self._entries.setdefault(key, deque()).append(item)
+
+
+class FollowedMean:
+    """The handle of a mean whose result comes from the log.
+
+    Args:
+        asked: waits for the entry.
+        parcel: what this region would have brought.
+        bring: places the mean in the link's memory.
+    """
+
+    def __init__(self, asked: Asked, parcel: Parcel, bring: Bring) -> None:
+        self._asked, self._bring = asked, bring
+        self._then = parcel.then
+        self._numel, self._what = parcel.numel, parcel.what
+        self._arrival: Arrival | None = None
+
+    def wait(self) -> Arrival:
+        if self._arrival is None:
+            self._arrival = self._of(self._asked.wait())
+            then, self._then = self._then, None
+            if then is not None:
+                then(self._arrival)
+        return self._arrival
+
+    def _of(self, entry: Entry) -> Arrival:
+        if entry.values.numel() != self._numel:
+            raise LinkError(
+                f"{self._what} has {self._numel} values here and {entry.values.numel()} in the other regions."
+            )
+        mean = entry.values
+        result = Result(mean, lambda: mean, with_residuals(entry.state))
+        trailers = records_in(entry, Trailer)
+        brought = self._bring(result, False)
+        return Arrival(brought, trailers, 0, entry.seconds, entry.square, entry.members)
+
+
+def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:
+    """The records of an entry.
+
+    Raises:
+        LinkError: they are of another kind.
+    """
+    return tuple(from_row(kind, row, region) for region, row in zip(entry.members, entry.rows, strict=True))
+
+
+def copy_bytes(entry: Entry, flat: Tensor) -> None:
+    """Overwrite a flat tensor with the bytes of a broadcast.
+
+    Raises:
+        LinkError: there are more or fewer of them.
+    """
+    raw = flat.view(torch.uint8)
+    if entry.values.numel() != raw.numel():
+        raise LinkError(f"{entry.what} has {raw.numel()} bytes here and {entry.values.numel()} in the log.")
+    raw.copy_(entry.values)

@@ -1,0 +1,145 @@
+"""Real engines that train over elastic links in memory, and what must hold whatever happens to a region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.links.base import Arrival, Handle, Parcel
+from hf_cocodc.links.elastic import ElasticLink
+from hf_cocodc.methods import Method
+from hf_cocodc.parts.codecs.base import Message
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from tests.links.memory import Fault, Regions
+from tests.toys import Blocks
+
+STEPS = 7
+METHODS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_interval": 2},
+    "streaming": {"sync_interval": 4, "num_fragments": 2, "overlap_steps": 1, "codec": "int8"},
+    "eager": {"sync_interval": 2, "num_fragments": 1},
+    "co2": {"sync_interval": 2, "outer_momentum": 0.3},
+    "dilocox": {"sync_interval": 2, "rank": 1},
+    "cocodc": {"sync_interval": 4, "num_fragments": 2, "overlap_steps": 1, "sends_per_interval": 2},
+}
+EXACT = ("diloco", "co2")
+"""Methods that send outer gradients as they are, in one message."""
+
+
+def method_of(name: str) -> Method:
+    return from_config(OuterConfig(method=name, **METHODS[name]))
+
+
+@dataclass
+class Sent:
+    """A transfer as one region saw it."""
+
+    outer_grad: Tensor
+    handle: Handle
+    arrival: Arrival | None = None
+    mean: Tensor | None = None
+
+    def wait(self) -> Arrival:
+        if self.arrival is None:
+            self.arrival = self.handle.wait()
+            self.mean = self.arrival.result.mean.clone()  # the engine uses this memory again
+        return self.arrival
+
+
+@dataclass
+class Trained:
+    """A region's training, step by step, and what it saw.
+
+    Attributes:
+        sent: its transfers, by name.
+        digests: of the global params after each inner step.
+        epochs: number of the epoch after each inner step.
+    """
+
+    link: ElasticLink
+    method: Method
+    sent: dict[str, Sent] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        region = self.link.region
+        self.model = Blocks([torch.full((6,), region + 1.0), torch.full((4, 3), 0.5)])
+        mean = self.link.mean
+
+        def seen(parcel: Parcel) -> Handle:
+            message = next(parcel.converse())
+            assert isinstance(message, Message)
+            name = parcel.what if parcel.what not in self.sent else f"{parcel.what}, again"
+            self.sent[name] = Sent(message.values.clone(), mean(parcel))
+            return self.sent[name]
+
+        self.link.mean = seen  # type: ignore[method-assign]
+        self.sync = Synchronizer(self.model, self.method, self.link, digest_interval=1)
+
+    def train(self, region: int) -> None:
+        """An inner step that depends on the region and the step, then the outer one."""
+        step = self.sync.inner_step + 1
+        generator = torch.Generator().manual_seed(100 * region + step)
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param -= 0.1 * torch.randn(param.shape, generator=generator)
+        self.sync.step(0.1)
+        self.digests[step] = self.sync.global_digest()
+        self.epochs.append(self.link.epoch.number)
+
+    def finish(self) -> int:
+        self.sync.finish()
+        with torch.no_grad():
+            return hash(tuple(torch.cat([p.flatten() for p in self.model.parameters()]).tolist()))
+
+
+def train_all(
+    name: str, faults: list[Fault], steps: int = STEPS
+) -> tuple[Regions, dict[int, tuple[Trained, int]]]:
+    """Three regions train; returns those that have come to the end."""
+    regions = Regions(3, faults)
+    method = method_of(name)
+
+    def body(region: int, link: ElasticLink) -> tuple[Trained, int]:
+        trained = Trained(link, method)
+        for _ in range(steps):
+            trained.train(region)
+        return trained, trained.finish()
+
+    return regions, regions.run(body)
+
+
+def check(name: str, found: dict[int, tuple[Trained, int]]) -> None:
+    """The invariants of a run in which regions were lost."""
+    assert found
+    assert len({end for _, end in found.values()}) == 1, "survivors end with different models"
+    runs = {region: trained for region, (trained, _) in found.items()}
+    first = next(iter(runs.values()))
+    for trained in runs.values():
+        if name != "eager":
+            assert trained.digests == first.digests
+        assert trained.epochs == sorted(trained.epochs)
+        assert trained.sent.keys() == first.sent.keys()
+    for what in first.sent:
+        arrivals = {region: trained.sent[what].arrival for region, trained in runs.items()}
+        if not all(arrivals.values()):
+            assert not any(arrivals.values())
+            continue
+        members = {arrival.members for arrival in arrivals.values()}
+        assert len(members) == 1, f"{what}: {members}"
+        [taking_part] = members
+        assert set(runs) <= set(taking_part), f"{what} has lost a survivor's outer gradient"
+        assert len({str(arrival.trailers) for arrival in arrivals.values()}) == 1
+        if name in EXACT and what.startswith("fragment") and set(taking_part) == set(runs):
+            grads = [runs[region].sent[what].outer_grad for region in taking_part]
+            expected = torch.stack(grads).double().mean(0)
+            for trained in runs.values():
+                mean = trained.sent[what].mean
+                assert mean is not None
+                torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
