@@ -30,7 +30,7 @@ _STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
 _ITEMS = "$items"
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _KNOWN = re.compile(
-    rf"trainer_state\.json|{disk.FOLDER}/state(-lane\d+)?\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
+    rf"trainer_state\.json|{disk.FOLDER}/(start|state(-lane\d+)?)\.json|{disk.FOLDER}/global-lane\d+\.safetensors"
     rf"|{TREES}/({_STATE})\.(json|safetensors)|{disk.FOLDER}/local-lane\d+\.safetensors"
     rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )

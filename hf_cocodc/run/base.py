@@ -1,0 +1,172 @@
+"""A newcomer gets a base and the log after it from a region that is in the run (see `donor`)."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, LinkError
+from ..links.log import Item, from_plain
+from . import checkpoint as disk
+from . import manifest, numbering
+from .donor import STARTED, Offer
+from .frames import Frames, call
+from .parcel import check_names, make_own
+
+logger = logging.getLogger(__name__)
+
+NAME = ".base"
+"""End of the name of a received base's folder, beside the checkpoints: it is none of them."""
+_LARGEST_ITEM = 1 << 40
+
+
+class DonorLost(LinkError):
+    """The region that sent the base, or the log, sends no more: another one may."""
+
+
+class RunOver(LinkError):
+    """The run has ended before the newcomer had caught up."""
+
+
+class Base:
+    """A base that has been received.
+
+    Args:
+        folder: a checkpoint that another region wrote, which can be loaded.
+        run: number of the run that wrote it.
+        started: what the regions of the run agreed on before step 1.
+        frames: the connection on which the log comes.
+        donor: the region that sends it.
+
+    Attributes:
+        items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
+    """
+
+    def __init__(self, folder: Path, run: int, started: dict[str, Any], frames: Frames, donor: int) -> None:
+        self.folder, self.run, self.started = folder, run, started
+        self.items = _items(frames, donor)
+        self._frames = frames
+
+    def remove(self) -> None:
+        """Delete the folder: once it is loaded, it is needed no more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        self._frames.close()
+
+
+def receive(offer: Offer, folder: Path, donor: int, alive: Callable[[], object], host: str = "") -> Base:
+    """Get the base that a donor offers.
+
+    Args:
+        offer: where to get it.
+        folder: of this region's checkpoints.
+        donor: the region that offers it.
+        alive: raises if the donor is gone.
+        host: address of this machine to call from; empty for any.
+
+    Raises:
+        DonorLost: the donor, or the connection to it, is gone.
+        CheckpointError: what comes is no base, or the disk refuses.
+    """
+    checkpoint = folder / f"{disk.PREFIX}{offer.step}{NAME}"
+    half = checkpoint.with_name(f"{checkpoint.name}.half")
+    for old in (*folder.glob(f"{disk.PREFIX}*{NAME}"), *folder.glob(f"{disk.PREFIX}*{NAME}.half")):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        frames = call(offer.host, offer.port, alive, host)
+    except LinkError as error:
+        raise DonorLost(f"region {donor} does not send the base that it has offered: {error}") from error
+    try:
+        about = _receive_files(frames, half, offer.secret, donor)
+        run, started = _told(half, about)
+        with disk.saving(checkpoint):
+            make_own(half)
+            half.rename(checkpoint)
+        numbering.begin_run(folder, run)
+        manifest.write(checkpoint, run)
+    except BaseException:
+        frames.close()
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    logger.info("a base of step %d has come from region %d.", offer.step, donor)
+    return Base(checkpoint, run, started, frames, donor)
+
+
+def _receive_files(frames: Frames, half: Path, secret: str, donor: int) -> dict[str, Any]:
+    """Write the files of a base; returns what the donor says about it."""
+    try:
+        frames.send("hello", secret=secret)
+        about = frames.receive()
+        for name, size in _sizes(about, donor).items():
+            with disk.saving(half):
+                _receive_file(frames, half / name, size)
+        return about
+    except DonorLost:
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} sends its base no more: {error}") from error
+
+
+def _sizes(about: dict[str, Any], donor: int) -> dict[str, int]:
+    files = about.get("files")
+    if not isinstance(files, dict) or not all(type(size) is int and size >= 0 for size in files.values()):
+        raise LinkError("it does not say what the base holds.")
+    check_names(files, donor)
+    return files
+
+
+def _receive_file(frames: Frames, path: Path, size: int) -> None:
+    sha = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for chunk in frames.receive_bytes(size):
+            sha.update(chunk)
+            file.write(chunk)
+    if frames.receive().get("value") != sha.hexdigest():
+        raise LinkError(f"{path.name} has changed on its way: its SHA-256 differs.")
+
+
+def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The number of the run, and what its regions agreed on."""
+    try:
+        started = json.loads((half / STARTED).read_text(encoding="utf-8"))
+        (half / STARTED).unlink()
+        return int(about["run"]), dict(started)
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the base that another region sent is not whole ({error!r}). Do all regions have the same version of hf_cocodc?"
+        ) from error
+
+
+def _items(frames: Frames, donor: int) -> Iterator[Item]:
+    """The log, as it comes.
+
+    Raises:
+        DonorLost: nothing more comes; another region may have a base.
+        RunOver: the run has ended.
+    """
+    try:
+        while True:
+            line = frames.receive()
+            if line["kind"] == "item":
+                yield from_plain(frames.receive_tree(line, _LARGEST_ITEM))
+            elif line["kind"] == "end" and line.get("how") == "in":
+                return
+            elif line["kind"] == "end" and line.get("how") == "over":
+                raise RunOver(
+                    f"the run has ended before this region had caught up with it ({line.get('why')}). Nothing is left to train: "
+                    f"region {donor} and the others have the model."
+                )
+            else:
+                raise LinkError(f"{line.get('why', line['kind'])}.")
+    except (RunOver, DonorLost):
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} sends its log no more: {error}") from error
+    finally:
+        frames.close()

@@ -1,0 +1,213 @@
+"""A region that is in the run gives a newcomer a base, and from then on the log of what happens after it.
+
+The base has what a region needs that takes over a checkpoint: the engine's state, the inner optimizer's, and what is not
+trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a TCP
+connection of its own, and then the log, as it comes.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import LinkError
+from ..links.log import Log, to_plain
+from . import checkpoint as disk
+from . import local_weights
+from .checkpoint import Saved
+from .frames import CHUNK, Frames
+from .parcel import TREES, files_in, write_tree
+
+logger = logging.getLogger(__name__)
+
+_CALLED_WITHIN_S = 60.0
+_GREET_S = 5.0
+_LEAST_LOG_BYTES = 64 << 20
+_BASES_IN_LOG = 4
+"""The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
+STARTED = f"{disk.FOLDER}/start.json"
+"""File in a base: what the regions agreed on before step 1."""
+
+
+class Inner(NamedTuple):
+    """The rest of a region's training, as a newcomer continues from it.
+
+    Attributes:
+        states: of inner optimizers, schedules and scalers, by their names in a checkpoint of Trainer.
+        files: writes further files into the folder of a base.
+    """
+
+    states: Mapping[str, Any]
+    files: Callable[[Path], object] = lambda folder: None
+
+
+class Offer(NamedTuple):
+    """Where a newcomer gets its base.
+
+    Attributes:
+        host: of the donor.
+        port: where it listens for this newcomer alone.
+        secret: what the newcomer says first.
+        step: inner step of the base.
+    """
+
+    host: str
+    port: int
+    secret: str
+    step: int
+
+
+def write_base(
+    folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner, started: Mapping[str, Any]
+) -> None:
+    """Write a base. What lies in the folder is deleted.
+
+    Args:
+        folder: of the base alone.
+        saved: the engine's state, and the facts of the run.
+        lane: of this rank.
+        model: unwrapped; of its weights only what is not trained is written: a newcomer starts from the global params.
+        inner: the rest of the training.
+        started: what the regions agreed on before step 1.
+
+    Raises:
+        CheckpointError: the disk refuses, or a state cannot be written without a pickle.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    with disk.saving(folder):
+        (folder / disk.FOLDER).mkdir(parents=True)
+        (folder / TREES).mkdir()
+        disk.write(folder, saved, lane)
+        kept = local_weights.kept(model, saved.synchronised)
+        rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronised}
+        unsaved = local_weights.unsaved_buffers(model)
+        local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
+        for name, state in inner.states.items():
+            write_tree(state, folder / TREES / name)
+        (folder / STARTED).write_text(json.dumps(started), encoding="utf-8")
+        inner.files(folder)
+
+
+class Donation:
+    """What one newcomer gets of this region: a base, which is on the disk, and a log, which grows.
+
+    Args:
+        folder: of the base; deleted at the end.
+        host: address of this machine that the newcomer reaches.
+        about: told with the base; JSON-able.
+        to: names the newcomer in the log.
+        rate: bytes per second to send at most; None for no limit.
+
+    Attributes:
+        offer: where the newcomer gets it.
+        log: takes what happens after the base.
+        over: whether nothing more is sent.
+    """
+
+    def __init__(
+        self, folder: Path, host: str, step: int, about: Mapping[str, Any], to: str, rate: float | None
+    ) -> None:
+        self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
+        self._files = files_in(folder)
+        num_bytes = sum(path.stat().st_size for path in self._files.values())
+        self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
+        self._listener = socket.create_server((host, 0), family=_family(host))
+        self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(16), step)
+        self.over = False
+        self._ended = threading.Event()
+        self._last = "gone", "the region that sends the base has left the run"
+        self._thread = threading.Thread(target=self._serve, name="hf_cocodc-donor", daemon=True)
+        logger.info("a base of step %d for %s: %.1f MB.", step, to, num_bytes / 1e6)
+        self._thread.start()
+
+    def close(self, kind: str = "gone", why: str = "the region that sends the base has left the run") -> None:
+        """End after what is in the log: because the newcomer is in the run ("in"), the run is over ("over"), or else."""
+        self._last = kind, why
+        self._ended.set()
+        self.log.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all is sent, for a while."""
+        self._thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        frames = None
+        try:
+            frames = self._accept()
+            if frames is not None:
+                self._send(frames)
+        except (LinkError, OSError) as error:
+            if not self._ended.is_set():
+                logger.warning("%s gets nothing more from this region: %s", self._to, error)
+        finally:
+            self.over = True
+            self.log.close()
+            self._listener.close()
+            if frames is not None:
+                frames.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> Frames | None:
+        """The newcomer's connection; None if it has not called in time."""
+        deadline = time.monotonic() + _CALLED_WITHIN_S
+        self._listener.settimeout(0.2)
+        while time.monotonic() < deadline and not self._ended.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            if self._knows_secret(connection):
+                return Frames(connection, rate=self._rate)
+            connection.close()
+        return None
+
+    def _knows_secret(self, connection: socket.socket) -> bool:
+        """Whether a caller says soon what only the newcomer knows."""
+        until = time.monotonic() + _GREET_S
+
+        def alive() -> None:
+            if time.monotonic() > until:
+                raise LinkError("it says nothing.")
+
+        with contextlib.suppress(LinkError):
+            said = str(Frames(connection, alive).receive().get("secret"))
+            return hmac.compare_digest(said.encode(), self.offer.secret.encode())
+        return False
+
+    def _send(self, frames: Frames) -> None:
+        sizes = {name: path.stat().st_size for name, path in self._files.items()}
+        frames.send("base", **self._about, files=sizes)
+        for path in self._files.values():
+            sha = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    sha.update(chunk)
+                    frames.send_bytes(chunk)
+            frames.send("sha256", value=sha.hexdigest())
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for item in self.log:
+            frames.send_tree("item", to_plain(item))
+        if self.log.overflowed:
+            logger.warning(
+                "%s is so far behind that the log for it has outgrown its bound: it begins once more with a new base.",
+                self._to,
+            )
+            frames.send("end", how="outgrown", why="the log has outgrown its bound")
+        else:
+            how, why = self._last
+            frames.send("end", how=how, why=why)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

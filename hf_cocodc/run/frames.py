@@ -1,0 +1,171 @@
+"""One end of a TCP connection that carries frames: a line of JSON, and bytes whose number the line tells. Never a pickle."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LinkError
+from ..meeting.channel import keep_from_forks
+from .trees import put_together, take_apart
+
+CHUNK = 1 << 20
+_MAX_LINE = 1 << 22
+"""Bytes of the longest line."""
+_POLL_S = 0.5
+_CONNECT_S = 20.0
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+} | {"int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}
+
+
+class Frames:
+    """Sends and receives frames; for one thread at a time.
+
+    Args:
+        connection: connected.
+        alive: called now and then while this end waits for the other; raises if there is nothing to wait for.
+        rate: bytes per second to send at most; None for no limit.
+
+    All methods raise LinkError if the connection has ended, or if what comes is no frame.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        alive: Callable[[], object] = lambda: None,
+        rate: float | None = None,
+    ) -> None:
+        connection.settimeout(_POLL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_from_forks(connection)
+        self._socket, self._alive, self._rate = connection, alive, rate
+        self._free_at = time.monotonic()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Send a line."""
+        self.send_bytes(json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send bytes, which a line has announced."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            pause_s = self._free_at - time.monotonic()
+            if pause_s > 0:
+                time.sleep(min(pause_s, _POLL_S))
+                continue
+            try:
+                sent = self._socket.send(rest[:CHUNK])
+            except TimeoutError:
+                self._alive()
+                continue
+            except OSError as error:
+                raise LinkError(f"the connection has ended ({error.strerror or error}).") from error
+            rest = rest[sent:]
+            if self._rate is not None:
+                self._free_at = max(self._free_at, time.monotonic()) + sent / self._rate
+
+    def receive(self) -> dict[str, Any]:
+        """The next line."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            if len(line) > _MAX_LINE:
+                raise LinkError(f"the other end sent more than {_MAX_LINE} bytes that are no line.")
+            # what follows the line is for somebody else: look first, then take no more than the line
+            seen = self._take(1 << 16, socket.MSG_PEEK)
+            line += self._take(seen.find(b"\n") + 1 or len(seen))
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise LinkError(f"the other end sent a line that is no JSON ({error}).") from error
+        if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+            raise LinkError("the other end sent a line without a kind.")
+        return found
+
+    def receive_bytes(self, size: int) -> Iterator[bytes]:
+        """The bytes that a line has announced, in chunks."""
+        while size:
+            chunk = self._take(min(size, CHUNK))
+            size -= len(chunk)
+            yield chunk
+
+    def send_tree(self, kind: str, value: Any) -> None:
+        """Send a nested value of dicts, lists, texts, numbers and tensors."""
+        tree, tensors = take_apart(value)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        shapes = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in whole.items()
+        }
+        self.send(kind, tree=tree, tensors=shapes)
+        for tensor in whole.values():
+            if tensor.numel():
+                self.send_bytes(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+
+    def receive_tree(self, line: dict[str, Any], limit: int) -> Any:
+        """The value that `send_tree` announced with `line`; its tensors have at most `limit` bytes."""
+        try:
+            shapes = {
+                str(name): (_DTYPES[dtype], tuple(map(_length, shape)))
+                for name, (dtype, shape) in line["tensors"].items()
+            }
+            tree = line["tree"]
+            tensors: dict[str, Tensor] = {}
+            for name, (dtype, shape) in shapes.items():
+                size = dtype.itemsize
+                for length in shape:
+                    size *= length
+                if size > limit:
+                    raise ValueError(f"{name} has {size} bytes, more than {limit}")
+                limit -= size
+                content = bytearray()
+                for chunk in self.receive_bytes(size):
+                    content += chunk
+                flat = torch.frombuffer(content, dtype=dtype) if size else torch.empty(0, dtype=dtype)
+                tensors[name] = flat.view(shape)
+            return put_together(tree, tensors)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise LinkError(f"the other end sent what is no value of ours ({error!r}).") from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _take(self, most: int, flags: int = 0) -> bytes:
+        """Some bytes, as they come: at least one."""
+        while True:
+            try:
+                found = self._socket.recv(most, flags)
+            except TimeoutError:
+                self._alive()
+                continue
+            except OSError as error:
+                raise LinkError(f"the connection has ended ({error.strerror or error}).") from error
+            if not found:
+                raise LinkError("the other end has closed the connection.")
+            return found
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no length")
+    return value
+
+
+def call(
+    host: str, port: int, alive: Callable[[], object], source: str = "", rate: float | None = None
+) -> Frames:
+    """Connect to `host`:`port`, from the address `source` if given.
+
+    Raises:
+        LinkError: nobody answers there.
+    """
+    try:
+        connection = socket.create_connection((host, port), _CONNECT_S, (source, 0) if source else None)
+    except OSError as error:
+        raise LinkError(f"nobody answers at {host}:{port} ({error.strerror or error}).") from error
+    return Frames(connection, alive, rate)
