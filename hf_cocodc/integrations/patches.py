@@ -25,11 +25,13 @@ from ..run.pointers import point
 from . import card, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
+from .tokens import tokens_of
 
 WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
     "hyperparameter_search": (),
     "set_initial_training_values": (),
+    "get_batch_samples": (),
     "evaluate": (),
     "predict": (),
     "log": ("logs",),
@@ -136,6 +138,14 @@ class Patches:
         agreed = self._callback.agree_on_length(max_steps)
         values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
         return *values, agreed
+
+    def get_batch_samples(self, get: Callable, *args: Any, **kwargs: Any) -> tuple:
+        """Counts the tokens of the next inner step, if they are its weight."""
+        batches, *rest = get(*args, **kwargs)
+        outer = self._callback.outer
+        if outer is not None and outer.tokens.counted:
+            outer.tokens.note(tokens_of(batches))
+        return batches, *rest
 
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""

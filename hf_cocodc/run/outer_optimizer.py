@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.compatibility import layout
 from ..engine.saving import take_over, wait_for_transfers
@@ -28,6 +28,7 @@ from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start
 from .supported import refuse_unsupported
+from .tokens import Tokens
 from .unread import attendance_of, report_unread
 
 
@@ -111,6 +112,7 @@ class OuterOptimizer:
         self._inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
         )
+        self.tokens = Tokens(accelerator, config.weights == "tokens", alike=stage is not None)
         self.about = about or of_loop(accelerator, bare, optimizer)
         link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
@@ -174,7 +176,7 @@ class OuterOptimizer:
         """
         return self.finished or self.verdict is not None
 
-    def step(self, loss: float | None = None) -> None:
+    def step(self, loss: float | None = None, tokens: int | Tensor | None = None) -> None:
         """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
 
         The learning rate is read here: step a schedule after this call, or call `note_lr` before. Of groups with different
@@ -186,12 +188,15 @@ class OuterOptimizer:
 
         Args:
             loss: this region's training loss, for the mean over regions in `report`.
+            tokens: of this rank's micro-batch; needed at every call with `weights=tokens`, otherwise not used.
         """
         if self.should_stop:
             raise InputError(
                 f"step() after the run has ended at step {self.inner_step}. Leave the loop when outer.should_stop is True; "
                 "make a new OuterOptimizer to train on."
             )
+        if tokens is not None:
+            self.tokens.note(tokens)
         if not self._accelerator.sync_gradients:
             return
         if loss is not None:
@@ -266,7 +271,8 @@ class OuterOptimizer:
     def _step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
         """Count an inner step, hold its events, and end if the regions have agreed to."""
         self.endings.before_step()
-        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained)
+        tokens = self.tokens.take() if trained else None
+        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
         recover(self.synchronizer, self._inner, self._config, self.endings, self.journal)
         self.endings.after_step(self.inner_step, words)
         if self.verdict == "finish":
