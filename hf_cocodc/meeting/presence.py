@@ -95,6 +95,11 @@ class Presence:
         """The members that are connected now, without this one."""
         return tuple(sorted(peer.member for peer in self._peers.values() if peer.ended_at is None))
 
+    @property
+    def known(self) -> tuple[Member, ...]:
+        """All other members that have ever been connected, but those that were dropped or left in good order."""
+        return tuple(sorted(peer.member for peer in self._peers.values() if peer.word != "closed"))
+
     def connect(
         self, peers: Mapping[Member, str], deadline: float, hello: Mapping[str, Any] | None = None
     ) -> None:

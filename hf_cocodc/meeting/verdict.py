@@ -27,6 +27,7 @@ class Report:
         has: whether it holds the result of the next one.
         lost: the members that it misses.
         members: the members as it knows them, with itself; empty if it is none yet.
+        sure: whether the connections to all that it misses have ended. Who is only silent or late may still report.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Report:
     has: bool
     lost: tuple[Member, ...] = ()
     members: tuple[Member, ...] = ()
+    sure: bool = True
 
     def takes_part_in(self, operation: int) -> bool:
         return 0 < self.first <= operation and (self.last is None or operation <= self.last)
