@@ -7,6 +7,7 @@ dropped, and connected again, while the connections to other regions work on. It
 import ctypes
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..meeting.board import peek
 
 T = TypeVar("T")
 
@@ -28,6 +31,7 @@ _USABLE = 0.25
 connection that was idle or has lost a packet starts with far less."""
 _ADDRESS_BYTES = 1024
 """Room for what one end of a group tells the other: about 170 bytes."""
+_LONGEST_POLL_S = 0.02
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
@@ -71,10 +75,12 @@ class Pair:
     def meet(self, key: str, store: dist.Store) -> None:
         """Make the control connection. Both ends give the same `key`, which no other pair ever uses at this store.
 
+        Other threads may use the store meanwhile.
+
         Raises:
             RuntimeError: the other end did not come in time, or cannot be reached.
         """
-        self.control = self._group(dist.PrefixStore(f"{key}/control", store))
+        self.control = self._group(_AtStore(dist.PrefixStore(key, store), self._timeout_s))
 
     def widen(self, index: int, tag: int) -> Any:
         """Make payload connection `index`. The ends introduce themselves on the control connection, with this tag.
@@ -82,7 +88,7 @@ class Pair:
         Raises:
             RuntimeError: the control connection has failed, or the other end cannot be reached.
         """
-        return self._group(_Introduction(self.control, self.peer, tag + index, self._timeout_s))
+        return self._group(_OnControl(self.control, self.peer, tag + index, self._timeout_s))
 
     def _group(self, store: dist.Store) -> Any:
         options = _gloo._Options()
@@ -93,37 +99,74 @@ class Pair:
 
 
 class _Introduction(dist.Store):
-    """What the two ends of a new group tell each other, carried by the control connection of their pair.
+    """What the two ends of a new group tell each other. gloo sets one value, and gets both."""
 
-    A store would cost several of its round trips, and one client for each group that is made at the same time.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
+        self._known[key] = value
+        self._tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            self._known[key] = self._hear(key)
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Nothing: `get` waits."""
+
+    def _tell(self, key: str, value: bytes) -> None:
+        raise NotImplementedError
+
+    def _hear(self, key: str) -> bytes:
+        raise NotImplementedError
+
+
+class _AtStore(_Introduction):
+    """Introduces at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        super().__init__()
+        self._store, self._timeout_s = store, timeout_s
+
+    def _tell(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # a store takes bytes, too
+
+    def _hear(self, key: str) -> bytes:
+        began = time.monotonic()
+        while not (value := peek(self._store, key)):
+            waited_s = time.monotonic() - began
+            if waited_s > self._timeout_s:
+                raise TimeoutError(f"it did not come within {self._timeout_s:g} s")
+            time.sleep(min(waited_s / 16 + 1e-4, _LONGEST_POLL_S))
+        self._store.delete_key(key)  # nobody else asks for it
+        return value
+
+
+class _OnControl(_Introduction):
+    """Introduces on the control connection of the pair: in one round trip, without a store."""
 
     def __init__(self, control: Any, peer: int, tag: int, timeout_s: float) -> None:
         super().__init__()
         self._control, self._peer, self._tag = control, peer, tag
         self._timeout = timedelta(seconds=timeout_s)
-        self._said: dict[str, bytes] = {}
         self._pending: list[tuple[Any, Tensor]] = []
 
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
-        self._said[key] = value
+    def _tell(self, key: str, value: bytes) -> None:
         mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
         mine[:2] = torch.tensor(divmod(len(value), 256))
         mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        # a send ends when the other end receives, so nobody waits for one before he has asked for the other's
+        # a send ends when the other end receives, so nobody waits for one before asking for the other's
         for operation, memory in ((self._control.recv, theirs), (self._control.send, mine)):
             self._pending.append((operation([memory], self._peer, self._tag), memory))
 
-    def get(self, key: str) -> bytes:
-        if key not in self._said:
-            for work, _ in self._pending:
-                work.wait(self._timeout)
-            high, low, *rest = self._pending[0][1].tolist()
-            self._said[key] = bytes(rest[: 256 * high + low])
-        return self._said[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Nothing: `get` waits."""
+    def _hear(self, key: str) -> bytes:
+        for work, _ in self._pending:
+            work.wait(self._timeout)
+        high, low, *rest = self._pending[0][1].tolist()
+        return bytes(rest[: 256 * high + low])
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:

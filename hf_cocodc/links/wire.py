@@ -31,8 +31,8 @@ END_OF_TAGS = 1 << 30
 _FIRST_TAGS = range(END_OF_TAGS, END_OF_TAGS + TAGS)
 """Tags of the first messages of a pair: no other view uses them."""
 _INTRODUCTIONS = _FIRST_TAGS.stop
-_AT_ONCE = 8
-"""Pairs that meet at the same time: each needs a client of the store."""
+_THREADS = 16
+"""The most connections that are made at the same time."""
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
@@ -85,7 +85,7 @@ class Wire:
         Args:
             region: the other region.
             key: the same at both ends; no other pair of processes ever uses it at this store.
-            store: a client that no other thread uses meanwhile: a call that blocks on it blocks all others.
+            store: other threads may use it meanwhile.
 
         Raises:
             LinkError: the connections could not be made in time.
@@ -103,15 +103,14 @@ class Wire:
         """
         others = [other for other in range(num_regions) if other != self.region]
         pairs = [Pair(self.region, other, self._device, self.timeout_s) for other in others]
-        own_store = getattr(store, "clone", None)
 
         def meet(pair: Pair) -> None:
             first, second = sorted((self.region, pair.region))
-            pair.meet(f"{key}/{first}-{second}", own_store() if own_store else store)
+            pair.meet(f"{key}/{first}-{second}", store)
 
         # all regions handle pairs in the same order, and the first pair in it never waits for another one
         with self._connecting(others):
-            side_by_side([partial(meet, pair) for pair in pairs], _AT_ONCE if own_store else 1)
+            side_by_side([partial(meet, pair) for pair in pairs], _THREADS)
         self.connections = self._widen(pairs)
 
     def drop(self, region: int) -> None:
@@ -133,6 +132,8 @@ class Wire:
         Raises:
             LinkError: a region is not connected.
         """
+        if base_tag + num_tags > END_OF_TAGS:
+            raise ValueError(f"{base_tag=} with {num_tags=} goes beyond {END_OF_TAGS=}.")
         with self._lock:
             others = set(regions) - {self.region}
             missing = sorted(others - self._pairs.keys())
@@ -183,7 +184,7 @@ class Wire:
         count = int(max(each.item() for each in first.swap(mine, "the number of connections")))
         calls = [partial(pair.widen, index, _INTRODUCTIONS) for pair in pairs for index in range(count)]
         with self._connecting(list(found)):
-            groups = side_by_side(calls, MAX_CONNECTIONS)
+            groups = side_by_side(calls, _THREADS)
         for pair in pairs:
             pair.bulk, groups = groups[:count], groups[count:]
             pair.rtt_s = rtt_s
@@ -195,7 +196,7 @@ class Wire:
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             whom = f"region {regions[0]}" if len(regions) == 1 else "the other regions"
             raise LinkError(
                 f"region {self.region} could not connect to {whom} from its address {self._address}: "

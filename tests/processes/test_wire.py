@@ -48,13 +48,13 @@ def expected(regions: list[int], op: int, coder: Coder) -> torch.Tensor:
 
 def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     """Region 3 dies in a mean of four; the others go on without it, and with the process that comes instead of it."""
-    own, found = (lambda: connect_store(f"127.0.0.1:{port}", 60)), {}
-    store, wire = own(), Wire(region, 2, timeout_s=20.0)
+    store, found = connect_store(f"127.0.0.1:{port}", 60), {}
+    wire = Wire(region, 2, timeout_s=20.0)
     tickets = [1, 2, 3, ticket] if ticket == 5 else [1, 2, 3, 4]
 
     def connect(other: int) -> None:
         first, second = sorted((ticket, tickets[other]))
-        wire.connect(other, f"{first}-{second}", own())
+        wire.connect(other, f"{first}-{second}", store)
 
     def together(name: str) -> None:
         """Until all four processes that are alive now have come here."""

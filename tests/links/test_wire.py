@@ -1,0 +1,218 @@
+"""Pairs of regions and views of them, between wires in one process, over real connections."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.links import pairs, wire
+from hf_cocodc.links.view import Revoked, View
+from hf_cocodc.links.wire import END_OF_TAGS, TAGS, Wire
+from hf_cocodc.meeting.store import serve_store
+
+IDS = (2, 5, 9)
+
+
+def connected(regions: Sequence[int] = IDS, **settings: Any) -> dict[int, Wire]:
+    """A wire for each region, connected pair by pair."""
+    wires = {region: Wire(region, **{"connections": 1, "timeout_s": 20.0, **settings}) for region in regions}
+    store = serve_store("127.0.0.1")
+    for one, other in combinations(regions, 2):
+        link(wires, one, other, f"{one}-{other}", store)
+    return wires
+
+
+def link(wires: dict[int, Wire], one: int, other: int, key: str, store: dist.Store) -> None:
+    """Connect two wires. They share a client of the store: neither may block it."""
+    at_once(lambda: wires[one].connect(other, key, store), lambda: wires[other].connect(one, key, store))
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+def met(views: Sequence[View]) -> list[list[float]]:
+    """What each of the views gets in a swap of numbers that name their regions."""
+    own = [torch.tensor([float(view.regions[view.region])]) for view in views]
+    got = at_once(
+        *(lambda v=view, mine=mine: v.swap(mine, "a swap") for view, mine in zip(views, own, strict=True))
+    )
+    return [[float(each) for each in row] for row in got]
+
+
+def row() -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.uint8)
+
+
+class Watch:
+    """Notes for whom a view waits."""
+
+    def __init__(self) -> None:
+        self.seen: list[int | str] = []
+
+    def wait_for(self, region: int, what: str) -> None:
+        self.seen.append(region)
+
+    def arrived(self) -> None:
+        self.seen.append("arrived")
+
+
+def test_a_view_knows_positions_and_its_errors_ids() -> None:
+    """Regions keep their numbers whoever takes part; only inside a view they have positions."""
+    wires = connected()
+    assert [wires[5].regions, wires[9].regions] == [[2, 9], [2, 5]]
+    views = [wires[region].view(reversed(IDS), 0) for region in IDS]
+    assert [(view.region, view.others, view.regions) for view in views] == [
+        *((0, [1, 2], [2, 5, 9]), (1, [0, 2], [2, 5, 9]), (2, [0, 1], [2, 5, 9]))
+    ]
+    assert met(views) == [[2.0, 5.0, 9.0]] * 3
+    watch, pending = Watch(), views[0].receive(2, row(), TAGS - 1, 0, "late news")
+    views[2].wait([views[2].send(0, row(), TAGS - 1, 0, "late news")], "late news")
+    views[0].wait([pending], "late news", watch)
+    assert watch.seen == [9, "arrived"]
+    alone = wires[5].view([5], 64)
+    assert (alone.region, alone.num_regions, alone.others, alone.rtt_s) == (0, 1, [], 0.0)
+    assert met([alone]) == [[5.0]]
+
+
+def test_a_time_out_fails_its_pair_alone() -> None:
+    """The others of the region that waited in vain, and of the one that was silent, go on."""
+    wires = connected()
+    wires[2].timeout_s = 0.001
+    view = wires[2].view(IDS, 0)
+    with pytest.raises(RegionLostError, match="region 5 went silent in the middle of news") as caught:
+        view.wait([view.receive(1, row(), TAGS - 1, 0, "news")], "news")
+    assert caught.value.region == 5
+    view.revoke()
+    wires[2].drop(5)
+    wires[2].timeout_s = 20.0
+    for one, other in ((2, 9), (5, 9)):
+        assert (
+            met([wires[one].view((one, other), TAGS), wires[other].view((one, other), TAGS)])
+            == [[one, other]] * 2
+        )
+
+
+def test_a_region_that_comes_back_is_connected_again() -> None:
+    """A dropped pair is unknown until both ends connect under another key; then all is as before."""
+    wires = connected()
+    wires[5].drop(9)
+    wires[9].drop(5)
+    wires[9].drop(5)
+    with pytest.raises(LinkError, match="region 5 has no connection to region 9"):
+        wires[5].view(IDS, 0)
+    link(wires, 5, 9, "again", serve_store("127.0.0.1"))
+    assert met([wires[region].view(IDS, 0) for region in IDS]) == [[2.0, 5.0, 9.0]] * 3
+
+
+def test_a_revoked_view_is_of_no_use_to_a_thread_that_wakes_up_late() -> None:
+    """Whatever comes late, nothing is done with it, and nobody is told that it has arrived."""
+    wires = connected(IDS[:2])
+    views = [wires[region].view(IDS[:2], 0) for region in IDS[:2]]
+    watch, waits, late = Watch(), threading.Event(), []
+    watch.arrived = lambda: late.append("arrived")
+    watch.wait_for = lambda region, what: waits.set()
+    pending = views[0].receive(1, row(), TAGS - 1, 0, "news")
+
+    def wait() -> None:
+        with pytest.raises(Revoked):
+            views[0].wait([pending], "news", watch)
+        late.append("revoked")
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    waits.wait()
+    views[0].revoke()
+    assert pending in pairs._abandoned
+    for call in (
+        views[0].tag,
+        lambda: views[0].send(1, row(), 0, 0, ""),
+        lambda: views[0].receive(1, row(), 0, 0, ""),
+        lambda: views[0].wait([pending], ""),
+        lambda: views[0].begin_swap(row(), ""),
+    ):
+        with pytest.raises(Revoked):
+            call()
+    assert met([wires[region].view(IDS[:2], TAGS) for region in IDS[:2]]) == [[2.0, 5.0]] * 2
+    views[1].wait([views[1].send(0, row(), TAGS - 1, 0, "news")], "news")
+    thread.join()
+    assert late == ["revoked"]
+
+
+def test_a_revoked_view_does_not_wait_for_the_rate_limit() -> None:
+    """All views share the limit; a message that would have to wait for hours is given up with its view."""
+    wires = connected(IDS[:2], rate_limit=0.001)
+    first, second = (wires[2].view(IDS[:2], tag) for tag in (0, TAGS))
+    first.send(1, row(), 0, 0, "the first one")
+    failed = []
+
+    def send() -> None:
+        try:
+            second.send(1, row(), TAGS, 0, "the second one")
+        except Revoked as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    second.revoke()
+    thread.join()
+    assert failed
+
+
+def test_a_view_has_only_its_own_tags() -> None:
+    """A transfer that needs more would take those of another one: it is refused."""
+    view = Wire(3).view([3], 640)
+    assert [view.tag() for _ in range(TAGS)] == list(range(640, 640 + TAGS))
+    with pytest.raises(LinkError, match="more tags"):
+        view.tag()
+    with pytest.raises(ValueError, match=f"END_OF_TAGS={END_OF_TAGS}"):
+        Wire(3).view([3], END_OF_TAGS - TAGS + 1)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [((2, 3), 3), ((16, 16), 16), ((40, 1), 6)])
+def test_each_pair_agrees_on_its_connections(
+    asked: tuple[int, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as the end that asks for more; fewer with so many regions that there would be too many sockets. Messages are
+    cut for the most that a pair can have, so that all regions cut them alike."""
+    wants = iter(asked)
+    monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: next(wants))
+    if max(asked) > pairs.MAX_CONNECTIONS:
+        monkeypatch.setattr(wire, "MAX_SOCKETS", 7)
+    wires = connected(IDS[:2], connections=None)
+    for one, other in (IDS[:2], IDS[1::-1]):
+        view = wires[one].view((one, other), 0)
+        assert len(wires[one]._pairs[other].bulk) == expected
+        assert view.connections == pairs.MAX_CONNECTIONS
+
+
+def test_a_region_that_does_not_come_is_named() -> None:
+    """The wire stays as it was."""
+    alone, store = Wire(2, timeout_s=0.5), serve_store("127.0.0.1")
+    with pytest.raises(LinkError, match="region 2 could not connect to region 7 from its address 127"):
+        alone.connect(7, "2-7", store)
+    assert alone.regions == []
+
+
+def test_threads_do_not_grow_with_pairs() -> None:
+    """Neither with connections: gloo has one thread for all of them."""
+    before = _threads()
+    wires = connected(connections=4)
+    assert _threads() - before == len(wires)
+
+
+def _threads() -> int:
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
