@@ -4,17 +4,15 @@ A claim is a value at the store that its holder renews every second. Another new
 renewed for `STALE_S`, by its own clock: no clocks of two machines are compared.
 """
 
-import functools
+import contextlib
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
 from urllib.parse import quote
 
-import torch.distributed as dist
-
 from ..errors import InputError
-from .store import if_answered
+from .store import SteadyStore, StoreAwayError
 
 RENEW_S = 1.0
 STALE_S = 5.0
@@ -29,30 +27,32 @@ class Claim:
         region: the number.
     """
 
-    def __init__(self, store: dist.Store, key: str, region: int, token: str) -> None:
+    def __init__(self, store: SteadyStore, key: str, region: int, token: str) -> None:
         self.region = region
         self._store, self._key, self._token = store, key, token
         self._closed = threading.Event()
-        threading.Thread(target=self._renew, name="hf_cocodc-claim", daemon=True).start()
+        self._thread = threading.Thread(target=self._renew, name="hf_cocodc-claim", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Give the number back; call it when the newcomer has ended. A store that does not answer is left alone."""
+        """Give the number back; call it when the newcomer has ended. Where the store is away, the claim ends by itself."""
         self._closed.set()
-        if_answered(lambda: self._store.delete_key(self._key), RENEW_S)
+        self._thread.join()
+        with contextlib.suppress(StoreAwayError):
+            self._store.delete_key(self._key)
 
     def _renew(self) -> None:
         count = 0
         while not self._closed.wait(RENEW_S):
             count += 1
-            if_answered(functools.partial(self._store.compare_set, self._key, *self._values(count)), STALE_S)
-
-    def _values(self, count: int) -> tuple[str, str]:
-        """What is there if nobody has taken the claim over, and what shall be there."""
-        return f"{self._token} {count - 1}", f"{self._token} {count}"
+            with contextlib.suppress(StoreAwayError):
+                held = self._store.peek(self._key).decode()
+                if not held or held.startswith(self._token):  # of another holder it stays as it is
+                    self._store.compare_set(self._key, held, f"{self._token} {count}")
 
 
 def claim(
-    store: dist.Store,
+    store: SteadyStore,
     run: str,
     most: int,
     taken: Callable[[], Collection[int]],
@@ -69,6 +69,7 @@ def claim(
 
     Raises:
         InputError: all numbers are taken.
+        StoreAwayError: the store does not answer.
     """
     token = uuid.uuid4().hex
     seen: dict[int, tuple[str, float]] = {}

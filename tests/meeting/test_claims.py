@@ -8,7 +8,7 @@ import pytest
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.meeting import claims
-from hf_cocodc.meeting.store import connect_store, serve_store
+from hf_cocodc.meeting.store import SteadyStore, serve_store
 
 
 def test_newcomers_at_the_same_time_get_different_numbers() -> None:
@@ -17,8 +17,7 @@ def test_newcomers_at_the_same_time_get_different_numbers() -> None:
     found: list[claims.Claim] = []
 
     def enter() -> None:
-        store = connect_store(f"127.0.0.1:{server.port}", 10)
-        found.append(claims.claim(store, "a run", 8, lambda: [0, 2]))
+        found.append(claims.claim(SteadyStore(f"127.0.0.1:{server.port}"), "a run", 8, lambda: [0, 2]))
 
     threads = [threading.Thread(target=enter) for _ in range(4)]
     for thread in threads:
@@ -26,7 +25,7 @@ def test_newcomers_at_the_same_time_get_different_numbers() -> None:
     for thread in threads:
         thread.join()
     assert sorted(each.region for each in found) == [1, 3, 4, 5]
-    other = claims.claim(server, "another run", 8, list)
+    other = claims.claim(SteadyStore(f"127.0.0.1:{server.port}"), "another run", 8, list)
     assert other.region == 0, "runs at one store do not share their numbers"
     for each in [*found, other]:
         each.close()
@@ -37,13 +36,14 @@ def test_a_number_that_was_given_back_or_left_is_claimed_again(monkeypatch: pyte
     monkeypatch.setattr(claims, "RENEW_S", 0.05)
     monkeypatch.setattr(claims, "STALE_S", 0.5)
     server = serve_store()
-    first = claims.claim(server, "run", 1, list)
+    store = SteadyStore(f"127.0.0.1:{server.port}")
+    first = claims.claim(store, "run", 1, list)
     with pytest.raises(InputError, match=r"as many regions as it may have \(regions.max=1\)"):
-        claims.claim(server, "run", 1, list, timeout_s=1.5)
+        claims.claim(store, "run", 1, list, timeout_s=1.5)
     first._closed.set()  # as if its process had been killed
-    second = claims.claim(server, "run", 1, list, timeout_s=30)
+    second = claims.claim(store, "run", 1, list, timeout_s=30)
     assert second.region == 0
     second.close()
-    third = claims.claim(server, "run", 1, list, timeout_s=0)
+    third = claims.claim(store, "run", 1, list, timeout_s=0)
     assert third.region == 0
     third.close()
