@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ..errors import MeetingError
 from .store import peek
 
+TICKETS = "hf_cocodc/tickets"
+"""The key of a number that each process takes one higher."""
 SIGN_S = 0.5
 STALE_S = 5.0
 """A process that has not signed the board for so long no longer exists: ten signs are missing."""
@@ -79,7 +81,7 @@ class Board:
         self._store = store
         self._entry = Entry(run=run, region=region, count=count, host=platform.node())
         self._signed_at = 0.0
-        self.ticket = store.add("hf_cocodc/tickets", 1)
+        self.ticket = store.add(TICKETS, 1)
         """Number of this process; no other process at this store ever has it."""
         self.seen: dict[int, Sighting] = {}
         self._to_look_at: deque[int] = deque()
@@ -110,7 +112,7 @@ class Board:
         """Look at other processes on the board for some seconds, at one at least. Further calls continue with the next."""
         deadline = time.monotonic() + seconds
         if not self._to_look_at:
-            newest = self._store.add("hf_cocodc/tickets", 0)
+            newest = self._store.add(TICKETS, 0)
             # a process that has just taken its ticket is not on the board yet
             first = self.ticket - LOOK_BACK if time.monotonic() - self._began_at < STALE_S else self.ticket
             others = self.seen.keys() | set(range(max(first, 1), newest + 1)) - {self.ticket}

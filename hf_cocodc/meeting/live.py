@@ -1,0 +1,240 @@
+"""What a run that goes on without lost regions says of itself at the store: for those who join it, and for those who look.
+
+The lowest member writes it every two seconds. Readers take a run for alive only if its record changes while they look: no clocks
+of two machines are compared. A store that comes back empty is filled again by that. Each member also looks there for what people
+ask of it.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+from urllib.parse import quote
+
+from .board import TICKETS, foreign, read_json
+from .store import SteadyStore, StoreAwayError
+
+BEAT_S = 2.0
+ALIVE_S = 8.0
+"""A record that does not change for so long is of a run that no longer exists: four beats are missing."""
+_NAMES = "hf_cocodc/runs"
+_APART = 1000
+"""A store that has come back empty counts tickets on from so far behind the newest member's: no newcomer had a higher one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A member, as the writer of the record sees it.
+
+    Attributes:
+        region: its number.
+        ticket: which process of the region it is.
+        address: where its presence listens, HOST:PORT.
+        host: name of its machine.
+        step: inner steps that it has made.
+        moved_s: seconds since its last inner step.
+        awaits: the region that it waits for; None if there is none.
+        doing: what it does besides training, in words; empty if nothing.
+    """
+
+    region: int
+    ticket: int
+    address: str
+    host: str = ""
+    step: int = 0
+    moved_s: float = 0.0
+    awaits: int | None = None
+    doing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run that trains.
+
+    Attributes:
+        run: unique to the run.
+        name: its name (`regions.run`).
+        epoch: how often its members have changed.
+        losses: how many decisions on losses there were.
+        members: who takes part.
+        count, least, most: `regions.count`, `regions.min` and `regions.max`.
+        max_steps: inner steps of the run; None if unknown.
+        landed_at: inner step of the last landing; None if there was none.
+        landed_s: seconds since then.
+        hello: what a newcomer is compared with.
+        beat: how often the record was written.
+    """
+
+    run: str
+    name: str
+    epoch: int
+    losses: int
+    members: tuple[Standing, ...]
+    count: int
+    least: int
+    most: int
+    max_steps: int | None = None
+    landed_at: int | None = None
+    landed_s: float = 0.0
+    hello: dict[str, Any]
+    beat: int = 0
+
+    @property
+    def regions(self) -> tuple[int, ...]:
+        """The numbers of the members."""
+        return tuple(member.region for member in self.members)
+
+
+class Publisher:
+    """A member's thread at the store: writes the record of its run if that is its turn, and hears what people ask of it.
+
+    Args:
+        store: where newcomers look.
+        name: of the run.
+        region: this member's.
+        content: returns the record to write, or None if another member writes it. Called in the thread.
+        on_leave: called with the reason when somebody asks this region to leave the run; once.
+    """
+
+    def __init__(
+        self,
+        store: SteadyStore,
+        name: str,
+        region: int,
+        content: Callable[[], Record | None],
+        on_leave: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._store, self._name, self._region = store, name, region
+        self._content, self._on_leave = content, on_leave
+        self._run: str | None = None
+        self._beat = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hf_cocodc-live", daemon=True)
+        self._thread.start()
+
+    def close(self, ended: bool = False) -> None:
+        """End the thread. Where the run has `ended`, its record goes, too; the last member says so."""
+        self._closed.set()
+        self._thread.join()
+        if ended:
+            with contextlib.suppress(StoreAwayError):
+                self._store.delete_key(_key(self._name))
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(StoreAwayError):  # training goes on without a store
+                self._write()
+                self._listen()
+            self._closed.wait(BEAT_S)
+
+    def _write(self) -> None:
+        record = self._content()
+        if record is None:
+            return
+        self._run = record.run
+        self._beat += 1
+        self._store.set(_key(self._name), json.dumps(asdict(replace(record, beat=self._beat))))
+        known = self._store.peek(_NAMES).decode()
+        if self._name not in known.split("\n"):
+            self._store.compare_set(_NAMES, known, f"{known}\n{self._name}".strip("\n"))
+        newest = max(member.ticket for member in record.members)
+        missing = newest - self._store.add(TICKETS, 0)
+        if missing > 0:
+            self._store.add(TICKETS, missing + _APART)
+
+    def _listen(self) -> None:
+        key = _leave_key(self._name, self._region)
+        why = self._store.peek(key).decode()
+        if why:
+            self._store.delete_key(key)
+            self._on_leave(why)
+
+
+def read(store: SteadyStore, name: str) -> Record | None:
+    """The record of a run as it lies at the store, perhaps of a run that no longer exists; None if there is none.
+
+    Raises:
+        StoreAwayError: the store does not answer.
+        MeetingError: what lies there is not ours.
+    """
+    text = store.peek(_key(name))
+    return _parsed(text, _key(name)) if text else None
+
+
+def read_alive(store: SteadyStore, name: str, within_s: float = ALIVE_S) -> Record | None:
+    """The newest record of a run that trains: one that changes within `within_s`; None if there is none. Raises like `read`."""
+    first = read(store, name)
+    until = time.monotonic() + within_s
+    while first is not None and time.monotonic() < until:
+        time.sleep(BEAT_S / 8)
+        now = read(store, name)
+        if now is None or now != first:
+            return now
+    return None
+
+
+def names(store: SteadyStore) -> list[str]:
+    """The names of all runs that have written a record at the store, and have not ended in good order. Raises like `read`."""
+    known = store.peek(_NAMES).decode(errors="replace").split("\n")
+    return sorted(name for name in known if name and store.peek(_key(name)))
+
+
+def ask_to_leave(store: SteadyStore, name: str, region: int, why: str) -> None:
+    """Ask a member to leave a run; it hears of it within seconds. Raises like `read`."""
+    store.set(_leave_key(name, region), why)
+
+
+def has_heard(store: SteadyStore, name: str, region: int) -> bool:
+    """Whether the member has heard what it was asked. Raises like `read`."""
+    return not store.peek(_leave_key(name, region))
+
+
+def take_back(store: SteadyStore, name: str, region: int) -> None:
+    """Ask no longer. Raises like `read`."""
+    store.delete_key(_leave_key(name, region))
+
+
+def _key(name: str) -> str:
+    return f"hf_cocodc/live/{quote(name, safe='')}"
+
+
+def _leave_key(name: str, region: int) -> str:
+    return f"hf_cocodc/leave/{quote(name, safe='')}/{region}"
+
+
+_KINDS: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    str: (str,),
+    float: (int, float),
+    int | None: (int, type(None)),
+    dict[str, Any]: (dict,),
+    tuple[Standing, ...]: (list,),
+}
+
+
+def _parsed(text: bytes, key: str) -> Record:
+    content = read_json(text, key)
+    try:
+        content["members"] = tuple(Standing(**_checked(each, Standing)) for each in content["members"])
+        record = Record(**_checked(content, Record))
+    except (TypeError, KeyError, ValueError):
+        raise foreign(key, text) from None
+    if not record.members:
+        raise foreign(key, text)
+    return record
+
+
+def _checked(content: Any, kind: type) -> dict[str, Any]:
+    """What a store holds, if each value is of the type of its field; raises TypeError if not, or if it is no mapping."""
+    given = dict(content)
+    for each in fields(kind):
+        if (
+            each.name in given
+            and each.name != "members"
+            and not isinstance(given[each.name], _KINDS[each.type])
+        ):
+            raise TypeError(each.name)
+    return given

@@ -1,0 +1,141 @@
+"""What a run says of itself at the store while it trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_cocodc.errors import MeetingError
+from hf_cocodc.meeting import live
+from hf_cocodc.meeting.board import TICKETS
+from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, serve_store
+
+RECORD = live.Record(
+    run="run 7",
+    name="a/run",
+    epoch=2,
+    losses=1,
+    members=(
+        live.Standing(region=0, ticket=3, address="10.0.0.1:5", host="a", step=40, moved_s=0.5, awaits=2),
+        live.Standing(region=2, ticket=9, address="10.0.0.2:5", step=38, doing="sends its state to region 1"),
+    ),
+    count=3,
+    least=1,
+    most=4,
+    max_steps=100,
+    landed_at=40,
+    landed_s=1.5,
+    hello={"model": {"x": [1]}},
+)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "BEAT_S", 0.05)
+
+
+@pytest.fixture
+def store() -> Iterator[SteadyStore]:
+    server = serve_store()
+    yield SteadyStore(f"127.0.0.1:{server.port}")
+    del server
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, for as long as no machine is too slow for."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
+    """And not because it lies there. After a good end it does not."""
+    assert live.read(store, "a/run") is None
+    assert live.read_alive(store, "a/run") is None
+    publisher = live.Publisher(store, "a/run", 0, lambda: RECORD)
+    eventually(lambda: live.read(store, "a/run") is not None)
+    found = live.read_alive(store, "a/run")
+    assert found is not None
+    assert replace(found, beat=0) == RECORD
+    assert found.regions == (0, 2)
+    assert live.names(store) == ["a/run"]
+    publisher.close()  # as if its process had been killed
+    assert live.read(store, "a/run") is not None
+    assert live.read_alive(store, "a/run", within_s=0.3) is None
+    publisher = live.Publisher(store, "a/run", 0, lambda: None)
+    publisher.close(ended=True)
+    assert live.read(store, "a/run") is None
+    assert live.names(store) == []
+
+
+def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:
+    """A request to leave reaches its region once, and no other."""
+    heard: list[tuple[int, str]] = []
+
+    def publisher(region: int) -> live.Publisher:
+        return live.Publisher(
+            store,
+            "a/run",
+            region,
+            lambda: RECORD if region == 0 else None,
+            lambda why: heard.append((region, why)),
+        )
+
+    publishers = [publisher(region) for region in (0, 2)]
+    eventually(lambda: live.read(store, "a/run") is not None)
+    live.ask_to_leave(store, "a/run", 2, "the lease ends")
+    eventually(lambda: live.has_heard(store, "a/run", 2) and bool(heard))
+    live.ask_to_leave(store, "a/run", 5, "not there")
+    assert not live.has_heard(store, "a/run", 5)
+    live.take_back(store, "a/run", 5)
+    assert live.has_heard(store, "a/run", 5)
+    for each in publishers:
+        each.close()
+    assert heard == [(2, "the lease ends")]
+
+
+def test_a_store_that_comes_back_empty_is_filled_again() -> None:
+    """The record, the list of runs, and a count of tickets that gives none twice. Meanwhile nothing fails."""
+    servers = [serve_store()]
+    port = servers[0].port
+    store = SteadyStore(f"127.0.0.1:{port}", timeout_s=0.5)
+    publisher = live.Publisher(store, "a/run", 0, lambda: RECORD)
+    eventually(lambda: live.read(store, "a/run") is not None)
+    servers.clear()
+
+    def is_away() -> bool:
+        try:
+            live.read(store, "a/run")
+        except StoreAwayError:
+            return True
+        return False
+
+    eventually(is_away)
+    servers.append(serve_store(port=port))
+    eventually(lambda: not is_away() and live.names(store) == ["a/run"])
+    eventually(lambda: store.add(TICKETS, 0) > 9)
+    publisher.close()
+    assert not any(thread.name == "hf_cocodc-live" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"members": []}',
+        '{"members": [{"region": "0", "ticket": 1, "address": "a"}]}',
+        '{"members": 3}',
+    ],
+)
+def test_what_no_region_has_written_is_said_so(text: str, store: SteadyStore) -> None:
+    """Another program at the same store must not look like a run."""
+    store.set(live._key("x"), text)
+    with pytest.raises(MeetingError, match="which no region of this version"):
+        live.read(store, "x")
