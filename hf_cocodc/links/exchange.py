@@ -25,19 +25,19 @@ class Exchange:
     """This region's side of `codecs.base.mean_of`: `begin` starts everything that needs no answer, `end` finds the mean.
 
     Args:
-        wire: reaches the other regions; regions are positions in it.
+        view: reaches the other regions; regions are positions in it.
         message: this region's message.
         buffers: memory for payloads and for the mean.
         what: names the transfer in messages.
     """
 
-    def __init__(self, wire: View, message: Message, buffers: Pool, what: str) -> None:
-        self._wire, self._buffers, self._what = wire, buffers, what
+    def __init__(self, view: View, message: Message, buffers: Pool, what: str) -> None:
+        self._view, self._buffers, self._what = view, buffers, what
         self._values, self._coder = message.values, message.coder
-        numel, count = self._values.numel(), wire.num_regions
+        numel, count = self._values.numel(), view.num_regions
         self._whole = swaps_whole(self._coder, count)
         cut = [slice(0, numel)] * count if self._whole else shards(numel, self._coder.block, count)
-        self._pieces = [list(pieces(part, self._coder, wire.connections)) for part in cut]
+        self._pieces = [list(pieces(part, self._coder, view.connections)) for part in cut]
         """For each region, the pieces that it averages from the payloads of all regions."""
         self._own: dict[int, list[Tensor]] = {}
         self._sent: list[Pending] = []
@@ -49,21 +49,21 @@ class Exchange:
         Receives come first, because gloo sends nothing before the receiver has asked for it. The requests then travel
         while this region encodes.
         """
-        wire, region = self._wire, self._wire.region
-        scatter, gather = wire.tag(), wire.tag()
+        view, region = self._view, self._view.region
+        scatter, gather = view.tag(), view.tag()
         self._gather_tag = gather
-        self._inbox = {other: self._expect(other, region, scatter) for other in wire.others}
+        self._inbox = {other: self._expect(other, region, scatter) for other in view.others}
         if not self._whole:
-            self._means = {other: self._expect(other, other, gather) for other in wire.others}
+            self._means = {other: self._expect(other, other, gather) for other in view.others}
         if self._whole:
             self._own[region] = []
             for index, piece in enumerate(self._pieces[region]):
                 payload = self._coder.encode(self._values[piece])
                 self._own[region].append(payload)
-                for other in wire.others:
+                for other in view.others:
                     self._send(other, payload, scatter, index)
             return
-        self._own = {owner: [] for owner in range(wire.num_regions)}
+        self._own = {owner: [] for owner in range(view.num_regions)}
         for index, row in enumerate(zip_longest(*self._pieces)):  # one piece to each region in turn
             for owner, piece in enumerate(row):
                 if piece is not None:
@@ -74,27 +74,27 @@ class Exchange:
 
     def end(self, shares: Sequence[float]) -> Reply:
         """The mean, with weight `shares[r]` for region r. Handles the pieces in the order in which they were sent."""
-        wire, region, coder = self._wire, self._wire.region, self._coder
+        view, region, coder = self._view, self._view.region, self._coder
         mean = self._buffers.take(self._values.numel())
         for index, piece in enumerate(self._pieces[region]):
-            received = {other: self._take(self._inbox[other][index]) for other in wire.others}
-            payloads = [received.get(r, self._own[region][index]) for r in range(wire.num_regions)]
+            received = {other: self._take(self._inbox[other][index]) for other in view.others}
+            payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = piece.stop - piece.start
             part = weighted_mean(payloads, shares, coder, numel, out=mean[piece])
             for payload in received.values():
                 self._buffers.give(payload)
             if not self._whole:
                 reduced = coder.encode(part)
-                for other in wire.others:
+                for other in view.others:
                     self._send(other, reduced, self._gather_tag, index)
                 # the owner, too, uses the rounded mean, as all other regions do
                 coder.decode(reduced, numel, out=part)
-        for other in () if self._whole else wire.others:
+        for other in () if self._whole else view.others:
             for piece, expected in zip(self._pieces[other], self._means[other], strict=True):
                 payload = self._take(expected)
                 coder.decode(payload, piece.stop - piece.start, out=mean[piece])
                 self._buffers.give(payload)
-        wire.wait(self._sent, self._what)
+        view.wait(self._sent, self._what)
         return Reply(mean, self._decode_own)
 
     def _expect(self, other: int, owner: int, tag: int) -> list[tuple[Tensor, Pending]]:
@@ -102,16 +102,16 @@ class Exchange:
         expected = []
         for index, piece in enumerate(self._pieces[owner]):
             buffer = self._buffers.take(self._coder.num_bytes(piece.stop - piece.start), torch.uint8)
-            expected.append((buffer, self._wire.receive(other, buffer, tag, index, self._what)))
+            expected.append((buffer, self._view.receive(other, buffer, tag, index, self._what)))
         return expected
 
     def _take(self, expected: tuple[Tensor, Pending]) -> Tensor:
         buffer, pending = expected
-        self._wire.wait([pending], self._what)
+        self._view.wait([pending], self._what)
         return buffer
 
     def _send(self, other: int, payload: Tensor, tag: int, index: int) -> None:
-        self._sent.append(self._wire.send(other, payload, tag, index, self._what))
+        self._sent.append(self._view.send(other, payload, tag, index, self._what))
         self.bytes_sent += payload.numel()
 
     def _decode_own(self) -> Tensor:

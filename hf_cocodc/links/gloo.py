@@ -73,8 +73,8 @@ class GlooLink(FixedSet):
         share = None if rate_limit is None else rate_limit / num_lanes
         self._notes = dist.PrefixStore(f"{prefix}/left", store)
         self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
-        self._wire.connect_all(num_regions, prefix, store)
-        self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS)
+        found = self._wire.connect_all(num_regions, prefix, store)
+        self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS, found)
         self._memory = MeanMemory(pin_memory)
         self._heartbeat = Heartbeat(
             dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, stuck_timeout_s, self._give_up

@@ -48,10 +48,6 @@ class Wire:
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
         note_of: the note that a region left about why it leaves, if any.
-
-    Attributes:
-        connections: number of connections for which a message is cut into pieces; equal in all regions. Pairs that were
-            connected one by one may have fewer.
     """
 
     def __init__(
@@ -62,10 +58,9 @@ class Wire:
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
-        note_of: Callable[[int], str | None] = lambda region: None,
+        note_of: Callable[[int], str | None] | None = None,
     ) -> None:
         self.region, self.timeout_s = region, timeout_s
-        self.connections = connections or MAX_CONNECTIONS
         self._asked = connections
         self._address, self._note_of = address, note_of
         self._rate = rate_limit or ASSUMED_RATE / num_lanes
@@ -95,8 +90,11 @@ class Wire:
             pair.meet(key, store)
         self._widen([pair])
 
-    def connect_all(self, num_regions: int, key: str, store: dist.Store) -> None:
+    def connect_all(self, num_regions: int, key: str, store: dist.Store) -> int:
         """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
+
+        Returns:
+            The number of payload connections of each pair, equal in all regions.
 
         Raises:
             LinkError: the connections could not be made in time.
@@ -111,7 +109,7 @@ class Wire:
         # all regions handle pairs in the same order, and the first pair in it never waits for another one
         with self._connecting(others):
             side_by_side([partial(meet, pair) for pair in pairs], _THREADS)
-        self.connections = self._widen(pairs)
+        return self._widen(pairs)
 
     def drop(self, region: int) -> None:
         """Forget the pair with a region, connected or not. No other pair is touched.
@@ -121,13 +119,17 @@ class Wire:
         with self._lock:
             self._pairs.pop(region, None)
 
-    def view(self, regions: Iterable[int], base_tag: int, num_tags: int = TAGS) -> View:
+    def view(
+        self, regions: Iterable[int], base_tag: int, num_tags: int = TAGS, connections: int | None = None
+    ) -> View:
         """What one transfer uses. All participants give the same regions and tags; no other transfer ever has these tags.
 
         Args:
             regions: this region and regions to which it is connected.
             base_tag: the first tag.
             num_tags: the number of its tags, all below END_OF_TAGS.
+            connections: for how many connections a message is cut into pieces. By default as many as a pair can have: pairs
+                that were connected one by one differ, and all participants must cut alike.
 
         Raises:
             LinkError: a region is not connected.
@@ -140,7 +142,7 @@ class Wire:
             if missing:
                 raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
             pairs = {other: self._pairs[other] for other in others}
-        return self._view(pairs, range(base_tag, base_tag + num_tags))
+        return self._view(pairs, range(base_tag, base_tag + num_tags), connections)
 
     def close(self, broken: bool) -> None:
         """Release the connections. Broken ones are kept for ever, see `abandon`."""
@@ -149,8 +151,9 @@ class Wire:
         if broken:
             abandon(pairs)
 
-    def _view(self, pairs: Mapping[int, Pair], tags: range) -> View:
-        return View(self.region, pairs, tags, self.connections, self.timeout_s, self._throttle, self._explain)
+    def _view(self, pairs: Mapping[int, Pair], tags: range, connections: int | None = None) -> View:
+        cut_for = connections or self._asked or MAX_CONNECTIONS
+        return View(self.region, pairs, tags, cut_for, self.timeout_s, self._throttle, self._explain)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
@@ -206,9 +209,9 @@ class Wire:
 
     def _wait_for_note(self, region: int) -> str | None:
         """The note of `region`, if any. Waits a moment: the note may arrive after the connection has closed."""
+        note = None
         for _ in range(10):
-            note = self._note_of(region)
-            if note is not None:
-                return note
+            if self._note_of is None or (note := self._note_of(region)) is not None:
+                break
             time.sleep(0.05)
-        return None
+        return note

@@ -198,6 +198,17 @@ def test_each_pair_agrees_on_its_connections(
         assert view.connections == pairs.MAX_CONNECTIONS
 
 
+def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> None:
+    """How many connections the first regions agreed on is unknown to a region that comes later."""
+    store, wires = serve_store("127.0.0.1"), {region: Wire(region, timeout_s=20.0) for region in range(3)}
+    found = at_once(*(lambda r=region: wires[r].connect_all(2, "run", store) for region in range(2)))
+    assert found == [1, 1]
+    for region in range(2):
+        link(wires, region, 2, f"{region}-2", store)
+    assert {wire.view(range(3), 0).connections for wire in wires.values()} == {pairs.MAX_CONNECTIONS}
+    assert wires[0].view(range(2), 0, connections=found[0]).connections == 1
+
+
 def test_a_region_that_does_not_come_is_named() -> None:
     """The wire stays as it was."""
     alone, store = Wire(2, timeout_s=0.5), serve_store("127.0.0.1")
