@@ -98,6 +98,7 @@ class Account:
             bytes_sent=arrival.bytes_sent,
             outer_grad_norm=math.sqrt(arrival.square),
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+            members=list(arrival.members),
         )
 
     def adopted(

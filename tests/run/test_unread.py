@@ -142,7 +142,9 @@ def test_a_run_with_room_for_more_regions(tmp_path: Path, caplog: pytest.LogCapt
 
     run_in_lockstep(2, body)
     for region in (0, 1):
-        events = [event for event in read(tmp_path / f"{region}.jsonl") if event["kind"] == "unread"]
+        told = read(tmp_path / f"{region}.jsonl")
+        assert [event["members"] for event in told if event["kind"] == "land"] == [[0, 1]] * 3
+        events = [event for event in told if event["kind"] == "unread"]
         assert [(e["region"], e["from_step"], e["to_step"], e["samples"]) for e in events] == [
             (2, 0, 4, None),
             (2, 4, 6, None),
