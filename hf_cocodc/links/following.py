@@ -21,7 +21,8 @@ Bring = Callable[[Result, bool], Result]
 class Asked:
     """A call that waits for its entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, explain: Callable[[BaseException], BaseException]) -> None:
+        self._explain = explain
         self._ended = threading.Event()
         self._entry: Entry | None = None
         self._error: BaseException | None = None
@@ -37,7 +38,7 @@ class Asked:
     def wait(self) -> Entry:
         self._ended.wait()
         if self._error is not None:
-            raise self._error
+            raise self._explain(self._error)
         assert self._entry is not None
         return self._entry
 
@@ -47,10 +48,11 @@ class Following:
 
     Args:
         source: the items of the log, as they come; may block. If it ends or raises a LinkError, all calls without answer fail.
+        explain: returns the error for such a call, from the error of the log; called when the call is waited for.
     """
 
-    def __init__(self, source: Iterable[Item]) -> None:
-        self._source = source
+    def __init__(self, source: Iterable[Item], explain: Callable[[BaseException], BaseException]) -> None:
+        self._source, self._explain = source, explain
         self._entries: dict[tuple[str, str], deque[Entry]] = {}
         self._asked: dict[tuple[str, str], deque[Asked]] = {}
         self._markers: deque[Marker] = deque()
@@ -62,7 +64,7 @@ class Following:
 
     def ask(self, kind: str, what: str) -> Asked:
         """Ask for the next entry of this kind and name; returns at once."""
-        asked = Asked()
+        asked = Asked(self._explain)
         with self._changed:
             waiting = self._entries.get((kind, what))
             if waiting:

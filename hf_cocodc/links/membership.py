@@ -150,7 +150,7 @@ class Membership:
         """Answer calls from a log. The base is loaded."""
         if self.following is not None:
             self.following.fail(LinkError("this region follows the log of another member now."))
-        self.following = Following(source)
+        self.following = Following(source, self._without_log)
         self.state = State.FOLLOWING
 
     def apply(self, marker: Marker) -> bool:
@@ -242,7 +242,7 @@ class Membership:
             self.wire.drop(member.region)
         tickets = [member.ticket for member in lost]
         if self.me in lost or not self.ops.decided(decision.number, decision.done, tickets):
-            self.fall_out()
+            self._fall_out(left_behind(self.me.region))
             return
         for member in lost:
             seen = self.presence.seen(member.region)
@@ -260,13 +260,21 @@ class Membership:
             for member in lost
         )
 
-    def fall_out(self) -> None:
-        """The others have gone on without this process: all its calls end."""
+    def _fall_out(self, error: BaseException) -> None:
+        """The others have gone on without this process, or it can no longer go on with them: all its calls end."""
         self.state = State.OUT
-        error = left_behind(self.me.region)
         self.ops.fail(error)
         if self.following is not None:
             self.following.fail(error)
+
+    def _without_log(self, error: BaseException) -> BaseException:
+        """The log has ended, and a call waits for its entry. A member has no other way to get this result."""
+        if self.state is State.MEMBER:
+            error = left_behind(
+                self.me.region, f"it has not received all that was sent before it came in: {error}"
+            )
+            self._fall_out(error)
+        return error
 
     def _retried(self, op: Op) -> None:
         members = [member.region for member in op.parties if member.ticket not in self.ops.lost]

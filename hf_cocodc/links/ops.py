@@ -284,9 +284,8 @@ class Ops:
         self._retried(op)
 
 
-def left_behind(region: int) -> LeftBehind:
+def left_behind(region: int, why: str = "it was late, or they could not reach it") -> LeftBehind:
     """The error of all calls of a member without which the others have gone on."""
     return LeftBehind(
-        f"the other regions have gone on without region {region}: it was late, or they could not reach it. It may come back "
-        "(hf-cocodc train --join)."
+        f"the other regions have gone on without region {region}: {why}. It may come back (hf-cocodc train --join)."
     )

@@ -24,7 +24,7 @@ from hf_cocodc.meeting.presence import Member, Seen
 from hf_cocodc.meeting.verdict import Decision, Report, settle
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 """No test needs so long; a wait that reaches it is an error."""
 
 
@@ -62,6 +62,7 @@ class Hub:
     Attributes:
         points: how many points each region has passed.
         dead: tickets of the members that have died.
+        when_dead: called when a member has died.
     """
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
@@ -69,6 +70,7 @@ class Hub:
         self.points: dict[int, int] = {}
         self.dead: set[int] = set()
         self.links: dict[Member, ElasticLink] = {}
+        self.when_dead: dict[Member, Callable[[], None]] = {}
         self.changed = threading.Condition()
         self.messages: dict[tuple, Tensor] = {}
         self.presences: dict[Member, FakePresence] = {}
@@ -128,6 +130,7 @@ class Hub:
             link._life.ops.fail(Died())
             if link._life.following is not None:
                 link._life.following.fail(Died())
+        self.when_dead.get(me, lambda: None)()
         self.part(me, "its process has died")
 
     def part(self, me: Member, why: str | None) -> None:

@@ -1,0 +1,160 @@
+"""A newcomer takes a base and follows the log, until the members admit it: from then on it is one of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from hf_cocodc.engine import saving
+from hf_cocodc.errors import LinkError
+from hf_cocodc.links.elastic import ElasticLink
+from hf_cocodc.links.log import Log
+from hf_cocodc.links.terms import State
+from tests.links.memory import PATIENCE_S, Died, Fault, Regions
+from tests.links.training import METHODS, Trained, check, method_of
+
+STEPS = 20
+
+
+@dataclass
+class Base:
+    """What a donor gives."""
+
+    state: dict[str, Any]
+    log: Log
+
+
+@dataclass
+class Desk:
+    """Where a newcomer asks for a base, and a donor leaves it."""
+
+    wanted: threading.Event = field(default_factory=threading.Event)
+    given: threading.Event = field(default_factory=threading.Event)
+    base: Base | None = None
+
+    def serve(self, trained: Trained) -> None:
+        """At the end of an inner step of the donor."""
+        if self.wanted.is_set() and not self.given.is_set():
+            state = copy.deepcopy(trained.sync.state_dict())
+            self.base = Base(state, Log(1 << 20))
+            trained.link.log_to(self.base.log)
+            self.given.set()
+
+    def ask(self) -> Base:
+        self.wanted.set()
+        assert self.given.wait(PATIENCE_S)
+        if self.base is None:
+            raise LinkError("the donor has died")
+        return self.base
+
+
+def wait_until(condition: Any) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it does not come"
+        time.sleep(0.001)
+
+
+def come_in(regions: Regions, link: ElasticLink, name: str, desk: Desk) -> Trained:
+    """Join the run: returns when the members have admitted this region."""
+    members = [member for member in regions.first if member.ticket not in regions.hub.dead]
+    regions.hub.presences[link._life.me].connect(members)
+    link.pair_with(members)
+    base = desk.ask()
+    trained = Trained(link, method_of(name), base.state)
+    saving.take_over(trained.sync.fragments)
+    link.follow(base.log)
+    while True:
+        marker = link.next_marker(PATIENCE_S)
+        assert marker is not None
+        while trained.sync.inner_step < marker.step:
+            trained.train(link.region, trains=False)
+        if link.apply(marker):
+            return trained
+
+
+def train_with_newcomer(name: str, faults: list[Fault] | None = None) -> tuple[Regions, dict[int, Any]]:
+    """Two regions train; a third one comes in."""
+    regions, desk = Regions(2, faults or []), Desk()
+    late = regions.newcomer(2)
+    regions.links.append(late)
+
+    hub = regions.hub
+
+    def has_died(link: ElasticLink) -> bool:
+        return link._life.me.ticket in hub.dead
+
+    def body(region: int, link: ElasticLink) -> tuple[Trained, int]:
+        try:
+            return live(region, link)
+        except LinkError as error:  # without its donor it would ask another one
+            if link is not late or not hub.dead or link.state is State.MEMBER:
+                raise AssertionError(f"region {region}: {error}") from error
+            hub.kill(link._life.me)
+            raise Died from None
+
+    def live(region: int, link: ElasticLink) -> tuple[Trained, int]:
+        trained = come_in(regions, link, name, desk) if link is late else Trained(link, method_of(name))
+        for _ in range(trained.sync.inner_step, STEPS):
+            trained.train(region)
+            if link is not late and trained.sync.inner_step >= 3:
+                wait_until(lambda: desk.wanted.is_set() or has_died(late))
+                if region == 0:
+                    desk.serve(trained)
+                if trained.sync.inner_step >= 6:
+                    wait_until(lambda: link.admits or 2 in link.members or hub.dead)
+        return trained, trained.finish()
+
+    def end_log() -> None:
+        """The log ends with its donor."""
+        if desk.base is not None:
+            desk.base.log.close()
+        desk.given.set()
+
+    hub.when_dead[regions.first[0]] = end_log
+    return regions, regions.run(body)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_newcomer_becomes_a_member(name: str) -> None:
+    """Its global params equal the members' from its base on, and its outer gradients count from its admission on."""
+    _, found = train_with_newcomer(name)
+    assert found.keys() == {0, 1, 2}
+    newcomer = found[2][0]
+    assert newcomer.link.state is State.MEMBER
+    assert newcomer.link.members == found[0][0].link.members == (0, 1, 2)
+    check(name, found)
+    last = [sent.arrival for sent in newcomer.sent.values() if sent.arrival][-1]
+    assert last.members == (0, 1, 2)
+    kinds = [kind for kind, _ in found[0][0].link.events]
+    assert kinds == ["join", "epoch"]
+
+
+@pytest.mark.parametrize("struck", [0, 1, 2], ids=["donor", "member", "newcomer"])
+@pytest.mark.parametrize("name", ["streaming", "dilocox"])
+def test_a_region_dies_while_a_newcomer_comes_in(name: str, struck: int) -> None:
+    """At any point: the others train on, and whoever comes to the end is equal to them."""
+    _check_deaths(name, struck, every=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("struck", [0, 1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_region_dies_at_every_point_while_a_newcomer_comes_in(name: str, struck: int) -> None:
+    _check_deaths(name, struck, every=3)
+
+
+def _check_deaths(name: str, struck: int, every: int) -> None:
+    regions, _ = train_with_newcomer(name)
+    for at in range(1, regions.hub.points[struck] + 1, every):
+        _, found = train_with_newcomer(name, [Fault(struck, at)])
+        try:
+            assert {0, 1} - {struck} <= found.keys()
+            check(name, found)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, region {struck} at point {at}: {error}") from error
