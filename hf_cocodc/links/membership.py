@@ -220,6 +220,7 @@ class Membership:
             self._lose(member, why)
         else:
             self._roster.gone(member)
+            self.presence.drop(member)
 
     def _freeze(self) -> Report:
         done, has = self.ops.freeze()
