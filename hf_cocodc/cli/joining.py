@@ -1,18 +1,26 @@
 """Regions that enter a run while it trains, and come back to it: what `hf-cocodc train --join` checks and says."""
 
 import argparse
+import os
 import shlex
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..recipes.recipe import Recipe
 from ..settings import ENV_STORE
 
+if TYPE_CHECKING:
+    from ..meeting.claims import Claim
 
-def refuse_to_join(resume: bool, region: int | None, store: str | None) -> None:
+WAIT_S = 10.0
+
+
+def refuse_to_join(resume: bool, store: str | None) -> None:
     """Check the options of a region that joins.
 
     Raises:
-        InputError: it also shall resume, or nobody told it of a store, or of its number.
+        InputError: it also shall resume, or nobody told it of a store.
     """
     if resume:
         raise InputError(
@@ -24,8 +32,37 @@ def refuse_to_join(resume: bool, region: int | None, store: str | None) -> None:
             f"--join needs the store at which the run's regions met: pass --store HOST:PORT (or {ENV_STORE}). A run that "
             "`hf-cocodc train` started on one machine has printed it."
         )
-    if region is None:
-        raise InputError("--join needs the number of the region that enters the run: pass --region R.")
+
+
+def claim_number(recipe: Recipe, address: str) -> "Claim":
+    """Claim the lowest number that is free in the recipe's run; wait for the run as long as regions wait for each other.
+
+    Raises:
+        InputError: the run does not train, or has as many regions as it may have.
+        LinkError: the store fails.
+    """
+    from ..meeting.claims import claim
+    from ..meeting.live import read, read_alive
+    from ..training.building import output_dir
+    from .status import reach
+
+    store = reach(address)
+    name = recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
+    deadline = time.monotonic() + recipe.regions.start_timeout_s
+    while (record := read_alive(store, name)) is None:
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
+                "--resume if it has trained before), or correct the name of the run (--run)."
+            )
+        print(f"waiting for run {name!r} at {address}", flush=True)
+        time.sleep(min(WAIT_S, max(deadline - time.monotonic(), 0)))
+
+    def members() -> tuple[int, ...]:
+        now = read(store, name)
+        return now.regions if now is not None else record.regions
+
+    return claim(store, name, record.most, members)
 
 
 def way_back(options: argparse.Namespace, region: int, address: str | None) -> str:

@@ -10,9 +10,9 @@ from typing import TextIO
 
 from .. import __version__
 from ..errors import CocodcError, short, shown
-from . import bench, simulate, store, train
+from . import bench, leave, simulate, status, store, train
 
-COMMANDS = (train, simulate, store, bench)
+COMMANDS = (train, simulate, store, status, leave, bench)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

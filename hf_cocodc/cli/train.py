@@ -1,6 +1,7 @@
 """`hf-cocodc train`: train all regions of a recipe on this machine, or only one of them."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,7 @@ from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
 from .display import Display
-from .joining import loss_in_words, refuse_to_join, way_back
+from .joining import claim_number, loss_in_words, refuse_to_join, way_back
 from .report import report
 
 
@@ -75,14 +76,14 @@ def run(options: argparse.Namespace) -> int:
     )
     recipe.regions.name_of_run(os.environ)
     if join:
-        refuse_to_join(options.resume, region, store)
+        refuse_to_join(options.resume, store)
         overrides.append("regions.join=true")
-    if options.launcher and region is None and count > 1:
+    if options.launcher and region is None and count > 1 and not join:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
             "and GPUs. Start each region with its own command, and add --region and --store to it."
         )
-    regions = range(count) if region is None else [region]
+    regions: Sequence[int] = range(count) if region is None else [region]
     most = (recipe.regions.max or count) if join else count
     if region is not None and not 0 <= region < most:
         setting = f"regions.{'max' if join and recipe.regions.max else 'count'}={most}"
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     from ..training.building import output_dir
     from ..training.preflight import preflight
 
-    preflight(recipe, len(regions))
+    preflight(recipe, 1 if join else len(regions))
     if told is None:
         warn_alone()
     if store is not None and has_company:
@@ -112,8 +113,16 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
-    with launch.sole_writer([output_dir(recipe) / f"region-{each}" for each in regions], machine):
-        return _train(options, recipe, overrides, regions, address, machine)
+    with contextlib.ExitStack() as ended:
+        if join and region is None:
+            assert address is not None
+            claim = claim_number(recipe, address)
+            ended.callback(claim.close)
+            regions = [claim.region]
+            print(f"joining as region {claim.region}", flush=True)
+        folders = [output_dir(recipe) / f"region-{each}" for each in regions]
+        give_away = ended.enter_context(launch.sole_writer(folders, machine))
+        return _train(options, recipe, overrides, regions, address, machine, give_away)
 
 
 def _train(
@@ -123,8 +132,12 @@ def _train(
     regions: Sequence[int],
     address: str | None,
     machine: int,
+    give_away: Callable[[Path], None],
 ) -> int:
-    """Start `regions`, or this machine's part of one, show their progress, and report."""
+    """Start `regions`, or this machine's part of one, show their progress, and report.
+
+    The folder of a region that is lost is given away: another command may bring it back.
+    """
     from ..training import launch
     from ..training.building import output_dir
 
@@ -154,6 +167,7 @@ def _train(
 
     def lose(lost: launch.RegionProcess) -> None:
         """Say what the others go on without; nothing of a region that all stop with."""
+        give_away(lost.folder)
         if (lost.error() or ("", 0))[1] != RunStopped.exit_code:
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"

@@ -100,19 +100,23 @@ def log_name(machine: int) -> str:
 
 
 @contextlib.contextmanager
-def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[None]:
+def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[Callable[[Path], None]]:
     """Inside the block, no other command of this machine of a region starts it in one of these folders.
+
+    It gets a function that gives one of the folders away: another command may bring a lost region back.
 
     Raises:
         InputError: another command has started them, or they are training without one.
     """
     with contextlib.ExitStack() as locks:
+        held = {}
         for folder in folders:
-            locks.enter_context(hold(folder / "cocodc" / f"{log_name(machine)}.lock"))
+            held[folder] = locks.enter_context(contextlib.ExitStack())
+            held[folder].enter_context(hold(folder / "cocodc" / f"{log_name(machine)}.lock"))
             if machine == 0:
                 with hold(region_lock(folder)):
                     pass
-        yield
+        yield lambda folder: held[folder].close()
 
 
 def start(
@@ -232,6 +236,7 @@ def watch(
         if lose is not None and any(each.has_trained for each in others):
             for each in failed:
                 if each not in lost:
+                    each.end(signal.SIGKILL)  # what a launcher that was killed has left
                     lost.append(each)
                     lose(each)
             deadline = math.inf

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import shlex
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hf_cocodc.cli import train
+from hf_cocodc.cli import joining, train
 from hf_cocodc.cli.joining import loss_in_words, way_back
 from hf_cocodc.cli.main import main, parse
+from hf_cocodc.errors import InputError
+from hf_cocodc.meeting import live
+from hf_cocodc.meeting.store import SteadyStore, serve_store
+from hf_cocodc.recipes.recipe import Recipe
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
@@ -93,3 +99,38 @@ def test_a_loss_has_a_reason() -> None:
     """The region's own error, or where its output is."""
     assert loss_in_words(a_region(0, ("the disk refuses", 2))) == "the disk refuses"
     assert loss_in_words(a_region(0, None)).endswith("see region-0/log.txt")
+
+
+def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the run that is named after its output folder; it waits for the run to begin."""
+    monkeypatch.setattr(live, "BEAT_S", 0.05)
+    monkeypatch.setattr(joining, "WAIT_S", 0.1)
+    server = serve_store()
+    address = f"127.0.0.1:{server.port}"
+    settings = [
+        f"training.output_dir={tmp_path / 'mine'}",
+        "regions.min=1",
+        "regions.max=4",
+        "regions.join=true",
+    ]
+    recipe = Recipe.load(RECIPE, [*settings, "regions.start_timeout_s=60"])
+    members = tuple(live.Standing(region=region, ticket=region + 1, address="a:1") for region in (0, 2))
+    record = live.Record(
+        run="r", name="mine", epoch=0, losses=0, members=members, count=2, least=1, most=4, hello={}
+    )
+    run = threading.Timer(
+        0.5, lambda: published.append(live.Publisher(SteadyStore(address), "mine", 0, lambda: record))
+    )
+    published: list[live.Publisher] = []
+    run.start()
+    first, second = joining.claim_number(recipe, address), joining.claim_number(recipe, address)
+    assert (first.region, second.region) == (1, 3)
+    assert f"waiting for run 'mine' at {address}" in capsys.readouterr().out
+    for each in (first, second):
+        each.close()
+    published[0].close(ended=True)
+    hasty = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, start_timeout_s=0.1))
+    with pytest.raises(InputError, match="no region of run 'mine' trains .* there is nothing to join"):
+        joining.claim_number(hasty, address)

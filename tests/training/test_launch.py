@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import signal
 import subprocess
@@ -163,3 +164,22 @@ def test_regions_that_cannot_go_on_are_ended(
     failed = launch.watch(regions, lambda: None, timeout_s=0, lose=lose)
     assert failed == [regions[1], regions[0]]
     assert regions[0].process.returncode < 0
+
+
+def test_the_folder_of_a_lost_region_is_given_away(tmp_path: Path) -> None:
+    """Another command can start it there; the others stay in use."""
+
+    def is_free(folder: Path) -> bool:
+        with (folder / "cocodc" / "log.lock").open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    folders = [tmp_path / "region-0", tmp_path / "region-1"]
+    with launch.sole_writer(folders) as give_away:
+        assert [is_free(folder) for folder in folders] == [False, False]
+        give_away(folders[1])
+        assert [is_free(folder) for folder in folders] == [False, True]
+    assert all(is_free(folder) for folder in folders)

@@ -1,0 +1,125 @@
+"""`hf-cocodc status`: who takes part in a run, how far each region is, and who waits for whom."""
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..meeting.live import Record
+    from ..meeting.store import SteadyStore
+
+STILL_S = 10.0
+"""A region that has made no inner step for so long is said to stand still."""
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "status",
+        help="show who takes part in a run that trains",
+        description="Show who takes part in the runs at a store, how far each region is, and who waits for whom. Only runs that "
+        "go on without a lost region (regions.min, regions.on_loss=continue) say so at their store.",
+        allow_abbrev=False,
+    )
+    add_place(parser)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, one line per run")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a run at a store."""
+    parser.add_argument("--store", metavar="HOST:PORT", required=True, help="address of the run's store")
+    parser.add_argument(
+        "--run",
+        dest="run_name",
+        metavar="NAME",
+        help="name of the run (default: all that train; as a rule, the name of the output folder)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    for record in running(reach(options.store), options.store, options.run_name):
+        print(json.dumps(as_figures(record)) if options.json else "\n".join(lines(record)))
+    return 0
+
+
+def reach(address: str) -> "SteadyStore":
+    """The store at HOST:PORT.
+
+    Raises:
+        InputError: this is no address.
+        MeetingError: no store answers there.
+    """
+    from ..meeting.store import SteadyStore, connect_store
+    from ..settings import RegionConfig
+
+    RegionConfig(store=address)
+    connect_store(address, 10.0)
+    return SteadyStore(address)
+
+
+def running(store: "SteadyStore", address: str, name: str | None) -> "list[Record]":
+    """The records of the runs that train; of one, if its name is given.
+
+    Raises:
+        InputError: none trains.
+        StoreAwayError: the store does not answer any more.
+        MeetingError: what lies at the store is not ours.
+    """
+    from ..meeting.live import names, read_alive
+
+    known = names(store) if name is None else [name]
+    found = [record for record in (read_alive(store, each) for each in known) if record is not None]
+    if not found:
+        which = "no run" if name is None else f"no run named {name!r}"
+        silent = (
+            f" The last regions of {', '.join(known)} have not ended in good order."
+            if name is None and known
+            else ""
+        )
+        raise InputError(
+            f"{which} trains at {address}, of those that say so: runs with regions.min or regions.on_loss=continue.{silent}"
+        )
+    return found
+
+
+def lines(record: "Record") -> list[str]:
+    """A run as lines of text."""
+    ahead = max(member.step for member in record.members)
+    last = (
+        "nothing has landed yet"
+        if record.landed_at is None
+        else f"last landing at step {record.landed_at}, {record.landed_s:.0f} s ago"
+    )
+    below = " (training waits for others)" if len(record.members) < record.least else ""
+    rows = [
+        f"run         {record.name}",
+        f"regions     {len(record.members)}{below}; at least {record.least} train, at most {record.most} take part; "
+        f"epoch {record.epoch}",
+        f"step        {ahead}{'' if record.max_steps is None else f' of {record.max_steps}'}; {last}",
+    ]
+    for member in record.members:
+        words = [f"step {member.step}" + (f" ({ahead - member.step} behind)" if member.step < ahead else "")]
+        if member.awaits is not None:
+            words.append(f"waits for region {member.awaits}")
+        if member.moved_s >= STILL_S:
+            words.append(f"no inner step for {member.moved_s:.0f} s")
+        if member.doing:
+            words.append(member.doing)
+        rows.append(
+            f"{f'region {member.region}':<12}{', '.join(words)}"
+            + (f"  [{member.host}]" if member.host else "")
+        )
+    return rows
+
+
+def as_figures(record: "Record") -> dict[str, Any]:
+    """A run as JSON can express it, without what its regions compare."""
+    figures = dataclasses.asdict(record)
+    del figures["hello"]
+    ahead = max(member.step for member in record.members)
+    for member in figures["members"]:
+        member["behind"] = ahead - member["step"]
+    return figures

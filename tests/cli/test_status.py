@@ -1,0 +1,122 @@
+"""`hf-cocodc status` and `hf-cocodc leave`, at a real store."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hf_cocodc.cli import leave
+from hf_cocodc.cli.main import main
+from hf_cocodc.cli.status import lines
+from hf_cocodc.meeting import live
+from hf_cocodc.meeting.store import SteadyStore, serve_store
+
+RECORD = live.Record(
+    run="run 7",
+    name="mine",
+    epoch=2,
+    losses=1,
+    members=(
+        live.Standing(region=0, ticket=3, address="10.0.0.1:5", host="a", step=412, moved_s=0.5, awaits=2),
+        live.Standing(
+            region=1, ticket=4, address="10.0.0.1:6", step=412, doing="sends its state to region 3"
+        ),
+        live.Standing(region=2, ticket=9, address="10.0.0.2:5", step=380, moved_s=31),
+    ),
+    count=4,
+    least=2,
+    most=5,
+    max_steps=800,
+    landed_at=400,
+    landed_s=1.2,
+    hello={"model": {"x": [1]}},
+)
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(live, "BEAT_S", 0.05)
+    monkeypatch.setattr(leave, "PATIENCE_S", 2.0)
+    server = serve_store()
+    yield f"127.0.0.1:{server.port}"
+    del server
+
+
+def test_status_shows_lag_waits_and_donors() -> None:
+    """One line per region."""
+    assert lines(RECORD) == [
+        "run         mine",
+        "regions     3; at least 2 train, at most 5 take part; epoch 2",
+        "step        412 of 800; last landing at step 400, 1 s ago",
+        "region 0    step 412, waits for region 2  [a]",
+        "region 1    step 412, sends its state to region 3",
+        "region 2    step 380 (32 behind), no inner step for 31 s",
+    ]
+    few = replace(RECORD, members=RECORD.members[:1], landed_at=None, max_steps=None)
+    assert lines(few)[1].startswith("regions     1 (training waits for others);")
+    assert lines(few)[2] == "step        412; nothing has landed yet"
+
+
+def test_status_of_the_runs_at_a_store(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all of them, or of one; as JSON, too."""
+    records = [RECORD, replace(RECORD, name="other")]
+    publishers = [
+        live.Publisher(SteadyStore(address), each.name, 0, lambda each=each: each) for each in records
+    ]  # type: ignore[misc]
+    while len(live.names(SteadyStore(address))) < 2:
+        pass
+    assert main(["status", "--store", address]) == 0
+    said = capsys.readouterr().out
+    assert "run         mine\n" in said
+    assert "run         other\n" in said
+    assert main(["status", "--store", address, "--run", "mine", "--json"]) == 0
+    [figures] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (figures["name"], figures["epoch"], figures["members"][2]["behind"]) == ("mine", 2, 32)
+    assert main(["leave", "--store", address, "--region", "2"]) == 2
+    assert "several runs train at" in capsys.readouterr().err
+    for each in publishers:
+        each.close()
+
+
+def test_status_says_that_there_is_nothing_to_see(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run, a run whose members have died, a store that is not there: one sentence, with exit code 2."""
+    assert main(["status", "--store", address]) == 2
+    assert f"no run trains at {address}" in capsys.readouterr().err
+    publisher = live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD)
+    while not live.names(SteadyStore(address)):
+        pass
+    publisher.close()
+    monkeypatch.setattr(live, "read_alive", functools.partial(live.read_alive, within_s=0.2))
+    assert main(["status", "--store", address]) == 2
+    assert "The last regions of mine have not ended in good order" in capsys.readouterr().err
+    assert main(["status", "--store", address, "--run", "other"]) == 2
+    assert "no run named 'other' trains" in capsys.readouterr().err
+    assert main(["status", "--store", "nonsense"]) == 2
+    assert "regions.store='nonsense' must be HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is no member is refused, and one that does not hear is named."""
+    heard: list[str] = []
+    publishers = [
+        live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD),
+        live.Publisher(SteadyStore(address), "mine", 1, lambda: None, heard.append),
+    ]
+    while not live.names(SteadyStore(address)):
+        pass
+    assert main(["leave", "--store", address, "--region", "1"]) == 0
+    assert capsys.readouterr().out == "region 1 sends what it has trained, and leaves run 'mine'.\n"
+    assert heard == ["hf-cocodc leave"]
+    assert main(["leave", "--store", address, "--region", "3"]) == 2
+    assert "region 3 takes no part in run 'mine'. Its members are: 0, 1, 2." in capsys.readouterr().err
+    assert main(["leave", "--store", address, "--region", "2"]) == 1
+    assert "region 2 of run 'mine' has not answered for 2 s" in capsys.readouterr().err
+    assert live.has_heard(SteadyStore(address), "mine", 2), "nobody asks any longer"
+    for each in publishers:
+        each.close()
