@@ -46,7 +46,7 @@ class Method:
     codec: Codec
     outer: OuterTransform
     merge: Merge
-    closing: Callable[[Merge, int], Closing]
+    closing: Callable[[Merge], Closing]
 
     @property
     def reads_lr(self) -> bool:

@@ -53,6 +53,10 @@ class Account:
         self.report: dict[str, float] = {}
         self._record = record
 
+    def go_on(self, own: Totals) -> None:
+        """Count sends and landings as the region does whose state this one has taken over, and its `own` bytes and seconds."""
+        self.totals.bytes_sent, self.totals.blocked_s = own.bytes_sent, own.blocked_s
+
     def count_broadcasts(self, link: Link) -> None:
         """Count what broadcasts have sent since the last call. A collective call of the region's ranks."""
         sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64))
@@ -99,6 +103,7 @@ class Account:
             outer_grad_norm=math.sqrt(arrival.square),
             regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
             members=list(arrival.members),
+            **_common_digest(arrival),
         )
 
     def adopted(
@@ -131,3 +136,11 @@ class Account:
             sends=totals.sends,
             digest=digest,
         )
+
+
+def _common_digest(arrival: Arrival) -> dict[str, int]:
+    """Where regions come and go: the checksum of the global params that all of them had at the send, if they compared it."""
+    digests = {trailer.digest for trailer in arrival.trailers}
+    return (
+        {"digest": digests.pop()} if arrival.changes >= 0 and len(digests) == 1 and min(digests) >= 0 else {}
+    )

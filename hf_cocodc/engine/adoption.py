@@ -115,12 +115,15 @@ def _pieces(fragments: Sequence[FragmentState], with_global: bool) -> dict[str, 
             flats["global_params"] = each.global_params
         for key, flat in flats.items():
             of_key = found.setdefault(key, {})
-            for i, (name, view) in enumerate(
-                zip(each.fragment.names, each.fragment.views(flat), strict=True)
-            ):
-                start, _ = each.fragment.rows.get(i, (0, 0))
-                of_key.setdefault(name, []).append((start, view))
+            for name, piece in _views(each.fragment, flat):
+                of_key.setdefault(name, []).append(piece)
     return found
+
+
+def _views(fragment: Fragment, flat: Tensor) -> Iterator[tuple[str, tuple[int, Tensor]]]:
+    """Name, first row and view of each piece of a parameter in a flat tensor."""
+    for i, (name, view) in enumerate(zip(fragment.names, fragment.views(flat), strict=True)):
+        yield name, (fragment.rows.get(i, (0, 0))[0], view)
 
 
 def _flats(state: Mapping[str, Any], numel: int, prefix: str = "outer") -> Iterator[tuple[str, Tensor]]:
@@ -129,6 +132,14 @@ def _flats(state: Mapping[str, Any], numel: int, prefix: str = "outer") -> Itera
             yield from _flats(value, numel, f"{prefix}.{key}")
         elif isinstance(value, Tensor) and value.numel() == numel:
             yield f"{prefix}.{key}", value
+
+
+def copy_rows(into: Fragment, target: Tensor, other: Fragment, source: Tensor) -> None:
+    """Copy what two flat tensors have in common, by the names of their fragments' parameters."""
+    found = dict(_views(other, source))
+    for name, (start, view) in _views(into, target):
+        if name in found:
+            _copy_overlap(start, view, *found[name])
 
 
 def _copy_overlap(start: int, target: Tensor, other: int, source: Tensor) -> None:

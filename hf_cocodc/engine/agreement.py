@@ -19,6 +19,12 @@ class Standing(NamedTuple):
     digest: int
 
 
+class Layout(NamedTuple):
+    """The parameters that a region wants to synchronise, see `Watch.layout`."""
+
+    number: int
+
+
 def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) -> None:
     """Check that the transfer that arrived is the same one in every region; warn of regions that sat it out.
 
@@ -60,6 +66,12 @@ def check_same_start(link: Link, own: Standing) -> None:
             )
 
 
+def common_layout(link: Link, own: int) -> int | None:
+    """The layout that all regions want now; None if they want different ones. A collective call."""
+    layouts = {other.number for other in link.gather(Layout(own), "trained parameters")}
+    return layouts.pop() if len(layouts) == 1 else None
+
+
 def agreed_layout(
     link: Link, heard: Sequence[Arrival], lines_of: Callable[[int], Sequence[str]]
 ) -> int | None:
@@ -69,7 +81,7 @@ def agreed_layout(
 
     Args:
         link: reaches the other regions.
-        heard: transfers that this region has taken part in.
+        heard: transfers that have landed.
         lines_of: what this region has called by the number of a layout: one line for each parameter.
 
     Raises:
@@ -78,8 +90,9 @@ def agreed_layout(
     said = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each.trailers)]
     for each in said:
         if len({trailer.layout for trailer in each.trailers}) > 1:
-            own = each.trailers[each.members.index(link.region)].layout
-            _refuse_layouts(link, each.trailers[0].inner_step, lines_of(own))
+            said_here = dict(zip(each.members, each.trailers, strict=True)).get(link.region)
+            own = () if said_here is None else lines_of(said_here.layout)
+            _refuse_layouts(link, each.trailers[0].inner_step, own)
     newest = max(said, key=lambda each: each.trailers[0].inner_step, default=None)
     return newest.trailers[0].layout if newest else None
 

@@ -131,7 +131,22 @@ class FragmentState:
         snapshot: measured from there, its inner steps do not count again.
         """
         last = self.in_flight[-1] if self.in_flight else None
-        return last.snapshot if last and last.global_params is self.global_params else self.global_params
+        has_gone_on = last and last.is_own and last.global_params is self.global_params
+        return last.snapshot if last and has_gone_on else self.global_params
+
+    def measure_own_steps(self, transfer: Transfer) -> None:
+        """Let the snapshot of a transfer without this region be what its own steps are measured from (`merges.follow`).
+
+        These are the global params as they are, rounded as the model stores its params; or the last send that carries own steps.
+        """
+        sent = [other.snapshot for other in self.in_flight if other.is_own]
+        base = sent[-1] if sent else self.global_params
+        transfer.snapshot.copy_(base)
+        if self.local.is_rounded:
+            for index, (piece, into) in enumerate(
+                zip(self.cut(base), self.cut(transfer.snapshot), strict=True)
+            ):
+                self.local.rounded(piece, index, into)
 
     def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, bool]:
         """A snapshot of the local params, the outer gradient (base minus snapshot), and whether the latter is finite."""

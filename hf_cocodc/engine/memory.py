@@ -35,7 +35,7 @@ def memory(
     Args:
         fragments: all fragments of the model.
         method: tells what is sent, and whether two transfers of a fragment overlap.
-        num_regions: number of regions M.
+        num_regions: number of regions M; the largest one, if it may change.
         steps_ahead: whether outer steps are taken before the landing, in new memory.
     """
     pool, params = fragments[0].pool, fragments[0].local

@@ -16,21 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 def reunite(link: Link, fragment: FragmentState, landed: Transfer) -> None:
-    """Take region 0's global params and outer state of a fragment: processors that round differently drift apart by bits.
+    """Take the lowest region's global params and outer state of a fragment.
 
-    A collective call of all regions, after the landing of a transfer that told of it.
+    Processors that round differently drift apart by bits. A collective call of all regions, after the landing of a transfer that
+    told of it.
     """
-    what = f"region 0's global params of fragment {fragment.fragment.index}"
-    logger.warning(
-        "the global params of fragment %d differ between regions: all regions take region 0's.",
-        fragment.fragment.index,
-    )
+    what = f"the lowest region's global params of fragment {fragment.fragment.index}"
     at_sends = [transfer.global_params for transfer in fragment.in_flight]
     flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *at_sends)}
     for flat in flats.values():
         on_host = flat.cpu()
         link.broadcast(on_host, what)
         flat.copy_(on_host)
+    logger.warning(
+        "the global params of fragment %d differ between regions: all regions take region %d's.",
+        *(fragment.fragment.index, link.parties[0]),
+    )
     numbers = torch.tensor(list(_numbers_in(fragment.outer)), dtype=torch.float64)
     if numbers.numel():
         link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves

@@ -84,13 +84,23 @@ def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
 
 
 @torch.no_grad()
-def take_over(fragments: Sequence[FragmentState]) -> None:
-    """Adapt a state loaded from another region: this region has lost nothing, and has no part in the transfers in flight."""
+def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
+    """Adapt a state loaded from another region: this region has lost nothing.
+
+    Args:
+        fragments: as loaded.
+        takes_part: whether this region counts in the transfers in flight, with an outer gradient of zero. Else they land as in
+            the other region, from whose global params these ones are: the part that it has taken in before is taken back.
+    """
     begin_anew(fragments)
     for fragment in fragments:
         fragment.codec = without_residuals(fragment.codec)
         for transfer in fragment.in_flight:
-            transfer.outer_grad = None if transfer.outer_grad is None else torch.zeros_like(transfer.snapshot)
+            transfer.is_own = takes_part
+            if takes_part:
+                transfer.outer_grad = (
+                    None if transfer.outer_grad is None else torch.zeros_like(transfer.snapshot)
+                )
 
 
 @torch.no_grad()
@@ -121,6 +131,9 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "square": arrival.square,
         "members": list(arrival.members),
         "changes": arrival.changes,
+        "is_own": transfer.is_own,
+        "taken": transfer.taken,
+        "trained": list(transfer.trained),
     }
 
 
@@ -136,4 +149,6 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
     arrival = Arrival(result, trailers, **numbers, members=members, changes=state.get("changes", -1))
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
-    return Transfer(**kept, handle=Here(arrival))
+    is_own, taken = state.get("is_own", True), state.get("taken")  # earlier versions did not say it
+    trained = Trained(*state.get("trained", ()))
+    return Transfer(**kept, handle=Here(arrival), is_own=is_own, taken=taken, trained=trained)

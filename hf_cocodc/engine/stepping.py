@@ -72,8 +72,22 @@ class Stepping:
         if transfer.outcome.step is not None:
             return transfer.outcome.step
         at_send, now = transfer.global_params, fragment.global_params
-        info = self._info(fragment, arrival, at_send, now, transfer.outer_grad)
+        info = self._info(fragment, arrival, at_send, now, transfer)
+        if not self._transform.regions_agree:
+            for other in fragment.in_flight:  # the fresh outer gradient has theirs in it
+                other.taken = info.own_share if other.taken is None else other.taken
         return fragment.step_now(self._transform, arrival.result.mean, info)
+
+    def own_share(self, transfer: Transfer, arrival: Arrival) -> float:
+        """This region's share in the mean of a transfer that has ended."""
+        if not arrival.trailers:
+            return 1 / self._link.num_regions
+        if not transfer.is_own and self._link.is_elastic:
+            return 0.0
+        weights = {r: each.weight for r, each in zip(arrival.members, arrival.trailers, strict=True)}
+        own = weights.get(self._link.region, 0.0)
+        # one that sat out says nothing about its next share
+        return own / sum(weights.values()) if own else 1 / len(weights)
 
     def _in_new_memory(
         self,
@@ -93,16 +107,19 @@ class Stepping:
         arrival: Arrival,
         global_at_send: Tensor,
         global_params: Tensor,
-        own_outer_grad: Tensor | None,
+        transfer: Transfer | None,
     ) -> OuterInfo:
+        share = 0.0 if transfer is None else self.own_share(transfer, arrival)
+        taken = None if transfer is None else transfer.taken
         return OuterInfo(
             fragment=fragment.fragment.index,
             cut=fragment.cut,
-            num_regions=self._link.num_regions,
+            own_share=share,
+            taken_share=share if taken is None else taken,
             round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
             global_at_send=global_at_send,
             global_params=global_params,
-            own_outer_grad=own_outer_grad,
+            own_outer_grad=None if transfer is None else transfer.outer_grad,
             fresh_outer_grad=partial(self._fresh, fragment),
             total=self._link.total,
         )

@@ -5,10 +5,10 @@ method, codec, outer transform or merge. Its tensors are flat fp32, on the host 
 in place, only through `FragmentState`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,28 +17,22 @@ from ..links.base import Link
 from ..links.trailer import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
 from ..parts.fragments import Fragment
-from ..parts.schedules import ScheduleState, Send
+from ..parts.schedules import Land, Send
 from ..tensors.flat import digest
 from ..tensors.pools import HOST
-from . import saving
+from . import returning, saving
 from .account import Account, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
-from .agreement import Standing, agreed_layout, check_same_start
-from .compatibility import layout, names_in, same_layout, same_structure
+from .agenda import Agenda
+from .agreement import Standing, agreed_layout, check_same_start, common_layout
+from .compatibility import layout, names_in, same_layout
 from .fragment import FragmentState, adopt
 from .last_check import check_same_end
 from .measurements import Measurements
 from .memory import Memory, memory
-from .shares import Trained
 from .traffic import Traffic
 from .watch import Watch
 from .weights import local_kept, show_global
-
-
-class _Layout(NamedTuple):
-    """The parameters that a region wants to synchronise, see `Watch.layout`."""
-
-    number: int
 
 
 class Synchronizer:
@@ -86,8 +80,7 @@ class Synchronizer:
         self.fragments: list[FragmentState] = []
         self.num_params = 0
         """Parameters that this region synchronises."""
-        self._schedule_state: ScheduleState = {}
-        self._next_event = 0
+        self._agenda = Agenda(method.schedule)
         names = None if state is None else names_in(state["layout"])
         self._adopt(fragments_of(model, method, names), start=state is None)
         if state is not None:
@@ -136,29 +129,19 @@ class Synchronizer:
         self.link.tick(self.inner_step)
         self.measured.note_step(inner_lr, self.link.clock())
         self._watch.notice()
-        if self.inner_step < self._next_event:
+        events = self._agenda.events(self.inner_step, self.measured.agreed)
+        if not events:
             return None
-        words = self._hold_events(word)
+        words = self._hold_events(events, word)
         self.measured.leave_events(self.link.clock())
         return words
 
     @torch.no_grad()
-    def _hold_events(self, word: Word) -> Words | None:
+    def _hold_events(self, events: Sequence[Send | Land], word: Word) -> Words | None:
         """Do the events of this inner step."""
-        schedule, words = self.method.schedule, None
-        events, self._schedule_state = schedule.events(
-            self.inner_step, self.measured.agreed, self._schedule_state
-        )
-        self._next_event = schedule.next_event(self.inner_step, self._schedule_state)
-        if events:
-            self.measured.note_event()
-            self._look()
-        for event in events:
-            fragment = self.fragments[event.fragment]
-            if isinstance(event, Send):
-                self._traffic.send(fragment, word, self._traffic.is_ahead)
-            else:
-                words = self._traffic.land(fragment, event.sent_at, self.method.merge) or words
+        self.measured.note_event()
+        self._look()
+        words = self._traffic.hold(events, self.fragments, word)
         return self._follow(word) or words
 
     @torch.no_grad()
@@ -174,17 +157,14 @@ class Synchronizer:
             HandshakeError: regions hold different models.
         """
         self._look()
-        layouts = {
-            other.number for other in self.link.gather(_Layout(self._traffic.layout), "trained parameters")
-        }
-        first = self._adopt_more(layouts.pop(), word) if len(layouts) == 1 else None
+        wanted = common_layout(self.link, self._traffic.layout)
+        first = None if wanted is None else self._adopt_more(wanted, word)
         words = self._traffic.end(self.fragments, word) or first
         self._show_global(averaged=True)
         digest = check_same_end(self.link, self._model, self._watch.adopted, self.inner_step, self._record)
         self.account.count_broadcasts(self.link)
         self.account.finished(self.inner_step, digest)
-        self._schedule_state = self.method.schedule.init(len(self.fragments), self.inner_step)
-        self._next_event = 0
+        self._agenda.begin(len(self.fragments), self.inner_step)
         return words
 
     @contextmanager
@@ -222,7 +202,7 @@ class Synchronizer:
 
     def memory(self) -> dict[torch.device, Memory]:
         """The memory that outer state and transfers take, by device."""
-        return memory(self.fragments, self.method, self.link.num_regions, self._traffic.is_ahead)
+        return memory(self.fragments, self.method, self.link.most_regions, self._traffic.is_ahead)
 
     def give_up_unsent(self) -> None:
         """Give no weight to this region's inner steps since the last sends: they may be incomplete."""
@@ -241,39 +221,70 @@ class Synchronizer:
             "layout": layout([each.fragment for each in self.fragments]),
             "watch": self._watch.state_dict(),
             **self.measured.state_dict(),
-            "schedule_state": self._schedule_state,
-            "inner_step": self.inner_step,
-            "trained": list(self._traffic.shares.trained),
+            "schedule_state": self._agenda.state,
+            **self._traffic.state_dict(),
             "totals": asdict(self.account.totals),
             "fragments": [saving.saved(fragment) for fragment in self.fragments],
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; the model must hold the local params of that moment. A collective call.
 
         Raises:
             CheckpointError: it is of another model or method, or differs from the other regions'.
         """
+        saving.wait_for_transfers(self.fragments)
+        self._load(state)
+        own = self.global_digest() if self.method.outer.regions_agree else -1
+        check_same_start(self.link, Standing(self.inner_step, own))
+
+    def take_over(self, own: Totals | None = None) -> None:
+        """Adapt a state that another region has saved: this region has trained nothing of it, and has lost nothing.
+
+        `own`: what this region has counted itself.
+        """
+        saving.take_over(self.fragments, takes_part=not self.link.is_elastic)
+        if self.link.is_elastic:
+            self.account.go_on(own or Totals())
+            for fragment in self.fragments:
+                fragment.trained = self._traffic.shares.trained
+
+    @torch.no_grad()
+    def catch_up(self, state: dict[str, Any], keep: bool) -> None:
+        """Continue from another region's `state`, after the others have gone on without this one (`LeftBehind`).
+
+        Local params take the global params of `state`. No other region is asked.
+
+        Args:
+            state: of a later inner step; this region's jumps to it.
+            keep: whether to add what this region has trained and the others do not have. Its next sends carry it.
+
+        Raises:
+            CheckpointError: it is of another model or method.
+        """
+        kept = returning.give_up(self.fragments, self.link, self.method.merge)
+        totals, trained = self.totals, self._traffic.shares.trained
+        self._load(state)
+        self._traffic.shares.trained = trained
+        self.take_over(totals)
+        if keep:
+            returning.bring_back(self.fragments, kept)
+
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
         names = names_in(state["layout"])
         if names != self._watch.adopted:
-            saving.wait_for_transfers(self.fragments)
             self._adopt(fragments_of(self._model, self.method, names), start=False)
         same_layout(state["layout"], [each.fragment for each in self.fragments])
         self._look()
         self._watch.load_state_dict(state.get("watch", {}))  # earlier versions adopted no parameters
-        same_structure(state["schedule_state"], self._schedule_state, "the schedule's state")
+        self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             saving.load(fragment, saved)
             self._traffic.of_loaded(fragment)
         self.measured.load_state_dict(state)
-        self._schedule_state = state["schedule_state"]
-        self._next_event = 0
-        self._traffic.inner_step = self._traffic.trained_at = state["inner_step"]
-        self._traffic.shares.trained = Trained(*state.get("trained", (self.inner_step, 0)))
+        self._traffic.load(state)
         self.account.totals = Totals(**state["totals"])
-        own = self.global_digest() if self.method.outer.regions_agree else -1
-        check_same_start(self.link, Standing(self.inner_step, own))
 
     def _show_global(self, averaged: bool) -> None:
         mean = averaged and not self.method.outer.regions_agree
@@ -333,7 +344,6 @@ class Synchronizer:
         self.num_params = round(sum(lengths))
         self.measured.begin(lengths)
         self.account.num_fragments = len(fragments)
-        self._schedule_state = self.method.schedule.init(len(fragments), self.inner_step)
-        self._next_event = 0  # no inner step before this one has events
+        self._agenda.begin(len(fragments), self.inner_step)
         self._watch.begin(names_of(fragments))
         self._traffic.layout = self._watch.layout

@@ -1,7 +1,8 @@
 """The transfers of one region: how they are sent, landed, and all brought to their end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,15 @@ from ..links.trailer import Ending, Trailer, Word, Words
 from ..methods import Method
 from ..parts.codecs import share_of_rank
 from ..parts.info import MergeInfo
-from ..parts.merges import Merge
+from ..parts.merges import Merge, follow
+from ..parts.schedules import Land, Send
 from .account import Account
 from .agreement import check_in_step
 from .fragment import FragmentState
 from .measurements import Measurements
 from .outer_step import Outcome
 from .reunion import reunite
-from .shares import Shares
+from .shares import Shares, Trained
 from .stepping import Stepping
 from .transfer import Transfer
 from .watch import UNKNOWN
@@ -65,6 +67,30 @@ class Traffic:
         self.layout = UNKNOWN
         self.heard: list[Arrival] = []
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the fragments."""
+        return {"inner_step": self.inner_step, "trained": list(self.shares.trained)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.inner_step = self.trained_at = state["inner_step"]
+        # earlier versions did not count: every inner step was trained, on an unknown number of tokens
+        self.shares.trained = Trained(*state.get("trained", (self.inner_step, 0)))
+        self.heard = []
+
+    def hold(
+        self, events: Sequence[Send | Land], fragments: Sequence[FragmentState], word: Word
+    ) -> Words | None:
+        """Send and land what is due; returns the words of all regions, if a transfer landed."""
+        words: Words | None = None
+        for event in events:
+            fragment = fragments[event.fragment]
+            if isinstance(event, Send):
+                self.send(fragment, word, self.is_ahead)
+            else:
+                words = self.land(fragment, event.sent_at, self._method.merge) or words
+        return words
+
     def send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         """Send the outer gradient of a fragment; `ahead`: its outer step may be taken before it lands."""
         with torch.profiler.record_function("hf_cocodc::send"):
@@ -79,6 +105,7 @@ class Traffic:
             fragment.nonfinite_rounds = 0 if finite else fragment.nonfinite_rounds + 1
             if not finite and word.ending is Ending.NO:
                 self._account.sat_out(step, index, self._link.region)
+            is_own = not self._link.is_elastic or self._link.takes_part()
             share = self.shares.share(fragment.trained, step - fragment.sent_at) if finite else 0.0
             if not share:
                 outer_grad.zero_()
@@ -108,11 +135,15 @@ class Traffic:
 
             handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then))
             kept = (snapshot, fragment.global_params, measured.lr_sum)
-            transfer = Transfer(step, *kept, handle, None if ahead else outer_grad, departure, outcome)
+            transfer = Transfer(
+                step, *kept, handle, None if ahead else outer_grad, departure, outcome, is_own
+            )
+            transfer.trained = fragment.trained
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
-            fragment.trained = self.shares.trained
+            if is_own:
+                fragment.trained = self.shares.trained
             self._account.sent(step, index, fragment.fragment.numel, blocked_s)
 
     def land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:
@@ -127,14 +158,17 @@ class Traffic:
                 self.heard.append(arrival)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
             fragment.codec = arrival.result.state
-            mean = arrival.result.mean
+            mean, keeps = arrival.result.mean, merge.keeps_local_steps
+            if self._link.is_elastic and not transfer.is_own:
+                fragment.measure_own_steps(transfer)
+                merge = follow()
             step = self._stepping.at_landing(fragment, transfer, arrival)
             finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
             transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
             self._link.give(mean)
             if merge.reads_local and not self._everywhere(finite):
                 fragment.local.show(fragment.global_params)
-            settled = sent_at if merge.keeps_local_steps else self.inner_step
+            settled = sent_at if keeps else self.inner_step
             fragment.settled_at = max(fragment.settled_at, settled)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
                 reunite(self._link, fragment, transfer)
@@ -149,7 +183,7 @@ class Traffic:
         Returns:
             The words of all regions, if a transfer landed.
         """
-        closing = self._method.closing(self._method.merge, self._link.num_regions)
+        closing = self._method.closing(self._method.merge)
         words: Words | None = None
         for fragment in fragments:
             flying = [transfer.sent_at for transfer in fragment.in_flight]
@@ -159,11 +193,17 @@ class Traffic:
         for fragment in sent:
             self.send(fragment, word, ahead=False)
         for fragment in fragments:
-            flying = [transfer.sent_at for transfer in fragment.in_flight]
-            for sent_at in closing.landings(flying, fragment in sent):
-                words = self.land(fragment, sent_at, closing.last) or words
+            while fragment.in_flight and not (closing.drops_taken and self._all_taken(fragment)):
+                words = self.land(fragment, fragment.in_flight[0].sent_at, closing.last) or words
             fragment.in_flight.clear()
         return words
+
+    def _all_taken(self, fragment: FragmentState) -> bool:
+        """Whether this region was alone in all transfers in flight, and has their means in its global params already."""
+        return all(
+            transfer.taken == 1 == self._stepping.own_share(transfer, self._wait(transfer)[0])
+            for transfer in fragment.in_flight
+        )
 
     def of_loaded(self, fragment: FragmentState) -> None:
         """Take the steps of loaded transfers, where they are taken ahead."""

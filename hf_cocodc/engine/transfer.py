@@ -7,6 +7,7 @@ from torch import Tensor
 from ..links.base import Handle
 from ..tensors.departures import Departure
 from .outer_step import Outcome
+from .shares import Trained
 
 
 @dataclass
@@ -22,6 +23,9 @@ class Transfer:
         outer_grad: this region's outer gradient, flat; None if its memory gets other uses when the transfer ends.
         departure: how the outer gradient leaves its device; None for a transfer that was loaded.
         outcome: the result of its outer step.
+        is_own: whether this region takes part in it; not if it was coming in at the send, or has the transfer from another one.
+        taken: share with which a landing has taken in `outer_grad` before (eager updates); None if none has.
+        trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
     """
 
     sent_at: int
@@ -32,3 +36,6 @@ class Transfer:
     outer_grad: Tensor | None = None
     departure: Departure | None = None
     outcome: Outcome = field(default_factory=Outcome)
+    is_own: bool = True
+    taken: float | None = None
+    trained: Trained = Trained()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, LeftBehind
 from ..tensors.sharding import local_shard, reshard
 from .fragment import FragmentState
 
@@ -165,7 +165,13 @@ class Watch:
 
         Raises:
             InputError: one of the parameters is no longer in the model.
+            LeftBehind: this region has not called anything so: it was coming in when the others noticed parameters.
         """
+        if layout != UNKNOWN and layout not in self._proposals:
+            raise LeftBehind(
+                "the other regions have made more parameters trainable while this region was coming in. It can come in again, "
+                "from a state that has them."
+            )
         proposal = Proposal((), ()) if layout == UNKNOWN else self._proposals[layout]
         gone = [name for name in proposal.more if name not in self.noticed]
         if gone:

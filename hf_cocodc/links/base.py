@@ -110,6 +110,15 @@ class Link(Protocol):
         ...
 
     @property
+    def most_regions(self) -> int:
+        """The number of members that there can be, as far as it is known."""
+        ...
+
+    def takes_part(self) -> bool:
+        """Whether this region takes part in calls made now; not while it is coming in. A collective call of its ranks."""
+        ...
+
+    @property
     def parties(self) -> tuple[int, ...]:
         """The members of the last `gather` or `broadcast`; equal in all of them."""
         ...
@@ -214,6 +223,13 @@ class FixedSet:
     @property
     def position(self) -> int:
         return self.region
+
+    @property
+    def most_regions(self) -> int:
+        return self.num_regions
+
+    def takes_part(self) -> bool:
+        return True
 
     @property
     def parties(self) -> tuple[int, ...]:

@@ -87,6 +87,13 @@ class ElasticLink:
         return self.members.index(self.region)
 
     @property
+    def most_regions(self) -> int:
+        return max(len(self.members), self._terms.limit or 0)
+
+    def takes_part(self) -> bool:
+        return self._life.state not in (State.JOINING, State.FOLLOWING)
+
+    @property
     def epoch(self) -> Epoch:
         """Who takes part, and the number of changes of that so far, as far as this process knows now."""
         return self._life.epoch
@@ -155,8 +162,7 @@ class ElasticLink:
         def call(view: View, regions: tuple[int, ...]) -> Call:
             place = regions.index(source) if source in regions else 0
             # a copy: an attempt that fails may have written to it
-            raw = flat.view(torch.uint8).clone()
-            return BroadcastCall(view, raw, place, what, self._life.presence)
+            return BroadcastCall(view, flat.view(torch.uint8).clone(), place, what, self._life.presence)
 
         def finish(op: Op, raw: Tensor) -> Tensor:
             self._write(op, "broadcast", (), raw, {})
@@ -180,8 +186,7 @@ class ElasticLink:
             entry = log.ask("gather", what).wait()
             self._note(entry.epoch, entry.members)
             return records_in(entry, type(record))
-        op = self._gather(record, what)
-        return op.wait()
+        return self._gather(record, what).wait()
 
     def together(self, call: Callable[[], T], what: str) -> T:
         while True:
@@ -211,8 +216,7 @@ class ElasticLink:
             The members from now on; equal in all of them.
         """
         op = self._gather(RollCall(self.admits), f"the roll call after step {self._life.step}")
-        told: tuple[RollCall, ...] = op.wait()
-        present = self._life.called(op.parties, [each.admits for each in told])
+        present = self._life.called(op.parties, [each.admits for each in op.wait()])
         return tuple(member.region for member in present)
 
     def log_to(self, sink: Sink) -> None:

@@ -17,7 +17,8 @@ class OuterInfo:
     Attributes:
         fragment: index of the fragment.
         cut: cuts a flat tensor of this fragment into pieces; a step works on one piece at a time.
-        num_regions: number of regions M.
+        own_share: this region's share in the mean, w / sum of w over the regions that took part; 1 / M if all count alike.
+        taken_share: the share with which `own_outer_grad` is in the global params already, by the landing before this one.
         round_lr: mean inner learning rate of the steps that made the outer gradient. All regions use the maximum over the
             regions.
         global_at_send: global params of the fragment at the send.
@@ -31,7 +32,8 @@ class OuterInfo:
 
     fragment: int
     cut: Callable[[Tensor], Sequence[Tensor]]
-    num_regions: int
+    own_share: float
+    taken_share: float
     round_lr: float
     global_at_send: Tensor
     global_params: Tensor

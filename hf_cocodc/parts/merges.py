@@ -42,6 +42,21 @@ def replace() -> Merge:
     return Merge(lambda piece, info: piece.new_global, keeps_local_steps=False, reads_local=False)
 
 
+def follow() -> Merge:
+    """theta <- Theta + (theta - snapshot), whenever it lands: for a region that has no part in the transfer.
+
+    The snapshot is then what the region's own steps are measured from, for example the global params before the landing: they
+    stay in its next outer gradient. A region without own steps takes the global params, bit for bit.
+
+    >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
+    >>> follow().apply(piece, None)
+    tensor([2.])
+    """
+    return Merge(
+        lambda piece, info: piece.local.sub_(piece.snapshot).add_(piece.new_global), keeps_local_steps=True
+    )
+
+
 def mix(alpha: float) -> Merge:
     """theta <- alpha theta + (1 - alpha) Theta (Streaming DiLoCo, 2501.18512).
 

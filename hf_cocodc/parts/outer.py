@@ -181,19 +181,20 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 def eager() -> OuterTransform:
     """g <- g + (Delta_m(now) - Delta_m(send)) / M: the region replaces its own stale share of the mean by its fresh one.
 
-    After this transform g differs between regions.
+    Where regions do not count alike, or their number changes, 1 / M is the region's share in this mean; and of Delta_m(send)
+    that share is taken back with which the landing before has taken it in. After this transform g differs between regions.
 
     Source: Eager updates, 2502.12996.
     """
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
-        share = 1 / info.num_regions
+        taken, share = info.taken_share, info.own_share
         assert info.own_outer_grad is not None, "the transform says that regions do not agree"
         stale, fresh = info.cut(info.own_outer_grad), info.cut(info.fresh_outer_grad())
 
         def step(grad: Tensor, index: int) -> Tensor:
             # subtract first: a single region then gets exactly its fresh outer gradient, bit for bit
-            return grad.sub_(stale[index], alpha=share).add_(fresh[index], alpha=share)
+            return grad.sub_(stale[index], alpha=taken).add_(fresh[index], alpha=share)
 
         return step, state
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..engine.compatibility import layout
-from ..engine.saving import take_over, wait_for_transfers
+from ..engine.saving import wait_for_transfers
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending
@@ -136,7 +136,7 @@ class OuterOptimizer:
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
-                take_over(self.synchronizer.fragments)
+                self.synchronizer.take_over()
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:

@@ -21,29 +21,32 @@ class Departure:
     Args:
         flat: the tensor.
         host: memory for the copy.
+
+    Attributes:
+        flat: as given.
     """
 
     def __init__(self, flat: Tensor, host: Pool) -> None:
-        self._flat, self._host = flat, host
+        self.flat, self._host = flat, host
         self._copy: Tensor | None = None
         self._lock = threading.Lock()
         self._written = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
 
     def fetch(self) -> Tensor:
         """The tensor on the host; called by the link's thread, which waits for the copy. A further attempt gets the same copy."""
-        if self._flat.device == self._host.device:
-            return self._flat
+        if self.flat.device == self._host.device:
+            return self.flat
         with self._lock:
             if self._copy is None:
-                self._copy = self._fetch(self._host.take(self._flat.numel()))
+                self._copy = self._fetch(self._host.take(self.flat.numel()))
             return self._copy
 
     def _fetch(self, copy: Tensor) -> Tensor:
         if self._written is None:
-            return copy.copy_(self._flat)
-        with _aside(self._flat.device) as stream:
+            return copy.copy_(self.flat)
+        with _aside(self.flat.device) as stream:
             stream.wait_event(self._written)
-            copy.copy_(self._flat, non_blocking=True)
+            copy.copy_(self.flat, non_blocking=True)
         return copy
 
     def end(self) -> None:

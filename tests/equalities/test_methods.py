@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_cocodc.engine.saving import take_over
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import codecs, merges, schedules
 from hf_cocodc.parts.codecs.base import Plain
@@ -216,7 +215,7 @@ def test_a_region_that_takes_over_at_the_start_counts_from_there(name: str) -> N
                 param.grad = torch.full_like(param, -float(2**step))
             region.step()
             if step == H and region.index == 1:
-                take_over(region.synchronizer.fragments)
+                region.synchronizer.take_over()
         region.synchronizer.finish()
         return params_of(region.model)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.engine import saving
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.log import Log
@@ -67,7 +66,7 @@ def come_in(regions: Regions, link: ElasticLink, name: str, desk: Desk) -> Train
     link.pair_with(members)
     base = desk.ask()
     trained = Trained(link, method_of(name), base.state)
-    saving.take_over(trained.sync.fragments)
+    trained.sync.take_over()
     link.follow(base.log)
     while True:
         marker = link.next_marker(PATIENCE_S)
