@@ -43,11 +43,9 @@ def claim_number(recipe: Recipe, address: str) -> "Claim":
     """
     from ..meeting.claims import claim
     from ..meeting.live import read, read_alive
-    from ..training.building import output_dir
     from .status import reach
 
-    store = reach(address)
-    name = recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
+    store, name = reach(address), name_of(recipe)
     deadline = time.monotonic() + recipe.regions.start_timeout_s
     while (record := read_alive(store, name)) is None:
         if time.monotonic() > deadline:
@@ -63,6 +61,21 @@ def claim_number(recipe: Recipe, address: str) -> "Claim":
         return now.regions if now is not None else record.regions
 
     return claim(store, name, record.most, members)
+
+
+def comes_back(recipe: Recipe, address: str) -> bool:
+    """Whether the recipe's run trains already: a region that its scheduler starts again enters it without being told."""
+    from ..meeting.live import read_alive
+    from .status import reach
+
+    return read_alive(reach(address), name_of(recipe)) is not None
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of a recipe's run."""
+    from ..training.building import output_dir
+
+    return recipe.regions.name_of_run(os.environ) or output_dir(recipe).resolve().name
 
 
 def way_back(options: argparse.Namespace, region: int, address: str | None) -> str:

@@ -16,7 +16,7 @@ from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
 from .display import Display
-from .joining import claim_number, loss_in_words, refuse_to_join, way_back
+from .joining import claim_number, comes_back, loss_in_words, refuse_to_join, way_back
 from .report import report
 
 
@@ -77,7 +77,6 @@ def run(options: argparse.Namespace) -> int:
     recipe.regions.name_of_run(os.environ)
     if join:
         refuse_to_join(options.resume, store)
-        overrides.append("regions.join=true")
     if options.launcher and region is None and count > 1 and not join:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
@@ -112,6 +111,11 @@ def run(options: argparse.Namespace) -> int:
         print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
+    elif not join and address is not None and region is not None and recipe.regions.elastic:
+        join = comes_back(recipe, address)
+    if join:
+        overrides.append("regions.join=true")
+        recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, join=True))
     machine = launch.machine_of(options.launcher)
     with contextlib.ExitStack() as ended:
         if join and region is None:

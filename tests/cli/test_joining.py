@@ -134,3 +134,33 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
     hasty = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, start_timeout_s=0.1))
     with pytest.raises(InputError, match="no region of run 'mine' trains .* there is nothing to join"):
         joining.claim_number(hasty, address)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_region_that_its_scheduler_starts_again_comes_back(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that started it: if the run trains, the region joins it, and its log goes on."""
+    monkeypatch.setattr(live, "BEAT_S", 0.05)
+    server = serve_store()
+    address = f"127.0.0.1:{server.port}"
+    member = live.Standing(region=0, ticket=1, address="a:1")
+    record = live.Record(
+        run="r", name=tmp_path.name, epoch=1, losses=1, members=(member,), count=4, least=2, most=4, hello={}
+    )
+    publisher = live.Publisher(SteadyStore(address), tmp_path.name, 0, lambda: record if trains else None)
+    while trains and not live.names(SteadyStore(address)):
+        pass
+    given: list[Any] = []
+
+    def start(
+        recipe: Recipe, path: str, overrides: list[str], regions: list[int], *more: Any, **facts: Any
+    ) -> None:
+        given.extend([recipe.regions.join, "regions.join=true" in overrides, list(regions)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_cocodc.training.launch.start", start)
+    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--store", address]
+    assert main(["train", RECIPE, *words]) == 130
+    assert given == [trains or None, trains, [1]]
+    publisher.close()
