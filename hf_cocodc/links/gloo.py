@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
-from ..meeting.heartbeat import Heartbeat
+from ..meeting.presence import Member, Presence
 from ..meeting.stopping import StopAgreement
-from ..meeting.store import if_answered
 from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .records import Record
-from .wire import END_OF_TAGS, Wire
-
-_NOTE_S = 3.0
+from .wire import END_OF_TAGS, Wire, died
 
 
 class GlooLink(FixedSet):
@@ -31,7 +28,7 @@ class GlooLink(FixedSet):
     only if it asks for a result.
 
     Args:
-        store: reaches all regions; used under `prefix` to connect, and to tell why a region left.
+        store: reaches all regions; used under `prefix` to connect, and not afterwards.
         prefix: unique to the run (and lane).
         region: this region.
         num_regions: number of regions M.
@@ -71,28 +68,29 @@ class GlooLink(FixedSet):
         self._broadcast_bytes = 0
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
-        self._notes = dist.PrefixStore(f"{prefix}/left", store)
+        self._presence = Presence(
+            prefix, Member(region, 0), address, timeout_s, stuck_timeout_s, patient=True
+        )
         self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
         found = self._wire.connect_all(num_regions, prefix, store)
         self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS, found)
         self._memory = MeanMemory(pin_memory)
-        self._heartbeat = Heartbeat(
-            dist.PrefixStore(f"{prefix}/alive", store), region, timeout_s, stuck_timeout_s, self._give_up
-        )
         self._job: _Job | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._failure: LinkError | None = None
+        self._presence.on_lost(self._give_up)
+        self._see_all(dist.PrefixStore(f"{prefix}/presence", store))
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
     @property
     def awaits(self) -> int | None:
-        return self._heartbeat.awaits
+        return self._presence.awaits
 
     def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
-            arrival = MeanCall(self.view, self.members, parcel, self._memory, self._heartbeat).run()
+            arrival = MeanCall(self.view, self.members, parcel, self._memory, self._presence).run()
             if parcel.then is not None:
                 parcel.then(arrival)
             return arrival
@@ -112,10 +110,10 @@ class GlooLink(FixedSet):
         return time.perf_counter()
 
     def tick(self, inner_step: int) -> None:
-        self._heartbeat.inner_step = inner_step
+        self._presence.inner_step = inner_step
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
-        call = BroadcastCall(self.view, flat.view(torch.uint8), source or 0, what, self._heartbeat)
+        call = BroadcastCall(self.view, flat.view(torch.uint8), source or 0, what, self._presence)
         self._submit(call.run, what).wait()
         self._broadcast_bytes += call.bytes_sent
 
@@ -125,32 +123,41 @@ class GlooLink(FixedSet):
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         return self._submit(
-            GatherCall(self.view, self.members, record, what, self._heartbeat).run, what
+            GatherCall(self.view, self.members, record, what, self._presence).run, what
         ).wait()
 
     def lead(self, call: Callable[[Link], T], what: str) -> T:
         return call(self)
 
     def leave_note(self, reason: str) -> None:
-        # without a store the others still see the connection close
-        if_answered(lambda: self._notes.set(str(self.region), reason), _NOTE_S)
+        self._presence.leave_note(reason)
 
     def note_of(self, region: int) -> str | None:
-        def read() -> str | None:
-            return self._notes.get(str(region)).decode() if self._notes.check([str(region)]) else None
-
-        return if_answered(read, _NOTE_S)
+        return self._presence.note_of(region)
 
     def close(self, reason: str | None = None) -> None:
         if self._closed:
             return
         self._closed = True
-        if reason is not None:
-            self.leave_note(reason)
-        self._heartbeat.close(gone=reason is not None)
+        if reason is None and self._failure is not None:
+            reason = str(self._failure)
         self._jobs.put(None)
-        self._thread.join(timeout=0 if reason is not None or self._failure else self._timeout_s)
+        self._thread.join(timeout=0 if reason is not None else self._timeout_s)
+        self._presence.close(reason)
         self._wire.close(broken=self._thread.is_alive() or self._failure is not None)
+
+    def _see_all(self, store: dist.Store) -> None:
+        """Connect the presence of this region to that of all others."""
+        try:
+            store.set(str(self.region), self._presence.address)
+            others = {
+                Member(region, 0): store.get(str(region)).decode() for region in range(self.num_regions)
+            }
+        except RuntimeError as error:
+            raise LinkError(
+                f"the store failed before all regions had connected: {str(error).splitlines()[0][:200]}"
+            ) from error
+        self._presence.connect(others, time.monotonic() + self._timeout_s)
 
     def _submit(self, call: Callable[[], Any], what: str) -> "_Job":
         if self._closed:
@@ -178,16 +185,22 @@ class GlooLink(FixedSet):
                 self.leave_note(str(self._failure))
                 job.fail(error)
 
-    def _give_up(self, region: int, what: str, waited_s: float, why: str) -> None:
-        """The heartbeat found that `region` is lost. The link's thread may wait for it for ever: we abandon this thread."""
+    def _give_up(self, member: Member, why: str) -> None:
+        """A region that we wait for is lost. The link's thread may wait for it for ever: we abandon this thread."""
+        region, waits, seen = member.region, self._presence.waits, self._presence.seen(member.region)
+        what = "a transfer" if waits is None else waits.what
         note = self.note_of(region)
-        self._failure = RegionLostError(
-            region,
-            f"region {region} left while region {self.region} waited for {what}: {note}"
-            if note is not None
-            else f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {what}: {why}. "
-            "Look at its machine and its last output, then start all regions again with --resume.",
-        )
+        if note is not None:
+            said = f"region {region} left while region {self.region} waited for {what}: {note}"
+            self._failure = RegionLostError(region, said)
+        elif seen is not None and seen.lost == "closed":
+            self._failure = died(region, self.region, what)
+        else:
+            self._failure = RegionLostError(
+                region,
+                f"region {region} sent nothing for {self._presence.waited_s():.0f} s while region {self.region} waited for "
+                f"{what}: {why}. Look at its machine and its last output, then start all regions again with --resume.",
+            )
         self.leave_note(str(self._failure))
         if self._job is not None:
             self._job.fail(self._failure)

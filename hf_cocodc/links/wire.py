@@ -166,14 +166,10 @@ class Wire:
             return RegionLostError(
                 region,
                 f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s (regions."
-                f"timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region is gone, "
-                "start all regions again with --resume.",
+                f"timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region or "
+                "the network between the regions is gone, start all regions again with --resume once it is back.",
             )
-        return RegionLostError(
-            region,
-            f"region {region} closed its connection while region {self.region} waited for {what}: its process has died. Look "
-            "at its last output, then start all regions again with --resume.",
-        )
+        return died(region, self.region, what)
 
     def _widen(self, pairs: Sequence[Pair]) -> int:
         """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for."""
@@ -215,3 +211,12 @@ class Wire:
                 break
             time.sleep(0.05)
         return note
+
+
+def died(region: int, here: int, what: str) -> RegionLostError:
+    """The error in region `here` for a region that has closed its connections without a word."""
+    return RegionLostError(
+        region,
+        f"region {region} closed its connection while region {here} waited for {what}: its process has died. Look at its last "
+        "output, then start all regions again with --resume.",
+    )

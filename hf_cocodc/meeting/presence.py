@@ -31,7 +31,7 @@ Handler = Callable[[Member, dict[str, Any]], None]
 class Presence:
     """This member's connections to all others.
 
-    One thread does all work, whatever the number of members. No call but `connect`, `farewell_of` and `close` waits.
+    One thread does all work, whatever the number of members. No call but `connect` and `close` waits.
 
     Args:
         run: unique to the run (and lane). Connections of other runs are refused.
@@ -166,15 +166,6 @@ class Presence:
         if region == self.me.region:
             return self._note
         return None if (peer := self._of(region)) is None else peer.note
-
-    def farewell_of(self, region: int, within_s: float) -> str | None:
-        """The note of a region whose other connections have ended. Waits for it, unless it is clear that there is none."""
-        until = time.monotonic() + within_s
-        while (peer := self._of(region)) is not None and time.monotonic() < until:
-            if peer.note is not None or peer.ended_at is not None:
-                break
-            time.sleep(0.01)
-        return self.note_of(region)
 
     def wait_for(self, region: int, what: str) -> None:
         """Watch `region` until `arrived` is called. Messages call the awaited transfer `what`."""

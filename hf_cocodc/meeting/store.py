@@ -101,23 +101,6 @@ def peek(store: dist.Store, key: str) -> bytes:
     return b"" if value == nothing.encode() else value
 
 
-def if_answered(call: Callable[[], T], timeout_s: float) -> T | None:
-    """What `call` asks a store; None if the store has ended, or does not answer in time.
-
-    A store whose process is suspended or whose network is gone would keep the caller waiting for ever.
-    """
-    answers: list[T] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError):
-            answers.append(call())
-
-    thread = threading.Thread(target=ask, name="hf_cocodc-ask", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return answers[0] if answers else None
-
-
 class SteadyStore:
     """A store that may be away for a while: every call ends in time, and connects anew if it must. For any thread.
 

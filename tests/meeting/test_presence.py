@@ -113,8 +113,8 @@ def test_a_region_that_leaves_says_why_and_one_that_ends_well_is_not_lost() -> N
         found.all[D].close()
         assert eventually(lambda: found.lost[A]) == [(C, "it has left: KeyboardInterrupt at step 7")]
         eventually(lambda: found.all[A].members == (B,))
-        assert found.all[A].farewell_of(2, PATIENCE_S) == "KeyboardInterrupt at step 7"
-        assert found.all[A].farewell_of(3, PATIENCE_S) is None
+        assert found.all[A].note_of(2) == "KeyboardInterrupt at step 7"
+        assert found.all[A].note_of(3) is None
         assert eventually(lambda: found.all[A].note_of(1)) == "the disk is full" == found.all[B].note_of(1)
 
 

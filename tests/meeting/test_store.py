@@ -18,7 +18,7 @@ import pytest
 
 from hf_cocodc.cli.main import parse
 from hf_cocodc.errors import InputError, MeetingError
-from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, connect_store, if_answered, serve_store
+from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, connect_store, serve_store
 from tests.processes.launching import ROOT
 
 T = TypeVar("T")
@@ -67,18 +67,6 @@ def test_an_address_of_another_machine_is_refused() -> None:
         InputError, match="cannot listen on 203.0.113.9:0: .* Choose another --host or --port"
     ):
         serve_store("203.0.113.9")
-
-
-def test_a_question_to_a_store_that_gives_no_answer() -> None:
-    """It has ended, or it hangs: the caller goes on."""
-    store, hangs = serve_store("127.0.0.1"), threading.Event()
-    reader = connect_store(f"127.0.0.1:{store.port}", 10)
-    reader.set("note", "gone home")
-    assert if_answered(lambda: reader.get("note"), 10.0) == b"gone home"
-    del store
-    assert if_answered(lambda: reader.get("note"), 10.0) is None
-    assert if_answered(hangs.wait, 0.05) is None
-    hangs.set()
 
 
 @contextlib.contextmanager

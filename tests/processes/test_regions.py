@@ -28,8 +28,8 @@ CONFIG = {
     "codec": "bf16",
 }
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
-# to the other region for payloads and for control messages; to the store two to set them up, and one to agree on where to stop
-CONNECTIONS = 5
+# to the other region for payloads, for control messages and for signs of life; to the store one, to agree on where to stop
+CONNECTIONS = 4
 # what to begin from, max_steps, when to save and evaluate; at the end, what was trained and whether all hold the same model
 GATHERS = 5
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
