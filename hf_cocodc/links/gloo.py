@@ -72,7 +72,12 @@ class GlooLink(FixedSet):
             prefix, Member(region, 0), address, timeout_s, stuck_timeout_s, patient=True
         )
         self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
-        found = self._wire.connect_all(num_regions, prefix, store)
+        try:
+            found = self._wire.connect_all(num_regions, prefix, store)
+            self._see_all(dist.PrefixStore(f"{prefix}/presence", store))
+        except BaseException as error:
+            self._presence.close(str(error))
+            raise
         self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS, found)
         self._memory = MeanMemory(pin_memory)
         self._job: _Job | None = None
@@ -80,7 +85,6 @@ class GlooLink(FixedSet):
         self._closed = False
         self._failure: LinkError | None = None
         self._presence.on_lost(self._give_up)
-        self._see_all(dist.PrefixStore(f"{prefix}/presence", store))
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
 
