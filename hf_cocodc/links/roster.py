@@ -67,9 +67,10 @@ class Roster:
         return None
 
     def came(self, member: Member) -> None:
-        """A newcomer has connected its presence."""
+        """A process has connected its presence; if it is no member, it is a newcomer."""
         with self._lock:
-            self._newcomers[member.ticket] = member
+            if member not in self.members:
+                self._newcomers[member.ticket] = member
 
     def paired(self, member: Member) -> None:
         """The connections for transfers with a newcomer are there."""

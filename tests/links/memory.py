@@ -98,13 +98,17 @@ class Hub:
             if fault.kind == "dies":
                 self.kill(me)
             else:
-                self.freeze(me.region)
+                self.freeze(me)
         self.stay(me)
         if me.ticket in self.dead:
             raise Died
 
-    def freeze(self, region: int) -> None:
-        self._frozen.setdefault(region, threading.Event())
+    def freeze(self, me: Member) -> None:
+        """The process of a member stops, and the others lose patience."""
+        self._frozen.setdefault(me.region, threading.Event())
+        for other in list(self.presences.values()):
+            if other.me != me:
+                other.lose(me, "it was late", "late")
 
     def thaw(self, region: int) -> None:
         event = self._frozen.pop(region, None)
@@ -170,7 +174,7 @@ class Hub:
             number = len(self.decisions)
             able = {
                 member: court
-                for member, court in sorted(self.courts.items())
+                for member, court in sorted(self.courts.copy().items())
                 if member.ticket not in self.dead and not self.is_frozen(member.region)
             }
             reports: list[Report] = []
@@ -183,7 +187,7 @@ class Hub:
                 continue
             decision = settle(reports)
             self.decisions.append(decision)
-            for court in self.courts.values():
+            for court in list(self.courts.values()):
                 court.tell(decision, self)
 
 
@@ -236,7 +240,7 @@ class FakePresence:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return tuple(sorted(member for member, lost in list(self._peers.items()) if not lost))
+        return tuple(sorted(member for member, lost in list(self._peers.items()) if lost in ("", "late")))
 
     def connect(self, members: Iterable[Member]) -> None:
         """Connect to members that expect this one, or accept it."""
@@ -264,11 +268,11 @@ class FakePresence:
 
         self._heard.put(hear)
 
-    def lose(self, member: Member, why: str | None) -> None:
+    def lose(self, member: Member, why: str | None, how: str = "closed") -> None:
         def hear() -> None:
             self._hub.stay(self.me)
             if self._peers.get(member) == "":
-                self._peers[member] = "closed"
+                self._peers[member] = how
                 for handler in self._on_lost if why else ():
                     handler(member, why or "")
 
@@ -277,7 +281,7 @@ class FakePresence:
     def tell(self, member: Member, kind: str, **content: Any) -> None:
         self._hub.point(self.me)
         other = self._hub.presences.get(member)
-        if other is not None and self._peers.get(member) == "":
+        if other is not None and self._peers.get(member) in ("", "late"):
             other.post(self.me, kind, content)
 
     def tell_all(self, kind: str, **content: Any) -> None:
@@ -466,6 +470,13 @@ class Regions:
             for other in presences[:index]:
                 one.meet(other)
         self.links = [self._link(member, members) for member in members]
+
+    def come_back(self, link: ElasticLink) -> None:
+        """Let a process without which the others have gone on be a newcomer."""
+        member = self.hub.member(link.region)
+        FakePresence(self.hub, member)
+        link.begin_again(self.reach(member, None))
+        self.hub.links[member] = link
 
     def newcomer(self, region: int) -> ElasticLink:
         """A process that wants to come in; it has met nobody yet."""

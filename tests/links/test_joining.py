@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.errors import LinkError
+from hf_cocodc.errors import LeftBehind, LinkError
 from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.log import Log
 from hf_cocodc.links.terms import State
-from tests.links.memory import PATIENCE_S, Died, Fault, Regions
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.meeting.presence import Member
+from tests.links.memory import PATIENCE_S, Died, FakePresence, Fault, Regions
 from tests.links.training import METHODS, Trained, check, method_of
 
 STEPS = 20
@@ -59,10 +61,25 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.001)
 
 
+def connects(presence: FakePresence, members: list[Member]) -> bool:
+    """Whether the members let a newcomer connect. They do not before they know that the region's last process is lost."""
+    try:
+        presence.connect(members)
+    except LinkError as error:
+        if "try again" not in str(error):
+            raise
+        return False
+    return True
+
+
 def come_in(regions: Regions, link: ElasticLink, name: str, desk: Desk) -> Trained:
     """Join the run: returns when the members have admitted this region."""
-    members = [member for member in regions.first if member.ticket not in regions.hub.dead]
-    regions.hub.presences[link._life.me].connect(members)
+    gone = {member for decision in regions.hub.decisions for member in decision.lost}
+    members = [
+        member for member in regions.first if member.ticket not in regions.hub.dead and member not in gone
+    ]
+    presence = regions.hub.presences[link._life.me]
+    wait_until(lambda: connects(presence, members))
     link.pair_with(members)
     base = desk.ask()
     trained = Trained(link, method_of(name), base.state)
@@ -146,6 +163,51 @@ def test_a_region_dies_while_a_newcomer_comes_in(name: str, struck: int) -> None
 @pytest.mark.parametrize("name", METHODS)
 def test_a_region_dies_at_every_point_while_a_newcomer_comes_in(name: str, struck: int) -> None:
     _check_deaths(name, struck, every=3)
+
+
+@pytest.mark.parametrize("at", [30, 40, 51])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_region_without_which_the_others_went_on_comes_back(name: str, at: int) -> None:
+    """It was frozen; on waking up it hears that it was left behind, follows the log, and takes part again."""
+    regions, desk = Regions(3, [Fault(1, at, "freezes")]), Desk()
+    hub = regions.hub
+
+    def wake_up() -> None:
+        wait_until(lambda: hub.decisions or hub.ended)
+        hub.thaw(1)
+
+    threading.Thread(target=wake_up, daemon=True).start()
+
+    def body(region: int, link: ElasticLink) -> tuple[Trained, int]:
+        trained = Trained(link, method_of(name))
+        while trained.sync.inner_step < 2 * STEPS:
+            try:
+                trained.train(region)
+            except LeftBehind:
+                assert region == 1 and link.state is State.OUT
+                with pytest.raises(LeftBehind):
+                    link.gather(Trailer(), "anything")
+                regions.come_back(link)
+                trained = come_in(regions, link, name, desk)
+            if region == 0:
+                desk.serve(trained)
+                if trained.sync.inner_step >= STEPS:
+                    wait_until(lambda: hub.decisions)
+                    wait_until(lambda: desk.given.is_set() or desk.wanted.is_set())
+                    desk.serve(trained)
+                    wait_until(lambda: link.admits or link.members == (0, 1, 2))
+        return trained, trained.finish()
+
+    found = regions.run(body)
+    assert found.keys() == {0, 1, 2}
+    assert all(trained.link.members == (0, 1, 2) for trained, _ in found.values())
+    check(name, found)
+    kinds = {
+        region: [kind for kind, _ in found[region][0].link.events if kind != "retry"] for region in (0, 2)
+    }
+    assert any("late" in each for each in kinds.values())
+    for each in kinds.values():
+        assert [kind for kind in each if kind != "late"] == ["epoch", "join", "epoch"]
 
 
 def _check_deaths(name: str, struck: int, every: int) -> None:
