@@ -1,33 +1,50 @@
-"""Links of regions with several ranks: the leader shares its arrivals (DDP), or every rank has its own lane (FSDP2)."""
+"""The link of a region whose ranks hold the same parameters (DDP): the leader shares its arrivals."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import LinkError
 from ..meeting.region_store import RegionStore
 from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
-from .base import Arrival, FixedSet, Handle, Link, Parcel
-from .records import ROW, Record, from_numbers, from_row, to_row
+from .base import Arrival, Handle, Link, Parcel
+from .records import ROW, Record, from_row, to_row
 from .trailer import Trailer
 
 T = TypeVar("T")
 
 
-class SharedLink(FixedSet):
+class _News(NamedTuple):
+    """What the leader tells with each of its calls, if regions may come and go. All ranks of the region know the same.
+
+    Attributes:
+        members, parties, takes_part: of the leader's link.
+        of_mean: the members of the transfer that has ended, and `Arrival.changes`; if the call was no transfer, nothing.
+    """
+
+    members: Sequence[int]
+    parties: Sequence[int]
+    takes_part: bool
+    of_mean: Sequence[int]
+    changes: int
+
+
+class SharedLink:
     """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all ranks receive.
 
     Args:
         leader_link: the link, on the region's rank 0; None on the other ranks.
         region: this region.
-        num_regions: number of regions M.
+        num_regions: number of regions M, at the start.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
         inside: the region's own store. There the other ranks wait while the leader waits for other regions.
+        is_elastic: whether regions may come and go; known on all ranks.
     """
 
     def __init__(
@@ -37,9 +54,13 @@ class SharedLink(FixedSet):
         num_regions: int,
         device: torch.device,
         inside: RegionStore,
+        is_elastic: bool = False,
     ) -> None:
         self.region = region
-        self.num_regions = num_regions
+        self.is_elastic = is_elastic
+        everybody = range(num_regions)
+        self._news = _News(everybody, everybody, takes_part=True, of_mean=everybody, changes=-1)
+        self._seen: set[tuple[int, ...]] = set()
         self.lane, self.num_lanes = 0, 1
         self.replicas = True
         self.timing = "measured"
@@ -47,6 +68,57 @@ class SharedLink(FixedSet):
         self.agreement: StopAgreement | None = None
         self._device, self._home = device, HOST
         self._inside = inside
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(self._news.members)
+
+    @property
+    def num_regions(self) -> int:
+        return len(self._news.members)
+
+    @property
+    def position(self) -> int:
+        return self.members.index(self.region)
+
+    @property
+    def most_regions(self) -> int:
+        return self.num_regions if self._link is None else self._link.most_regions
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        return tuple(self._news.parties)
+
+    @property
+    def admits(self) -> int:
+        return 0 if self._link is None else self._link.admits
+
+    def takes_part(self) -> bool:
+        if self.is_elastic:
+            self.lead(lambda link: None, "whether it takes part")
+        return self._news.takes_part
+
+    def landed(self, arrival: Arrival) -> None:
+        if self._link is not None:
+            self._link.landed(arrival)
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        outer = self._seen
+        while True:
+            self._seen, error = set(), None
+            try:
+                value = call()
+            except LinkError:
+                raise
+            except Exception as raised:
+                error = raised
+            finally:
+                seen, self._seen = self._seen, outer | self._seen
+            if len(seen) <= 1:
+                break
+        if error is not None:
+            raise error
+        return value
 
     @property
     def awaits(self) -> int | None:
@@ -77,6 +149,7 @@ class SharedLink(FixedSet):
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         self.lead(lambda link: link.broadcast(flat, what, source), what)
+        self._note_parties()
         flat.copy_(self.share(flat))
 
     def count_broadcasts(self) -> int:
@@ -84,7 +157,11 @@ class SharedLink(FixedSet):
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         records = self.lead(lambda link: link.gather(record, what), what)
-        return self.share_records(type(record), records or ())
+        self._note_parties()
+        return self.share_records(type(record), records or (), self.parties)
+
+    def _note_parties(self) -> None:
+        self._seen.add(self.parties)
 
     def leave_note(self, reason: str) -> None:
         if self._link is not None:
@@ -104,7 +181,18 @@ class SharedLink(FixedSet):
             assert self._link is not None
             return call(self._link)
 
-        return self._inside.lead(on_the_leader, what)
+        if not self.is_elastic:
+            return self._inside.lead(on_the_leader, what)
+        result = self._inside.lead(on_the_leader, what, self._tell)
+        self._news = _News(*self._inside.heard)
+        return result
+
+    def _tell(self, result: Any) -> _News:
+        """On the leader: what the other ranks must know after a call with this result."""
+        assert self._link is not None
+        now = self._link.members, self._link.parties, self._link.takes_part()
+        is_mean = isinstance(result, Arrival)
+        return _News(*now, *(result.members, result.changes) if is_mean else ((), -1))
 
     def share(self, tensor: Tensor) -> Tensor:
         """The leader's `tensor`, on every rank of the region."""
@@ -118,12 +206,20 @@ class SharedLink(FixedSet):
         """On the other ranks: the mean that the leader hands out."""
         return self._broadcast(torch.empty(numel, dtype=torch.float32, device=self._device)).to(self._home)
 
-    def share_records(self, kind: type[Record], records: Sequence[Record]) -> tuple[Record, ...]:
-        """The leader's records, one per region, on every rank."""
-        rows = torch.zeros(self.num_regions, ROW, dtype=torch.float64)
-        for region, record in enumerate(records):
-            rows[region] = to_row(record)
-        return tuple(from_row(kind, row, region) for region, row in enumerate(self.share(rows)))
+    def share_records(
+        self, kind: type[Record], records: Sequence[Record], regions: Sequence[int]
+    ) -> tuple[Record, ...]:
+        """The leader's records, one for each of these regions, on every rank."""
+        rows = torch.zeros(len(regions), ROW, dtype=torch.float64)
+        for row, record in zip(rows, records, strict=False):  # the other ranks have none
+            row.copy_(to_row(record))
+        told = zip(regions, self.share(rows), strict=True)
+        return tuple(from_row(kind, row, region) for region, row in told)
+
+    @property
+    def of_mean(self) -> tuple[tuple[int, ...], int]:
+        """Members and changes of the transfer that has just ended."""
+        return tuple(self._news.of_mean), self._news.changes
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=0)
@@ -147,124 +243,17 @@ class _SharedHandle:
 
     def _receive(self) -> Arrival:
         arrival = self._shared.lead(lambda _: self._on_the_leader(), self._what)
+        members, changes = self._shared.of_mean
         if arrival is not None:
             self._shared.hand_out(arrival.result.mean)
             self._shared.share(torch.tensor([arrival.square], dtype=torch.float64))
-            self._shared.share_records(Trailer, arrival.trailers)
+            self._shared.share_records(Trailer, arrival.trailers, members)
             return arrival
         mean = self._shared.receive(self._numel)
         square = float(self._shared.share(torch.empty(1, dtype=torch.float64)))
-        trailers = self._shared.share_records(Trailer, ())
-        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square, self._shared.members)
+        trailers = self._shared.share_records(Trailer, (), members)
+        return Arrival(Result(mean, lambda: mean, {}), trailers, 0, 0.0, square, members, changes)
 
     def _on_the_leader(self) -> Arrival:
         assert self._handle is not None
         return self._handle.wait()
-
-
-class LaneLink(FixedSet):
-    """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
-
-    Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process
-    group settles both with small collective calls. Every rank waits for the same transfers in the same order.
-
-    Args:
-        link: the link of this lane.
-        lane: this rank in its region.
-        num_lanes: ranks of the region.
-        device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        inside: the region's own store, where the other ranks wait for the leader; None if there is only one rank.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        lane: int,
-        num_lanes: int,
-        device: torch.device,
-        inside: RegionStore | None = None,
-    ) -> None:
-        self.region, self.num_regions = link.region, link.num_regions
-        self.lane, self.num_lanes = lane, num_lanes
-        self.replicas = False
-        self.timing = link.timing
-        self.agreement: StopAgreement | None = None
-        self._link = link
-        self._device, self._inside = device, inside
-
-    @property
-    def awaits(self) -> int | None:
-        return self._link.awaits
-
-    def mean(self, parcel: Parcel) -> Handle:
-        return _LaneHandle(self, self._link.mean(parcel))
-
-    def bring_to(self, home: Pool) -> None:
-        self._link.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        self._link.give(mean)
-
-    def total(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def clock(self) -> float:
-        return self._link.clock()
-
-    def tick(self, inner_step: int) -> None:
-        self._link.tick(inner_step)
-
-    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
-        self._link.broadcast(flat, what, source)
-
-    def count_broadcasts(self) -> int:
-        return self._link.count_broadcasts()
-
-    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
-        return self._link.gather(record, what)
-
-    def lead(self, call: Callable[[Link], T], what: str) -> T | None:
-        return call(self._link) if self._inside is None else self._inside.lead(lambda: call(self._link), what)
-
-    def leave_note(self, reason: str) -> None:
-        self._link.leave_note(reason)
-
-    def note_of(self, region: int) -> str | None:
-        return self._link.note_of(region)
-
-    def close(self, reason: str | None = None) -> None:
-        self._link.close(reason)
-
-    def agree(self, arrival: Arrival) -> Arrival:
-        """The arrival with trailers that are equal in all lanes, and with the bytes of all lanes."""
-        names = Trailer._fields
-        rows = torch.tensor([list(trailer) for trailer in arrival.trailers], dtype=torch.float64)
-        signs = torch.tensor([_SETTLED.get(name, 0.0) for name in names], dtype=torch.float64)
-        settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
-        rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
-        trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
-        sums = self.total(torch.tensor([arrival.bytes_sent, arrival.square], dtype=torch.float64)).tolist()
-        return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        moved = values.to(self._device, copy=True)
-        dist.all_reduce(moved, operation)
-        return moved.to(values.device)
-
-
-_SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout"), 1.0),
-    **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
-}
-"""How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
-
-
-class _LaneHandle:
-    def __init__(self, link: LaneLink, handle: Handle) -> None:
-        self._link, self._handle = link, handle
-        self._arrival: Arrival | None = None
-
-    def wait(self) -> Arrival:
-        if self._arrival is None:
-            self._arrival = self._link.agree(self._handle.wait())
-        return self._arrival

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..links.base import Link
 from ..links.gloo import GlooLink
+from ..links.lanes import LaneLink
 from ..links.lockstep import LockstepLink, loopback
-from ..links.ranks import LaneLink, SharedLink
+from ..links.ranks import SharedLink
 from ..links.spreading import spread_all
 from ..meeting.addresses import own_address
 from ..meeting.handshake import compare, frozen_digest
