@@ -12,6 +12,7 @@ from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Arrival, Handle, Parcel
 from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.terms import State
+from hf_cocodc.links.trailer import NOTHING_TO_SAY, Word, Words
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs.base import Message
 from hf_cocodc.resolve import from_config
@@ -86,16 +87,17 @@ class Trained:
         self.link.mean = seen  # type: ignore[method-assign]
         self.sync = Synchronizer(self.model, self.method, self.link, digest_interval=1, state=self.state)
 
-    def train(self, region: int, trains: bool = True) -> None:
+    def train(self, region: int, trains: bool = True, word: Word = NOTHING_TO_SAY) -> Words | None:
         """An inner step that depends on the region and the step, or none; then the outer one."""
         step = self.sync.inner_step + 1
         generator = torch.Generator().manual_seed(100 * region + step)
         with torch.no_grad():
             for param in self.model.parameters() if trains else ():
                 param -= 0.1 * torch.randn(param.shape, generator=generator)
-        self.sync.step(0.1, trained=trains)
+        words = self.sync.step(0.1, word, trained=trains)
         self.digests[step] = self.sync.global_digest()
         self.epochs.append(self.link.epoch.number)
+        return words
 
     def finish(self) -> int:
         self.sync.finish()

@@ -1,0 +1,111 @@
+"""The log that newcomers follow: what crosses the wire, what is skipped, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cocodc.errors import LinkError
+from hf_cocodc.links.following import Following
+from hf_cocodc.links.log import Entry, Log, Marker, Sinks, from_plain, rows_of, to_plain
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.meeting.presence import Member
+
+ENTRY = Entry(
+    op=7,
+    kind="mean",
+    what="fragment 0 sent at step 4",
+    epoch=2,
+    members=(0, 3),
+    rows=rows_of([Trailer(loss=1.5), Trailer(weight=0.0, loss=2.0)]),
+    values=torch.arange(6.0),
+    state={"residual": [6], "codec": {"start": torch.ones(2, 3)}},
+    seconds=0.25,
+    square=55.0,
+)
+MARKER = Marker(4, 7, 2, 1, (Member(0, 1), Member(3, 9)), (2,), (9,), True)
+
+
+def test_items_cross_as_plain_values() -> None:
+    """Both kinds of items come back as they were."""
+    there = from_plain(to_plain(ENTRY))
+    assert isinstance(there, Entry)
+    assert torch.equal(there.values, ENTRY.values) and torch.equal(there.rows, ENTRY.rows)
+    assert replace(there, values=ENTRY.values, rows=ENTRY.rows, state=ENTRY.state) == ENTRY
+    assert from_plain(json.loads(json.dumps(to_plain(MARKER)))) == MARKER
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": torch.zeros(1, 16).double()},
+        {"values": torch.zeros(2, 3)},
+        {"values": torch.zeros(6).double()},
+        {"kind": "vote"},
+        {"op": "7"},
+        {"members": [0, -3]},
+        {"state": []},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_entry_is_refused(change: dict[str, Any]) -> None:
+    plain = to_plain(ENTRY)
+    with pytest.raises(LinkError, match="the log of another region"):
+        from_plain({"entry": {**plain["entry"], **change}})
+
+
+def test_a_log_that_outgrows_its_limit_ends() -> None:
+    """It takes no more, forgets what it holds, and its reader ends; what fits is read in order."""
+    log = Log(3 * ENTRY.num_bytes)
+    assert log(MARKER) and log(ENTRY)
+    reader = iter(log)
+    assert next(reader) is MARKER and next(reader) is ENTRY
+    assert all(log(ENTRY) for _ in range(3)) and not log.overflowed
+    assert not log(ENTRY)
+    assert log.overflowed and not log(ENTRY) and list(reader) == []
+
+
+def test_sinks_take_what_follows_their_beginning() -> None:
+    """A sink gets a marker, and entries from its first call on; one that takes no more is dropped."""
+    sinks, taken = Sinks(), []
+    log, full = Log(1 << 20), Log(1)
+
+    def take(item: Any) -> bool:
+        taken.append(item)
+        return True
+
+    sinks.add(take, 7, MARKER)
+    sinks.add(log, 8, MARKER)
+    sinks.add(full, 7, MARKER)
+    sinks.write(lambda: ENTRY, op=7)
+    sinks.write(lambda: MARKER)
+    sinks.remove(take)
+    sinks.write(lambda: ENTRY, op=9)
+    log.close()
+    assert taken == [MARKER, ENTRY, MARKER]
+    assert list(log) == [MARKER, MARKER, ENTRY]
+    assert full.overflowed
+
+
+def test_calls_and_entries_meet_by_their_names() -> None:
+    """In any order of both; entries that nobody has asked for before a marker are forgotten."""
+    log = Log(1 << 20)
+    following = Following(log, lambda error: error)
+    asked = following.ask("mean", ENTRY.what)
+    for item in (ENTRY, replace(ENTRY, op=8), replace(ENTRY, op=9, what="other"), MARKER):
+        log(item)
+    assert asked.wait() is ENTRY
+    assert following.next_marker(20.0) is MARKER
+    assert following.ask("mean", ENTRY.what).wait().op == 8
+    following.skip(9)
+    unanswered = following.ask("mean", "other")
+    assert following.next_marker(0.01) is None
+    log.close()
+    with pytest.raises(LinkError, match="has ended"):
+        unanswered.wait()
+    with pytest.raises(LinkError, match="has ended"):
+        following.next_marker(20.0)
