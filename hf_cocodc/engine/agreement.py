@@ -40,7 +40,7 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
             )
         if not trailer.weight and trailer.ending is Ending.NO:
             logger.warning(
-                "region %d sat out fragment %d sent at step %d: its outer gradient was not finite.",
+                "region %d sat out fragment %d sent at step %d: its outer gradient was not finite, or it had trained no step.",
                 *(other, fragment, sent_at),
             )
 

@@ -130,7 +130,6 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "seconds": arrival.seconds,
         "square": arrival.square,
         "members": list(arrival.members),
-        "changes": arrival.changes,
         "is_own": transfer.is_own,
         "taken": transfer.taken,
         "trained": list(transfer.trained),
@@ -147,7 +146,8 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     result = Result(mean, lambda: mean, state["codec"])
     members = tuple(state.get("members", range(len(trailers))))  # earlier versions had regions 0, 1, ...
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
-    arrival = Arrival(result, trailers, **numbers, members=members, changes=state.get("changes", -1))
+    # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
+    arrival = Arrival(result, trailers, **numbers, members=members)
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
     is_own, taken = state.get("is_own", True), state.get("taken")  # earlier versions did not say it
     trained = Trained(*state.get("trained", ()))

@@ -46,6 +46,8 @@ def move(model: Blocks, region: int, step: int) -> None:
     with torch.no_grad():
         for index, param in enumerate(model.parameters()):
             waves = torch.arange(param.numel()).view_as(param)
+            if not param.requires_grad:
+                continue
             param.add_(torch.sin(waves * (region + 1) + step + index), alpha=0.01)
 
 
@@ -261,6 +263,69 @@ def test_a_region_that_was_left_behind_comes_back(name: str, keep: bool, has_end
                 link.lose()
             if region == 0 and step == base:
                 box["state"], box["calls"] = copy.deepcopy(synchronizer.state_dict()), link.calls
+            if region == 0 and step == admitted:
+                box["admitted"] = link.calls
+        synchronizer.finish()
+        return params_of(model)
+
+    zero, one, two = run_changing(3, sets, live)
+    assert torch.equal(zero, one) and torch.equal(one, two)
+
+
+def follow(synchronizer: Synchronizer, steps: int) -> None:
+    for _ in range(steps):
+        synchronizer.step(trained=False)
+
+
+def test_a_newcomer_that_misses_an_adoption_takes_a_newer_state() -> None:
+    """The members unfreeze a parameter while region 2 follows from a state that does not know of it. It is left behind, takes a
+    state with the adopted parameter, keeps its own steps by their names, and comes in."""
+    base, thawed, newer, admitted, end = 8, 10, 20, 27, 40
+    method = from_config(
+        OuterConfig(method="streaming", sync_interval=INTERVAL, num_fragments=2, overlap_steps=3)
+    )
+    box: dict[str, Any] = {}
+
+    def sets(call: int) -> Sequence[int]:
+        return [0, 1] if call <= box.get("admitted", math.inf) else [0, 1, 2]
+
+    def live(region: int, link: ChangingLink) -> Tensor:
+        model = Blocks(START)
+        parameters = list(model.parameters())
+        parameters[1].requires_grad_(False)
+        first = 0
+        if region == 2:
+            link.wait_until(lambda: "state 8" in box)
+            link.is_joining = True
+            state, calls = box["state 8"]
+            synchronizer = Synchronizer(model, method, link, state=state)
+            synchronizer.take_over()
+            link.follow_from(calls)
+            with torch.no_grad():
+                parameters[0].add_(0.5)  # its own steps
+            with pytest.raises(LeftBehind, match="from a state that has them"):
+                follow(synchronizer, end - base)
+            link.wait_until(lambda: "state 20" in box)
+            state, calls = box["state 20"]
+            synchronizer.catch_up(state, keep=True)
+            link.follow_from(calls)
+            own = params_of(model) - global_of(synchronizer)
+            size = parameters[0].numel()
+            assert torch.equal(own != 0, torch.arange(own.numel()) < size)
+            torch.testing.assert_close(own[:size], torch.full((size,), 0.5))
+            first = newer
+        else:
+            synchronizer = Synchronizer(model, method, link)
+        for step in range(first + 1, end + 1):
+            if region == 2 and step == admitted + 1:
+                link.wait_until(lambda: "admitted" in box)
+            parameters[1].requires_grad_(region == 2 or step >= thawed)
+            is_in = region != 2 or step > admitted
+            if is_in:
+                move(model, region, step)
+            synchronizer.step(1.0, trained=is_in)
+            if region == 0 and step in (base, newer):
+                box[f"state {step}"] = copy.deepcopy(synchronizer.state_dict()), link.calls
             if region == 0 and step == admitted:
                 box["admitted"] = link.calls
         synchronizer.finish()
