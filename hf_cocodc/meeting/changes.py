@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 _SAY_S = 60.0
+_MORE = 5
+"""Times the patience with a member that is there, and that nobody misses, but that has not reported yet: it is busy."""
 
 
 class Changes:
@@ -89,6 +91,10 @@ class Changes:
         """Members are lost, each for a reason in words. Returns at once."""
         self._inbox.put(lambda: self._miss(lost))
 
+    def expect(self, number: int) -> None:
+        """Others have made so many decisions: learn those that are missing. Returns at once."""
+        self._inbox.put(lambda: self._expect(number))
+
     def close(self) -> None:
         """Take no part any more. Does not wait."""
         self._closed = True
@@ -126,12 +132,15 @@ class Changes:
             if order is None:
                 return
             attempt(order)
-            if not self._closed and self._is_busy():
+            if not self._closed and self._inbox.empty() and self._is_busy():
                 attempt(self._proceed)
 
     def _miss(self, lost: Mapping[Member, str]) -> None:
         gone = {member for decision in self.decisions.values() for member in decision.lost}
         self._lost.update({member: why for member, why in lost.items() if member not in gone})
+
+    def _expect(self, number: int) -> None:
+        self._ahead = max(self._ahead, number)
 
     def _nothing(self) -> None:
         """It is time to look again."""
@@ -156,13 +165,13 @@ class Changes:
                 if number in self.decisions:
                     self._presence.tell(member, "decision", decision=to_plain(self.decisions[number]))
             return
-        self._ahead = max(self._ahead, report.number)
+        self._expect(report.number)
         if report.number == self.number:
             self._reports[member] = report
 
     def _learn(self, said: dict[str, Any]) -> None:
         decision = decision_from(said.get("decision"))
-        self._ahead = max(self._ahead, decision.number + 1)
+        self._expect(decision.number + 1)
         self._take(decision)
 
     def _proceed(self) -> None:
@@ -175,7 +184,7 @@ class Changes:
                 self._take(decision_from(_parsed(known)))
             elif self._ahead == self.number:
                 self._collect()
-                if self._is_my_turn():
+                if self._inbox.empty() and self._is_my_turn():  # a report may have come meanwhile
                     self._propose()
         except StoreAwayError as error:
             self._say(f"{error} Who is lost is decided there: this waits until it is back.")
@@ -213,7 +222,10 @@ class Changes:
         now, reports = time.monotonic(), self._reports.values()
         heard = all(m in self._reports for report in reports for m in report.members)
         at_once = heard or (are_all_in(reports) and all(report.sure for report in reports))
-        if self._ready_at is None and (at_once or now - self._since > self._patience_s):
+        busy = {m for report in reports for m in report.members} - self._reports.keys()
+        busy &= set(self._presence.members) - {m for report in reports for m in report.lost}
+        patience_s = self._patience_s * (_MORE if busy else 1)
+        if self._ready_at is None and (at_once or now - self._since > patience_s):
             self._ready_at = now
         if self._ready_at is None or not any(report.members for report in reports):
             return False
@@ -244,7 +256,7 @@ class Changes:
         self._reports.clear()
         self._written = self._ready_at = None
         self.number += 1
-        self._ahead = max(self._ahead, self.number)
+        self._expect(self.number)
         if self._me in decision.lost:
             self._closed = True
         self._decided(decision)

@@ -11,6 +11,7 @@ import math
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _FAREWELL_S = 1.0
 _OWN_PAUSE_S = 1.0
+_MOST_UNHEARD = 1000
 Handler = Callable[[Member, dict[str, Any]], None]
 
 
@@ -46,6 +48,7 @@ class Presence:
         address: where it listens, HOST:PORT.
         inner_step: told to the others.
         done: the last operation that this member has completed; told to the others.
+        doing: what it does besides training, in words; told to the others.
         waits: what this member waits for now.
         grace: returns how many seconds a member that is waited for may be late; None for no limit.
         accept: called in presence's thread with the hello of a newcomer (its region, ticket, address, and what it gave to
@@ -67,6 +70,7 @@ class Presence:
     ) -> None:
         self.me = me
         self.inner_step = self.done = 0
+        self.doing = ""
         self.waits: Waits | None = None
         self.grace: Callable[[], float | None] = lambda: None
         self.accept: Callable[[dict[str, Any]], str | None] = lambda hello: "regions cannot join this run"
@@ -76,6 +80,7 @@ class Presence:
         self._dropped: set[Member] = set()
         self._note: str | None = None
         self._handlers: dict[str, list[Handler]] = {}
+        self._unheard: deque[tuple[str, Member, dict[str, Any]]] = deque(maxlen=_MOST_UNHEARD)
         self._on_lost: list[Callable[[Member, str], None]] = []
         self._changed = threading.Condition()
         self._asleep_s = 0.0
@@ -141,14 +146,16 @@ class Presence:
     def on(self, kind: str, handler: Handler) -> None:
         """Call handler(member, content) in presence's thread for each message of this kind. It must return at once.
 
-        Kinds of ours are "connected" (its hello; the connection is complete), "alive", "note", "left" and "closed" (last words).
+        The first handler of a kind is also called for what came before; but not of "connected" (its hello; the connection is
+        complete), "alive" and "note", which are kinds of ours, as are "left" and "closed" (last words).
         """
-        self._handlers.setdefault(kind, []).append(handler)
+        self._orders.give(partial(self._register, kind, handler))
 
     def on_lost(self, handler: Callable[[Member, str], None]) -> None:
         """Call handler(member, why) in presence's thread, once for each member that is lost. It must return at once.
 
-        A member that is silent, stuck or late stays connected until `drop`: it may still have something to say.
+        Before there is a handler nobody is lost. A member that is silent, stuck or late stays connected until `drop`: it may
+        still have something to say.
         """
         self._on_lost.append(handler)
 
@@ -256,12 +263,24 @@ class Presence:
         self._call(kind, peer.member, message)
 
     def _call(self, kind: Any, member: Member, content: dict[str, Any]) -> None:
-        for handler in self._handlers.get(kind, []) if isinstance(kind, str) else []:
+        if not isinstance(kind, str):
+            return
+        if kind not in self._handlers and kind not in ("alive", "note", "connected"):
+            self._unheard.append((kind, member, content))
+        for handler in self._handlers.get(kind, []):
             attempt(handler, member, content)
+
+    def _register(self, kind: str, handler: Handler) -> None:
+        self._handlers.setdefault(kind, []).append(handler)
+        waiting, self._unheard = list(self._unheard), deque(maxlen=_MOST_UNHEARD)
+        for each in waiting:  # those of other kinds wait on
+            self._call(*each)
 
     def _watch(self, peer: Peer) -> None:
         """See whether a member is lost, and tell of it."""
-        loss = None if peer.lost else self._patience.loss_of(peer, self.waits, self._now())
+        loss = (
+            None if peer.lost or not self._on_lost else self._patience.loss_of(peer, self.waits, self._now())
+        )
         if loss is not None and self._closes_at is None:
             peer.lost = loss.how
             for handler in self._on_lost:
@@ -289,7 +308,8 @@ class Presence:
                 self._write(peer.member, self._sign())
 
     def _sign(self) -> bytes:
-        return line_of({"kind": "alive", "step": self.inner_step, "done": self.done, "awaits": self.awaits})
+        said = {"step": self.inner_step, "done": self.done, "awaits": self.awaits, "doing": self.doing}
+        return line_of({"kind": "alive", **said})
 
     def _write(self, member: Member, line: bytes) -> None:
         peer = self._peers.get(member)

@@ -23,6 +23,7 @@ class Seen(NamedTuple):
         done: the last operation that it has completed.
         awaits: the region that it waits for; None if there is none.
         lost: how it was lost: "closed", "left", "silent", "stuck" or "late"; empty if it was not.
+        doing: what it does besides training, in words; empty if nothing.
     """
 
     heard_s: float
@@ -31,6 +32,7 @@ class Seen(NamedTuple):
     done: int
     awaits: int | None
     lost: str
+    doing: str = ""
 
 
 class Waits(NamedTuple):
@@ -62,11 +64,11 @@ class Peer:
     word: str = ""
     ended_at: float | None = None
     lost: str = ""
+    doing: str = ""
 
     def seen(self, now: float) -> Seen:
-        return Seen(
-            now - self.heard_at, self.inner_step, now - self.moved_at, self.done, self.awaits, self.lost
-        )
+        ages = now - self.heard_at, now - self.moved_at
+        return Seen(ages[0], self.inner_step, ages[1], self.done, self.awaits, self.lost, self.doing)
 
     def hear(self, kind: Any, content: dict[str, Any], now: float) -> None:
         """Learn from a message: a sign of life, a note or a last word."""
@@ -76,6 +78,7 @@ class Peer:
             if isinstance(step, int) and isinstance(done, int) and isinstance(awaits, int | None):
                 self.moved_at = now if step != self.inner_step else self.moved_at
                 self.inner_step, self.done, self.awaits = step, done, awaits
+                self.doing = str(content.get("doing", ""))[:200]
         elif kind == "note":
             self.note = str(content.get("text"))
         elif kind in ("left", "closed"):

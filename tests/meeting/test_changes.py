@@ -175,6 +175,9 @@ def test_whoever_slept_through_decisions_learns_them_in_order() -> None:
             eventually(lambda: len(new.decisions) == len(everyone[B].decisions) == 2)
             assert new.decisions == everyone[B].decisions
             assert new.decisions[1].members == (B,), "who follows is no member"
+        with parties(place.address, D) as apart:
+            apart[D].changes.expect(2)
+            eventually(lambda: apart[D].decisions == everyone[B].decisions)
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "dead"])

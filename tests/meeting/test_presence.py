@@ -88,12 +88,16 @@ def test_members_hear_each_other() -> None:
         for number in range(50):
             found.all[A].tell_all("news", number=number)
         found.all[B].tell(C, "news", only="for you")
-        found.all[D].inner_step, found.all[D].done = 17, 4
+        found.all[D].inner_step, found.all[D].done, found.all[D].doing = 17, 4, "sends its base"
         found.all[D].wait_for(1, "a mean")
         eventually(lambda: len(found.heard[B]) == len(found.heard[D]) == 50 and len(found.heard[C]) == 51)
         assert found.heard[B] == found.heard[D] == [(A, {"number": number}) for number in range(50)]
         assert (B, {"only": "for you"}) in found.heard[C]
-        eventually(lambda: (seen := found.all[A].seen(3)) and seen[1] == 17 and seen[3:] == (4, 1, ""))
+        eventually(
+            lambda: (
+                (seen := found.all[A].seen(3)) and seen[1] == 17 and seen[3:] == (4, 1, "", "sends its base")
+            )
+        )
         assert found.all[A].seen(7) is None
     assert not any(found.lost.values()), "who leaves in good order is not lost"
 
@@ -148,7 +152,7 @@ def test_a_late_member_is_waited_for_and_a_stuck_one_is_not() -> None:
         found.all[A].wait_for(2, "a mean")
         assert eventually(lambda: found.lost[A])[0][0] == C
         assert "it is alive, but has been stuck at step 0" in found.lost[A][0][1]
-        assert found.all[A].seen(2)[-1] == "stuck"
+        assert found.all[A].seen(2).lost == "stuck"
         assert C in found.all[A].members, "it may still have something to say"
         found.all[A].grace = lambda: 0.2
         found.all[A].wait_for(1, "a mean")
@@ -213,6 +217,24 @@ def test_a_handler_that_fails_silences_nobody(caplog: pytest.LogCaptureFixture) 
         found.all[B].tell(A, "news", number=1)
         eventually(lambda: found.heard[A])
     assert "failed for (Member(region=1, ticket=3), {'number': 5})" in caplog.text
+
+
+def test_who_begins_to_listen_late_misses_nothing() -> None:
+    """Messages wait for the first handler of their kind, and losses for the first that hears of them."""
+    found = Circle(B)
+    me = Presence("run-7", A, "127.0.0.1", timeout_s=PATIENCE_S)
+    found.all[A] = me
+    found.meet()
+    found.all[B].tell(A, "early", number=1)
+    found.all[B].tell(A, "early", number=2)
+    found.all[B].close("no more")
+    eventually(lambda: not me.members)
+    heard: list[Any] = []
+    me.on("early", lambda who, content: heard.append(content["number"]))
+    me.on_lost(lambda who, why: heard.append(why))
+    eventually(lambda: len(heard) == 3)
+    assert [each for each in heard if each != "it has left: no more"] == [1, 2]
+    found.close()
 
 
 def test_a_newcomer_is_judged_by_every_member() -> None:
@@ -325,4 +347,4 @@ def test_a_frozen_process_is_lost_after_the_timeout_and_blocks_nobody() -> None:
             found.all[A].tell(B, "news", text="x" * 100_000)
         assert time.monotonic() - began < PATIENCE_S
         assert eventually(lambda: found.lost[A])[0][0] == B
-        assert found.all[A].seen(1)[-1] in ("silent", "closed"), "too much waited for it, or too long"
+        assert found.all[A].seen(1).lost in ("silent", "closed"), "too much waited for it, or too long"
