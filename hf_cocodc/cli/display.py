@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..run.status import heard
+from ..run.status import LEFT, heard
 
 LINE_S = 60.0
 """Where the output is not a terminal, lines are at most so far apart."""
@@ -53,6 +53,7 @@ class Display:
         self._inodes_before = [each.st_ino if each else 0 for each in found]
         self._notes: list[list[str]] = [[] for _ in journals]
         self._lost: set[int] = set()
+        self._members: list[int] | None = None
         self._epoch = 0
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
@@ -89,7 +90,10 @@ class Display:
             self._read(index)
         if self._statuses:
             said = [heard(status) for status in self._statuses]
-            self._told = [{} if index in self._lost else each for index, each in enumerate(said)]
+            self._told = [
+                {} if index in self._lost or each.get("doing") == LEFT else each
+                for index, each in enumerate(said)
+            ]
         self._max_steps = max([self._max_steps, *(told.get("max_steps", 0) for told in self._told)])
         if self._bar is not None:
             self._bar.n, self._bar.total = self.step, self._max_steps if self._max_steps > 0 else None
@@ -153,8 +157,12 @@ class Display:
         return is_far or self._clock() >= self._printed_at + LINE_S
 
     def _present(self) -> list[int]:
-        """The places of the regions that were not lost."""
-        return [index for index in range(len(self._regions)) if index not in self._lost]
+        """The places of the regions that were not lost, and have not left."""
+        return [
+            index
+            for index, region in enumerate(self._regions)
+            if index not in self._lost and (self._members is None or region in self._members)
+        ]
 
     def _speaker(self) -> int:
         """The place of the region whose evaluations are shown: all members have the same global params."""
@@ -212,7 +220,7 @@ class Display:
     def _say_members(self, event: dict[str, Any]) -> None:
         """Say a change of the members once, although the journal of each of them has it."""
         if event["epoch"] > self._epoch:
-            self._epoch = event["epoch"]
+            self._epoch, self._members = event["epoch"], event["members"]
             why = f" ({event['why']})" if event.get("why") else ""
             members = ", ".join(map(str, event["members"]))
             self._say(f"step {event['step']}: {len(event['members'])} region(s) from here on: {members}{why}")

@@ -187,7 +187,7 @@ def _train(
         _stop(processes, display, timeout_s, elastic)
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         if machine == 0:
-            print(_saved(output_dir(recipe)), file=sys.stderr)
+            print(_saved(output_dir(recipe), processes if elastic else []), file=sys.stderr)
         return 130
     display.close()
     if failed and not (elastic and any(each not in failed for each in processes)):
@@ -243,18 +243,20 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic:
     display.close()
 
 
-def _saved(folder: Path) -> str:
-    """Say which checkpoint an interrupted run has left."""
+def _saved(folder: Path, processes: Sequence[Any]) -> str:
+    """Say which checkpoint an interrupted run has left; of `processes`, those that have stopped count, and not those before."""
     from ..run.checkpoint import checkpoints, unusable
 
+    stopped = [each.folder for each in processes if each.process.returncode == RunStopped.exit_code]
     complete = [
         {step for step, path in checkpoints(region).items() if unusable(path, hashes=False) is None}
-        for region in folder.glob("region-*")
+        for region in stopped or folder.glob("region-*")
     ]
     common = set.intersection(*complete) if complete else set()
     if not common:
         return f"no checkpoint is complete in every region; the journals and logs are in {folder}"
-    return f"checkpoint-{max(common)} is complete in every region under {folder}; to continue, add --resume to the same command"
+    where = "every region that was left" if stopped else "every region"
+    return f"checkpoint-{max(common)} is complete in {where} under {folder}; to continue, add --resume to the same command"
 
 
 def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bool) -> int:

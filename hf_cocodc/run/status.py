@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ENV_STATUS = "HF_COCODC_STATUS"
+LEFT = "has left the run"
+"""The last word of a region that has left while the others train on."""
 
 _turn = threading.Lock()
 _has_ended: set[str] = set()

@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc.cli.display import Display
 from hf_cocodc.run.journal import Journal
-from hf_cocodc.run.status import ENV_STATUS, tell
+from hf_cocodc.run.status import ENV_STATUS, LEFT, tell
 
 
 def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
@@ -187,3 +187,19 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     assert said.count("2 region(s) from here on: 0, 1 (region 0 joined)") == 1
     assert "held out, global weights: loss 1.500" in said
     assert "9.5" not in said
+
+
+def test_a_region_that_has_left_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last step and its last word are shown no longer."""
+    for region in (0, 1):
+        run.journals[region].write("start", step=0, region=region)
+        run.journals[region].write("epoch", step=0, epoch=0, members=[0, 1], why="")
+        run.train(region, 10)
+    run.tell(0, LEFT)
+    run.journals[1].write("epoch", step=12, epoch=1, members=[1], why="region 0 has left in good order")
+    run.train(1, 40)
+    run.after(61)
+    said = capsys.readouterr().out
+    assert "step 40/100" in said
+    assert LEFT not in said
+    assert run.display.step == 40

@@ -164,3 +164,20 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
     assert main(["train", RECIPE, *words]) == 130
     assert given == [trains or None, trains, [1]]
     publisher.close()
+
+
+def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region that had left before has an older one, or none."""
+    monkeypatch.setattr("hf_cocodc.run.checkpoint.unusable", lambda path, hashes: None)
+    for region, step in ((0, 200), (1, 400), (2, 400)):
+        (tmp_path / f"region-{region}" / f"checkpoint-{step}").mkdir(parents=True)
+    ended = [
+        SimpleNamespace(folder=tmp_path / f"region-{region}", process=SimpleNamespace(returncode=code))
+        for region, code in ((0, 0), (1, 3), (2, 3))
+    ]
+    assert train._saved(tmp_path, ended).startswith(
+        "checkpoint-400 is complete in every region that was left"
+    )
+    assert train._saved(tmp_path, []).startswith("no checkpoint is complete in every region")
