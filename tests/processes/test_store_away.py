@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.meeting.test_store import store_process
 from tests.processes.launching import ROOT, environment
+from tests.processes.test_failures import start, wait_for_step
 
 TIMEOUT_S = 90
 
@@ -84,7 +86,7 @@ def go(region: subprocess.Popen) -> None:
     region.stdin.flush()
 
 
-@pytest.mark.parametrize("how", ["freezes", "dies"])
+@pytest.mark.parametrize("how", ["freezes", pytest.param("dies", marks=pytest.mark.slow)])
 def test_a_region_is_lost_while_the_store_is_frozen(store: tuple[subprocess.Popen, int], how: str) -> None:
     """The other one names it and ends; it does not wait for the store to say why."""
     process, port = store
@@ -107,6 +109,7 @@ def test_a_region_is_lost_while_the_store_is_frozen(store: tuple[subprocess.Pope
         assert "failed: region 1 closed its connection while region 0 waited for step 2" in said
 
 
+@pytest.mark.slow
 def test_a_region_is_slow_while_the_store_is_dead(store: tuple[subprocess.Popen, int]) -> None:
     """Three time-outs of lateness: the region shows that it is alive without a store, and both end well."""
     process, port = store
@@ -122,3 +125,29 @@ def test_a_region_is_slow_while_the_store_is_dead(store: tuple[subprocess.Popen,
             each.kill()
     assert [each.returncode for each in (first, second)] == [0, 0], said
     assert all("met again" in each for each in said)
+
+
+@pytest.mark.slow
+def test_a_run_ends_well_while_its_store_is_frozen(
+    store: tuple[subprocess.Popen, int], tmp_path: Path
+) -> None:
+    """Whole regions, each by its own command: neither training nor the end of a process waits for the store."""
+    process, port = store
+    arguments = [
+        "--store",
+        f"127.0.0.1:{port}",
+        "--set",
+        "training.max_steps=60",
+        "--set",
+        "regions.timeout_s=4",
+    ]
+    runs = [start(tmp_path, "--region", str(region), *arguments) for region in (0, 1)]
+    try:
+        wait_for_step(runs[0], tmp_path, step=10)
+        process.send_signal(signal.SIGSTOP)
+        said = [run.communicate(timeout=TIMEOUT_S) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert all("60 in each of 2" in output for output, _ in said)
