@@ -72,8 +72,10 @@ def connects(presence: FakePresence, members: list[Member]) -> bool:
     return True
 
 
-def come_in(regions: Regions, link: ElasticLink, name: str, desk: Desk) -> Trained:
-    """Join the run: returns when the members have admitted this region."""
+def come_in(
+    regions: Regions, link: ElasticLink, name: str, desk: Desk, own: Trained | None = None
+) -> Trained:
+    """Join the run: returns when the members have admitted this region. `own`: of a process that comes back."""
     gone = {member for decision in regions.hub.decisions for member in decision.lost}
     members = [
         member for member in regions.first if member.ticket not in regions.hub.dead and member not in gone
@@ -82,8 +84,14 @@ def come_in(regions: Regions, link: ElasticLink, name: str, desk: Desk) -> Train
     wait_until(lambda: connects(presence, members))
     link.pair_with(members)
     base = desk.ask()
-    trained = Trained(link, method_of(name), base.state)
-    trained.sync.take_over()
+    if own is None:
+        trained = Trained(link, method_of(name), base.state)
+        trained.sync.take_over()
+    else:
+        trained = own
+        trained.sent, trained.digests, trained.epochs = {}, {}, []  # as those of a new one
+        trained.sync.catch_up(base.state, keep=True)
+        assert trained.sync.inner_step == base.state["inner_step"]
     link.follow(base.log)
     while True:
         marker = link.next_marker(PATIENCE_S)
@@ -166,9 +174,13 @@ def test_a_region_dies_at_every_point_while_a_newcomer_comes_in(name: str, struc
 
 
 @pytest.mark.parametrize("at", [30, 40, 51])
+@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "with its own steps"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_region_without_which_the_others_went_on_comes_back(name: str, at: int) -> None:
-    """It was frozen; on waking up it hears that it was left behind, follows the log, and takes part again."""
+def test_a_region_without_which_the_others_went_on_comes_back(name: str, keeps: bool, at: int) -> None:
+    """It was frozen; on waking up it hears that it was left behind, follows the log, and takes part again.
+
+    Its engine is a new one, or goes on with what it has trained and the others do not have.
+    """
     regions, desk = Regions(3, [Fault(1, at, "freezes")]), Desk()
     hub = regions.hub
 
@@ -188,7 +200,7 @@ def test_a_region_without_which_the_others_went_on_comes_back(name: str, at: int
                 with pytest.raises(LeftBehind):
                     link.gather(Trailer(), "anything")
                 regions.come_back(link)
-                trained = come_in(regions, link, name, desk)
+                trained = come_in(regions, link, name, desk, trained if keeps else None)
             if region == 0:
                 desk.serve(trained)
                 if trained.sync.inner_step >= STEPS:
