@@ -104,6 +104,7 @@ class Ops:
 
     def freeze(self) -> tuple[int, bool]:
         """Complete nothing more until a decision. Returns the last call that has completed, and whether the next has a result."""
+        self._presence.arrived()  # the time until the decision makes nobody late
         with self._changed:
             self._freeze()
             return self.done, bool(self._ops) and self._ops[0].has

@@ -28,6 +28,14 @@ PATIENCE_S = 20.0
 """No test needs so long; a wait that reaches it is an error."""
 
 
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Until the condition holds; it must, before long."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it does not come"
+        time.sleep(0.001)
+
+
 class Died(SystemExit):
     """The region's process has died. A thread that raises it ends without a word."""
 
@@ -440,6 +448,8 @@ class FakeView:
         with hub.changed:
             assert hub.changed.wait_for(is_over, PATIENCE_S), f"{self._me} waits for ever for {what}"
             found = hub.messages.get(pending.key)
+        if self._me.ticket in hub.dead:
+            raise Died
         self._check()
         if found is None:
             raise RegionLostError(pair.region, f"region {pair.region} closed its connection")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cocodc.errors import LeftBehind, LinkError
+from hf_cocodc.links.base import Parcel
 from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.log import Log
 from hf_cocodc.links.spreading import spread, spread_all
 from hf_cocodc.links.terms import AUTO_GRACE_S, State
 from hf_cocodc.links.trailer import Ending, Trailer, Word
-from tests.links.memory import Died, Fault, Regions
+from hf_cocodc.parts.fragments import Fragment
+from tests.links.memory import Died, Fault, Regions, wait_until
 from tests.links.training import METHODS, Trained, check, method_of
 
 STEPS = 9
@@ -117,23 +123,51 @@ def test_texts_are_told_again_if_their_region_is_lost_meanwhile() -> None:
             )
 
 
+def in_background(call: Callable[[], object]) -> None:
+    """Make a call that does not end before its test does."""
+
+    def run() -> None:
+        with contextlib.suppress(LinkError, Died):
+            call()
+
+    threading.Thread(target=run, daemon=True).start()
+
+
 def test_grace_begins_with_the_wait_of_training() -> None:
     """ "auto": what the overlap hides is free, however long it is; then a late region has a few seconds more."""
-    regions = Regions(1)
-    life = regions.links[0]._life
+    regions = Regions(2)
+    link = regions.links[0]
+    life, presence = link._life, regions.hub.presences[regions.first[0]]
     for grace_s, expected in ((None, None), (7.0, 7.0), (3, 3)):
         life._terms = life._terms._replace(grace_s=grace_s)
         assert life._grace() == expected
     life._terms = life._terms._replace(grace_s="auto")
+    conversation = method_of("diloco").codec.converse
+    fragment = Fragment(0, ("weight",), ((2,),), numel=2)
+    converse = partial(conversation, torch.ones(2), fragment, {})
+    handle = link.mean(Parcel(converse, 2, Trailer, "a transfer"))
+    wait_until(lambda: presence.awaits == 1)
+    presence._since -= 100.0  # the link's thread has waited for so long, and training not at all
     assert life._grace() is None
-    presence = regions.hub.presences[life.me]
-    presence.wait_for(1, "a transfer")
-    presence._since -= 100.0  # the link's thread has waited so long, and training not at all
-    op = life.ops.submit("a transfer", (), 0, None, None)  # type: ignore[arg-type]
-    op.awaited_at = time.monotonic()
+    in_background(handle.wait)
+    wait_until(lambda: life.ops.awaited_s() is not None)
     found = life._grace()
+    regions.hub.kill(regions.first[0])
     regions.hub.end()
-    assert found is not None and found == pytest.approx(100.0 + AUTO_GRACE_S, abs=1.0)
+    assert found == pytest.approx(100.0 + AUTO_GRACE_S, abs=2.0)
+
+
+def test_nobody_becomes_late_while_a_decision_is_sought() -> None:
+    """Presence waits for no member, as long as nothing is asked of any."""
+    regions = Regions(2)
+    life = regions.links[0]._life
+    in_background(lambda: regions.links[0].gather(Trailer(), "something"))
+    wait_until(lambda: life.presence.awaits == 1)
+    life._freeze()
+    awaits = life.presence.awaits
+    regions.hub.kill(regions.first[0])
+    regions.hub.end()
+    assert awaits is None
 
 
 def test_an_error_of_one_region_reaches_its_training_thread() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_cocodc.links.log import Log
 from hf_cocodc.links.terms import State
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.meeting.presence import Member
-from tests.links.memory import PATIENCE_S, Died, FakePresence, Fault, Regions
+from tests.links.memory import PATIENCE_S, Died, FakePresence, Fault, Regions, wait_until
 from tests.links.training import METHODS, Trained, check, method_of
 
 STEPS = 20
@@ -52,13 +51,6 @@ class Desk:
         if self.base is None:
             raise LinkError("the donor has died")
         return self.base
-
-
-def wait_until(condition: Any) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, "it does not come"
-        time.sleep(0.001)
 
 
 def connects(presence: FakePresence, members: list[Member]) -> bool:

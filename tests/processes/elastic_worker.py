@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_cocodc.errors import LeftBehind
 from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.terms import Reach, Terms
 from hf_cocodc.links.wire import Wire
@@ -37,26 +38,33 @@ def connect(region: int, count: int, address: str, **terms: Any) -> ElasticLink:
 
 
 def train(
-    region: int, count: int, address: str, folder: Path, name: str, steps: int, pause_s: float, **terms: Any
+    region: int,
+    count: int,
+    address: str,
+    folder: Path,
+    name: str,
+    steps: int,
+    pause_s: float,
+    terms: dict[str, Any],
 ) -> None:
-    """Train, and write down what was seen; `steps` of it as they are made."""
+    """Train, and write down what was seen; every step as it is made, and whether the others went on without this region."""
     link = connect(region, count, address, **terms)
     trained = Trained(link, method_of(name))
-    blocked_s = 0.0
-    with (folder / f"steps-{region}.txt").open("w") as made:
-        for step in range(1, steps + 1):
-            time.sleep(pause_s)
-            began = time.monotonic()
-            trained.train(region)
-            blocked_s = max(blocked_s, time.monotonic() - began)
-            print(step, file=made, flush=True)
-    end = trained.finish()
+    end = None
+    try:
+        with (folder / f"steps-{region}.txt").open("w") as made:
+            for step in range(1, steps + 1):
+                time.sleep(pause_s)
+                trained.train(region)
+                print(step, file=made, flush=True)
+        end = trained.finish()
+    except LeftBehind as error:
+        (folder / f"left-behind-{region}.txt").write_text(str(error))
     found = {
         "end": end,
         "digests": list(trained.digests.values()),
-        "members": [list(each.arrival.members) for each in trained.sent.values() if each.arrival is not None],
+        "members": [list(sent.arrival.members) for sent in trained.sent.values() if sent.arrival is not None],
         "events": list(link.events),
-        "blocked_s": blocked_s,
     }
     link.close()
     (folder / f"region-{region}.json").write_text(json.dumps(found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +15,79 @@ from hf_cocodc.meeting.store import serve_store
 from tests.processes.elastic_worker import train
 from tests.processes.forks import TIMEOUT_S, fork, wait_until
 
+STEPS = 24
 
-def run_three(folder: Path, name: str, hit: int, **terms: Any) -> dict[int, dict[str, Any]]:
-    """Three regions train; region 1 gets the signal `hit` in the middle. What the others saw."""
-    store, log = serve_store("127.0.0.1"), folder / "log.txt"
-    steps = 24
-    processes = [
-        fork(train, region, 3, f"127.0.0.1:{store.port}", folder, name, steps, 0.02, log=log)
-        for region in range(3)
-    ]
 
-    def has_begun() -> bool:
-        made = folder / "steps-1.txt"
-        return made.exists() and len(made.read_text().split()) >= 7
+@dataclass
+class Three:
+    """Three regions that train, each a process."""
 
-    wait_until(has_begun, processes[1], log)
-    pid = processes[1].pid
-    assert pid is not None
-    os.kill(pid, hit)
-    try:
-        for region in (0, 2):
-            processes[region].join(TIMEOUT_S)
-            assert processes[region].exitcode == 0, log.read_text()[-4000:]
-    finally:
-        for process in processes:
+    folder: Path
+    name: str
+    terms: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log = self.folder / "log.txt"
+        self.store = serve_store("127.0.0.1")
+        rest = f"127.0.0.1:{self.store.port}", self.folder, self.name, STEPS, 0.02, self.terms
+        self.processes = [fork(train, region, 3, *rest, log=self.log) for region in range(3)]
+
+    def hit(self, region: int, number: int) -> None:
+        """Send a signal to a region."""
+        pid = self.processes[region].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_for_step(self, region: int, step: int) -> None:
+        made = self.folder / f"steps-{region}.txt"
+        wait_until(
+            lambda: made.exists() and len(made.read_text().split()) >= step, self.processes[region], self.log
+        )
+
+    def found(self, *regions: int) -> list[dict[str, Any]]:
+        """What these regions saw, once they have ended well."""
+        for region in regions:
+            self.processes[region].join(TIMEOUT_S)
+            assert self.processes[region].exitcode == 0, self.log.read_text()[-4000:]
+        return [json.loads((self.folder / f"region-{region}.json").read_text()) for region in regions]
+
+    def end(self) -> None:
+        for process in self.processes:
             process.kill()
             process.join()
-    return {region: json.loads((folder / f"region-{region}.json").read_text()) for region in (0, 2)}
+
+
+def check_survivors(found: list[dict[str, Any]]) -> None:
+    """Regions 0 and 2 agree on every bit of the global params, at every step to the end, and on who took part."""
+    one, two = found
+    assert one["digests"] == two["digests"] and len(one["digests"]) == STEPS
+    assert one["end"] == two["end"] and one["end"] is not None
+    assert one["members"] == two["members"]
+    assert one["members"][0] == [0, 1, 2] and one["members"][-1] == [0, 2]
+    for each in found:
+        assert [facts["members"] for kind, facts in each["events"] if kind == "epoch"] == [[0, 2]]
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming"])
 def test_the_others_train_on_when_a_region_is_killed(name: str, tmp_path: Path) -> None:
-    """They agree who is lost, and on every bit of the global params, at every step to the end."""
-    found = run_three(tmp_path, name, signal.SIGKILL)
-    assert found[0]["digests"] == found[2]["digests"] and len(found[0]["digests"]) == 24
-    assert found[0]["end"] == found[2]["end"]
-    assert found[0]["members"] == found[2]["members"]
-    assert found[0]["members"][0] == [0, 1, 2] and found[0]["members"][-1] == [0, 2]
-    for each in found.values():
-        epochs = [facts["members"] for kind, facts in each["events"] if kind == "epoch"]
-        assert epochs == [[0, 2]]
+    three = Three(tmp_path, name)
+    try:
+        three.wait_for_step(1, 7)
+        three.hit(1, signal.SIGKILL)
+        check_survivors(three.found(0, 2))
+    finally:
+        three.end()
+
+
+def test_the_others_do_not_wait_longer_than_the_grace_for_a_frozen_region(tmp_path: Path) -> None:
+    """When it wakes up, it hears that they have gone on."""
+    three = Three(tmp_path, "streaming", {"grace_s": 1.0})
+    try:
+        three.wait_for_step(1, 7)
+        three.hit(1, signal.SIGSTOP)
+        check_survivors(three.found(0, 2))
+        three.hit(1, signal.SIGCONT)
+        three.found(1)
+        assert "without region 1" in (tmp_path / "left-behind-1.txt").read_text()
+    finally:
+        three.end()
