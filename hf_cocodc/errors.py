@@ -11,6 +11,7 @@
     |   |-- RegionLostError     exit code 1   one named region is gone or silent
     |   `-- LeftBehind          exit code 1   the other regions have gone on without this one
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
+        `-- RunLeft             exit code 0   this region has left in good order, and the others train on
 
 Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback.
 """
@@ -71,6 +72,12 @@ class RunStopped(CocodcError):
     """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from."""
 
     exit_code = 3
+
+
+class RunLeft(RunStopped):
+    """This region has left the run in good order. The others train on, and have what it has trained."""
+
+    exit_code = 0
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

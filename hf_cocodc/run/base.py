@@ -6,12 +6,12 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, LinkError
 from ..links.log import Item, from_plain
 from . import checkpoint as disk
-from . import manifest, numbering
+from . import manifest
 from .donor import STARTED, Offer
 from .frames import Frames, call
 from .parcel import check_names, make_own
@@ -31,40 +31,58 @@ class RunOver(LinkError):
     """The run has ended before the newcomer had caught up."""
 
 
+class Received(NamedTuple):
+    """What all ranks of a region know of a base that their leader has received.
+
+    Attributes:
+        folder: a checkpoint that another region wrote, which can be loaded.
+        donor: the region that wrote it.
+        step: its inner step.
+        run: number of the run that wrote it.
+        started: what the regions of the run agreed on before step 1.
+    """
+
+    folder: Path
+    donor: int
+    step: int
+    run: int
+    started: dict[str, Any]
+
+
 class Base:
     """A base that has been received.
 
     Args:
-        folder: a checkpoint that another region wrote, which can be loaded.
-        run: number of the run that wrote it.
-        started: what the regions of the run agreed on before step 1.
+        received: what it is.
         frames: the connection on which the log comes.
-        donor: the region that sends it.
 
     Attributes:
         items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
     """
 
-    def __init__(self, folder: Path, run: int, started: dict[str, Any], frames: Frames, donor: int) -> None:
-        self.folder, self.run, self.started = folder, run, started
-        self.items = _items(frames, donor)
+    def __init__(self, received: Received, frames: Frames) -> None:
+        self.received = received
+        self.items = _items(frames, received.donor)
         self._frames = frames
 
     def remove(self) -> None:
         """Delete the folder: once it is loaded, it is needed no more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.received.folder, ignore_errors=True)
 
     def close(self) -> None:
         """Receive nothing more."""
         self._frames.close()
 
 
-def receive(offer: Offer, folder: Path, donor: int, alive: Callable[[], object], host: str = "") -> Base:
+def receive(
+    offer: Offer, folder: Path, region: int, donor: int, alive: Callable[[], object], host: str = ""
+) -> Base:
     """Get the base that a donor offers.
 
     Args:
         offer: where to get it.
-        folder: of this region's checkpoints.
+        folder: where to put it; other regions may put theirs there, too.
+        region: this one.
         donor: the region that offers it.
         alive: raises if the donor is gone.
         host: address of this machine to call from; empty for any.
@@ -73,9 +91,10 @@ def receive(offer: Offer, folder: Path, donor: int, alive: Callable[[], object],
         DonorLost: the donor, or the connection to it, is gone.
         CheckpointError: what comes is no base, or the disk refuses.
     """
-    checkpoint = folder / f"{disk.PREFIX}{offer.step}{NAME}"
+    ours = f".region-{region}{NAME}"
+    checkpoint = folder / f"{disk.PREFIX}{offer.step}{ours}"
     half = checkpoint.with_name(f"{checkpoint.name}.half")
-    for old in (*folder.glob(f"{disk.PREFIX}*{NAME}"), *folder.glob(f"{disk.PREFIX}*{NAME}.half")):
+    for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
     try:
         frames = call(offer.host, offer.port, alive, host)
@@ -87,14 +106,13 @@ def receive(offer: Offer, folder: Path, donor: int, alive: Callable[[], object],
         with disk.saving(checkpoint):
             make_own(half)
             half.rename(checkpoint)
-        numbering.begin_run(folder, run)
         manifest.write(checkpoint, run)
     except BaseException:
         frames.close()
         shutil.rmtree(half, ignore_errors=True)
         raise
     logger.info("a base of step %d has come from region %d.", offer.step, donor)
-    return Base(checkpoint, run, started, frames, donor)
+    return Base(Received(checkpoint, donor, offer.step, run, started), frames)
 
 
 def _receive_files(frames: Frames, half: Path, secret: str, donor: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import nn
 
+from ..errors import InputError
 from ..links.base import Link
 from ..links.gloo import GlooLink
 from ..links.lanes import LaneLink
@@ -26,16 +27,19 @@ from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
 from ..meeting.store import connect_store, serve_store
-from ..settings import OuterConfig, RegionConfig
+from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from .about import About
+from .company import Company
 from .hellos import own_hello, show_differences
+from .place import Place, find
 from .status import tell_whom_we_await
-from .supported import is_sharded, lanes_of
+from .supported import is_sharded, lanes_of, refuse_fixed
 
 logger = logging.getLogger(__name__)
 
 _GLOO_END_S = 0.1
 _NOTHING = About()
+_COMPANIES: "weakref.WeakKeyDictionary[Link, Company]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 """Links over which nothing has been trained since their regions compared what they are."""
 
@@ -71,7 +75,7 @@ def connect(
     """
     regions = regions.resolved()
     region, count = regions.region, regions.count
-    assert region is not None and count is not None
+    assert count is not None
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     sharded = accelerator.distributed_type is DistributedType.FSDP
     lane, num_lanes = lanes_of(accelerator, model, stage)
@@ -79,6 +83,11 @@ def connect(
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
     inside = _region_store(accelerator) if stage is None else None
+    if regions.elastic and regions.max != 1:
+        refuse_fixed(sharded, stage)
+        return _connect_elastic(accelerator, model, config, regions, max_steps, about, inside)
+
+    assert region is not None
 
     def agreement(met: str | None) -> StopAgreement | None:
         """How this rank agrees with the others on a step to stop at; `met` is known to ranks that reach other regions."""
@@ -105,7 +114,7 @@ def connect(
         assert regions.store is not None
         mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
         store: dist.Store = connect_store(regions.store, regions.timeout_s)
-        name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
+        name = _name_of(regions, about)
         name = name if stage is None else f"{name}, stage {lane}"
         roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
         hosts = ", ".join(str(each["host"]) for each in roster.hellos)
@@ -151,6 +160,71 @@ def connect(
     found.agreement = agreement(met)
     _COMPARED.add(found)
     return found
+
+
+def _connect_elastic(
+    accelerator: Accelerator,
+    model: nn.Module,
+    config: OuterConfig,
+    regions: RegionConfig,
+    max_steps: int | None,
+    about: About,
+    inside: RegionStore | None,
+) -> Link:
+    """Meet the other regions of a run whose regions come and go, or join it if it trains already."""
+    region, count = regions.region, regions.count
+    assert count is not None and regions.store is not None
+    if region is None:
+        raise InputError(
+            f"this region is to join a run, and has no number. Set {ENV_REGION}, or use `hf-cocodc train RECIPE --join`, which "
+            "finds a free one."
+        )
+    name = _name_of(regions, about)
+
+    def enter() -> Company:
+        assert regions.store is not None and region is not None
+        place = Place(
+            region=region,
+            regions=regions,
+            name=name,
+            hello=own_hello(accelerator, model, config, regions, max_steps, about, 1, None),
+            host=own_address(regions.store, regions.interface),
+            pin_memory=accelerator.device.type == "cuda",
+        )
+        record = find(place)
+        if record is not None:
+            logger.info(
+                "region %d joins run %r, which trains at step %d", region, name, record.members[0].step
+            )
+            return Company.joined(place, record)
+        roster = rendezvous(
+            place.store(), name, region, count, dict(place.hello), regions.start_timeout_s, tell_whom_we_await
+        )
+        logger.info("all %d regions of run %r have met", count, name)
+        show_differences(roster.hellos)
+        return Company.met(place, roster.run)
+
+    company = enter() if inside is None else inside.lead(enter, "the meeting of the regions")
+    link: Link
+    if inside is None:
+        assert company is not None
+        link = company.link
+    else:
+        leader_link = None if company is None else company.link
+        link = SharedLink(leader_link, region, count, accelerator.device, inside, is_elastic=True)
+    if company is not None:
+        _COMPANIES[link] = company
+    _COMPARED.add(link)
+    return link
+
+
+def company_of(link: Link) -> Company | None:
+    """On the leader: its side of an elastic run; None elsewhere."""
+    return _COMPANIES.get(link)
+
+
+def _name_of(regions: RegionConfig, about: About) -> str:
+    return regions.run or about.run or Path(sys.argv[0]).stem or "script"
 
 
 def meet(

@@ -81,6 +81,7 @@ class Endings:
         why: the reason for the verdict, in words.
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
         keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
+        leaves: why this region alone is to leave, and the others go on; empty if it is not.
         while_coasting: called after each inner step that this region has not trained: what else the others need of it then.
     """
 
@@ -90,6 +91,7 @@ class Endings:
         self.why = ""
         self.saved_everywhere = 0
         self.keep_link = False
+        self.leaves = ""
         self.while_coasting: Callable[[], None] = lambda: None
         self._link, self._policy, self._max_steps = link, policy, max_steps
 
@@ -98,7 +100,13 @@ class Endings:
         self.word = self.word._replace(**news)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask all regions to stop: at a step that they agree on through the store; or else when a transfer tells them."""
+        """Ask all regions to stop: at a step that they agree on through the store; or else when a transfer tells them.
+
+        Where regions go on without each other, and `regions.when_one_ends` is "continue", only this one leaves.
+        """
+        if self._link.is_elastic and self._policy == "continue":
+            self.leaves = self.leaves or reason
+            return
         agreement = self._link.agreement
         if agreement is not None:
             agreement.ask(reason)
@@ -144,6 +152,11 @@ class Endings:
         self.verdict, self.why = None, ""
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)
+
+    def end(self, verdict: str, why: str) -> None:
+        """This region ends here: with a verdict of all regions, or to "leave" alone."""
+        self.verdict, self.why = verdict, why
+        logger.warning("%s: region %d ends here.", why, self._link.region)
 
     def _end(
         self, endings: Mapping[int, Ending], note_of: Callable[[int], str | None], inner_step: int

@@ -26,7 +26,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +87,7 @@ class Journal:
 
     Attributes:
         listener: called as listener(kind, facts) before an event is written, also without a path.
+        earlier: returns events that other threads have noticed, and forgets them; they are written before the next one.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Journal:
     ) -> None:
         self.path = path
         self.listener: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
+        self.earlier: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple
         self._clock = clock
         self._began = clock()
         self._mark: Mark | None = mark
@@ -127,6 +129,15 @@ class Journal:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
+        self.write_earlier()
+        self._append(kind, facts)
+
+    def write_earlier(self) -> None:
+        """Append what `earlier` has."""
+        for kind, facts in self.earlier():
+            self._append(kind, facts)
+
+    def _append(self, kind: str, facts: Mapping[str, Any]) -> None:
         self.listener(kind, facts)
         if self.path is None or self._failure is not None:
             return

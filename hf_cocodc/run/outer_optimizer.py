@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,26 +14,30 @@ from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
 from ..errors import InputError
 from ..links.base import Link
-from ..links.trailer import Ending
+from ..links.trailer import Words
 from ..resolve import continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
 from .claim import claim, refuse_second
-from .connect import begin_over, meet
+from .connect import begin_over, company_of, meet
+from .donor import Inner
+from .elastic import Elastic
 from .endings import Endings
+from .finishing import Finishing
 from .inner_optimizer import InnerOptimizer
+from .joining import advance, inner_of, joins, place_for_bases, read_base
 from .journal import Journal
 from .recovery import recover
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
-from .starting import engine_for, mark_of, note_start
+from .starting import engine_for, mark_of, note_start, run_of
 from .supported import refuse_unsupported
 from .tokens import Tokens
 from .unread import attendance_of, report_unread
 
 
-class OuterOptimizer:
+class OuterOptimizer(Finishing):
     """Trains one model across regions from an ordinary Accelerate loop.
 
     ::
@@ -117,6 +122,10 @@ class OuterOptimizer:
         link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
         self.link = link
+        bases = place_for_bases(link, accelerator, journal)
+        is_lone = saved is None and joins(link, accelerator)  # nobody else has got a base for it
+        if is_lone:
+            saved = read_base(link, accelerator, bare, bases)
         if saved is not None:
             config = continuing(config, saved.facts.settings)
         self.settings = settings(config)
@@ -131,13 +140,14 @@ class OuterOptimizer:
             check(saved, self.settings, link, self.about, self._allowed, bare)
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
-        self.journal = Journal(path, mark_of(saved), link.clock)
+        run = run_of(link)
+        self.journal = Journal(path, mark_of(saved, path, run), link.clock)
         self.synchronizer = engine_for(bare, config, link, self.journal, saved)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
                 self.synchronizer.take_over()
-        note_start(self.journal, self.synchronizer, continues, max_steps, self.settings)
+        note_start(self.journal, self.synchronizer, continues, max_steps, self.settings, run)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step)
@@ -146,35 +156,25 @@ class OuterOptimizer:
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
+        self.started: dict[str, Any] = {}
+        self.inner: Callable[[], Inner] = partial(inner_of, accelerator)
+        self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
+        self.elastic: Elastic | None = None
+        if link.is_elastic:
+            self.elastic = Elastic(self, accelerator, company_of(link), regions.resolved(), bases)
+            self._undo.append(self.elastic.close)
+            if is_lone or saved is None:
+                self.elastic.begin(partial(advance, accelerator, is_new=True) if is_lone else None)
 
     @property
-    def inner_step(self) -> int:
-        """Inner steps made so far."""
-        return self.synchronizer.inner_step
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the regions that take part now, as far as this one knows."""
+        return self.link.members
 
     @property
     def report(self) -> dict[str, float]:
         """Figures at the last landing: rounds, staleness, seconds blocked, bytes sent (`Totals`), mean loss of the regions."""
         return self.synchronizer.account.report
-
-    @property
-    def verdict(self) -> str | None:
-        """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on."""
-        return self.endings.verdict
-
-    @property
-    def why(self) -> str:
-        """The reason for the verdict, in words."""
-        return self.endings.why
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether the run has ended here: leave the loop.
-
-        With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
-        leave, and resume later.
-        """
-        return self.finished or self.verdict is not None
 
     def step(self, loss: float | None = None, tokens: int | Tensor | None = None) -> None:
         """Call after every `optimizer.step()`; does nothing on micro-batches that only accumulate.
@@ -201,7 +201,7 @@ class OuterOptimizer:
             return
         if loss is not None:
             self.note_loss(loss)
-        self._step(self._inner.take_lr())
+        self._advance(self._inner.take_lr())
         self.journal.check()
 
     def note_lr(self) -> None:
@@ -211,72 +211,13 @@ class OuterOptimizer:
         """
         self._inner.note_lr()
 
-    def note_loss(self, loss: float) -> None:
-        """Tell the others this region's training loss with the next transfers."""
-        self.endings.tell(loss=float(loss))
-
-    def say(self, ending: Ending) -> None:
-        """Tell the others with the next transfer that this region is about to end; train on until `should_stop`."""
-        self.endings.tell(ending=ending)
-
-    def ask_to_stop(self, reason: str) -> None:
-        """Ask all regions to stop with a checkpoint; train on until `should_stop`, which takes about a second.
-
-        Regions agree on the step through the store. One rank of one region is enough, and a signal's handler may call this.
-        """
-        self.endings.ask_to_stop(reason)
-
-    def leave(self, reason: str) -> None:
-        """After an error: tell the others why, and `coast`. Steps since the last sends are lost: they may be incomplete.
-
-        The others save the transfers that are in flight then; this region takes part in them to their end.
-        """
-        self.synchronizer.give_up_unsent()
-        self.ask_to_stop(reason)
-        self.coast()
-        wait_for_transfers(self.synchronizer.fragments)
-
-    def coast(self, end: Callable[[], None] = lambda: None) -> None:
-        """Keep step with the others without training, until they have heard of it and all `end` together."""
-        while not self.should_stop and not self._at_the_end:
-            self._step(trained=False)
-            if self._at_the_end:
-                end()
-            self.endings.while_coasting()
-
-    def finish(self) -> None:
-        """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
-
-        Regions may come here after different numbers of inner steps: an early one coasts until the others have heard of
-        it. After a `verdict` to stop nothing is exchanged and the model keeps its local weights.
-        """
-        if not self.finished and not self._at_the_end:
-            self.say(Ending.DONE)
-            self.coast(self._finish)
-        self._finish()
-
-    def _finish(self) -> None:
-        if not self.finished and self.verdict != "stop":
-            self.endings.note_saved_everywhere(self.synchronizer.finish(self.endings.word))
-            self.finished = True
-            if not self.endings.keep_link:
-                self.close()
-
-    @property
-    def _at_the_end(self) -> bool:
-        """Whether every region is known to end at this step, so that the last round can take place."""
-        known = self._max_steps is not None and self.inner_step >= self._max_steps
-        return known or self.link.num_regions == 1 or self.verdict is not None
-
-    def _step(self, inner_lr: float = 0.0, trained: bool = True) -> None:
-        """Count an inner step, hold its events, and end if the regions have agreed to."""
+    def _step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
+        """Count an inner step, and hold its events."""
         self.endings.before_step()
-        tokens = self.tokens.take() if trained else None
-        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
+        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained)
         recover(self.synchronizer, self._inner, self._config, self.endings, self.journal)
         self.endings.after_step(self.inner_step, words)
-        if self.verdict == "finish":
-            self._finish()
+        return words
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,11 +16,13 @@ from ..links.spreading import gather
 from ..resolve import from_config, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
+from .connect import company_of
 from .journal import Journal, Mark
 from .supported import outer_device
 
 logger = logging.getLogger(__name__)
 
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 UNEVEN = 1.5
 """The log names a largest fragment above this, relative to the mean."""
 
@@ -64,15 +68,23 @@ class Habits(NamedTuple):
     saves_best: bool
 
 
-def agree_on_start(link: Link, own: Beginning) -> Beginning:
+def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] = _NOTHING) -> Beginning:
     """The smallest `max_steps` of all regions, and the lowest region's number for the run. A collective call.
 
-    Shards of different lengths make epochs of different lengths.
+    Shards of different lengths make epochs of different lengths. `before` is what a member tells a newcomer, by region: the run
+    keeps its length and its number.
 
     Raises:
-        HandshakeError: a region cannot make fewer steps any more.
+        HandshakeError: a region cannot make fewer steps any more, or a newcomer not as many.
     """
-    told = gather(link, own, "the number of inner steps")
+    for member, agreed in before.items():
+        if own.max_steps < agreed.max_steps:
+            raise HandshakeError(
+                f"region {link.region} would make {own.max_steps} inner steps, but the run that it joins makes "
+                f"{agreed.max_steps} (region {member} says so). Give it as much data, or the same max_steps."
+            )
+        own = own._replace(run=agreed.run)
+    told = {**before, **gather(link, own, "the number of inner steps")}
     max_steps = min(other.max_steps for other in told.values())
     for region, other in told.items():
         if other.is_fixed and other.max_steps > max_steps:
@@ -89,13 +101,15 @@ def agree_on_start(link: Link, own: Beginning) -> Beginning:
     return Beginning(max_steps, own.is_fixed, told[min(told)].run)
 
 
-def check_same_habits(link: Link, own: Habits) -> None:
+def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _NOTHING) -> None:
     """Check that all regions save at the same inner steps, and evaluate if they need each other for it. A collective call.
+
+    `before` is what a member tells a newcomer, by region.
 
     Raises:
         HandshakeError: two regions differ.
     """
-    told = gather(link, own, "when a region saves and evaluates")
+    told = {**before, **gather(link, own, "when a region saves and evaluates")}
     _check_same_interval({r: habits.saves for r, habits in told.items()}, "saves", "save")
     if len(told) == 1 or not any(habits.averages or habits.metric for habits in told.values()):
         return
@@ -183,8 +197,22 @@ def engine_for(
     )
 
 
-def mark_of(saved: Saved | None) -> Mark:
-    """How far the journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region."""
+def run_of(link: Link) -> str | None:
+    """What names an elastic run in its journals; known to leaders."""
+    company = company_of(link)
+    return None if company is None else company.run
+
+
+def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> Mark:
+    """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region.
+
+    Args:
+        saved: what the run goes on from.
+        path: the journal.
+        run: of an elastic run. A region that comes back to it appends to its journal.
+    """
+    if saved is not None and saved.facts.taken_over and path is not None and run is not None:
+        return Mark.of(path, run)
     if saved is None or saved.facts.taken_over:
         return Mark()
     return Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
@@ -196,6 +224,7 @@ def note_start(
     continues: bool,
     max_steps: int | None,
     settings: Mapping[str, Any],
+    run: str | None = None,
 ) -> None:
     """Write into the journal what begins, or continues; into the log what it keeps in memory, and that fragments are uneven."""
     journal.write(
@@ -209,6 +238,7 @@ def note_start(
         timing=synchronizer.link.timing,
         bytes_sent=synchronizer.totals.bytes_sent,
         outer=settings,
+        **({} if run is None else {"run": run}),
     )
     for sentence in in_words(synchronizer.memory()):
         logger.info(sentence)

@@ -83,6 +83,16 @@ def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] 
     return lane, num_lanes
 
 
+def refuse_fixed(sharded: bool, stage: tuple[int, int] | None) -> None:
+    """Check that a region may be lost, come back or join. Raises InputError if its ranks hold different parameters."""
+    kind = "FSDP2 (the ranks of a region hold shards)" if sharded else "pipeline stages"
+    if sharded or stage is not None:
+        raise InputError(
+            f"regions.on_loss=continue with {kind} is not supported yet. Set regions.on_loss=stop and remove regions.min, or use "
+            "regions of one process or with DDP."
+        )
+
+
 def _is_replicated(param: nn.Parameter) -> bool:
     """Whether several ranks of a sharded parameter's mesh hold the same shard."""
     assert isinstance(param.data, DTensor)

@@ -20,7 +20,7 @@ from hf_cocodc.links.log import Entry, Marker, to_plain
 from hf_cocodc.links.records import ROW
 from hf_cocodc.meeting.callers import Member
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import donor, frames, numbering
+from hf_cocodc.run import donor, frames
 from hf_cocodc.run.base import Base, DonorLost, RunOver, receive
 from hf_cocodc.run.donor import Donation, Inner, write_base
 from hf_cocodc.run.local_weights import weights_file
@@ -80,7 +80,7 @@ def received(donation: Donation, tmp_path: Path, **changed: Any) -> Iterator[Bas
         if not [thread for thread in threading.enumerate() if thread.name == "hf_cocodc-donor"]:
             raise DonorLost("it is gone")
 
-    base = receive(donation.offer._replace(**changed), tmp_path / "region-2", 0, alive)
+    base = receive(donation.offer._replace(**changed), tmp_path / "region-2", 2, 0, alive)
     yield base
     base.close()
 
@@ -88,18 +88,18 @@ def received(donation: Donation, tmp_path: Path, **changed: Any) -> Iterator[Bas
 def test_a_base_arrives_whole(donation: Donation, tmp_path: Path) -> None:
     """Its folder is no checkpoint of the run; it is whole, and says that another region wrote it."""
     with received(donation, tmp_path) as base:
-        assert (base.run, base.started) == (RUN, STARTED)
-        assert numbering.run_of(tmp_path / "region-2") == RUN
-        assert state.damage(base.folder) is None
+        folder = base.received.folder
+        assert base.received == (folder, 0, 3, RUN, STARTED)
+        assert state.damage(folder) is None
         assert state.checkpoints(tmp_path / "region-2") == {}
-        saved = state.read(base.folder)
+        saved = state.read(folder)
         assert saved.facts.taken_over
         assert same(saved.state, STATE)
-        assert same(torch.load(base.folder / "optimizer.pt", weights_only=True), ADAM)
-        assert set(load_file(base.folder / weights_file())) == {"frozen", "seen"}
-        assert json.loads((base.folder / "trainer_state.json").read_text()) == {}
+        assert same(torch.load(folder / "optimizer.pt", weights_only=True), ADAM)
+        assert set(load_file(folder / weights_file())) == {"frozen", "seen"}
+        assert json.loads((folder / "trainer_state.json").read_text()) == {}
         base.remove()
-        assert not base.folder.exists()
+        assert not folder.exists()
 
 
 def test_the_log_comes_after_it(donation: Donation, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_only_who_knows_the_secret_gets_the_base(donation: Donation, tmp_path: P
     ):
         pass
     with received(donation, tmp_path) as base:
-        assert base.run == RUN
+        assert base.received.run == RUN
 
 
 def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is written."""
     line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode() + b"\nx"
     with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
-        receive(served([line]), tmp_path / "region-2", 0, lambda: None)
+        receive(served([line]), tmp_path / "region-2", 2, 0, lambda: None)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -208,7 +208,7 @@ BROKEN = {
 def test_what_is_no_base_is_refused(lines: list[bytes], tmp_path: Path) -> None:
     """And no folder looks like one."""
     with pytest.raises(DonorLost):
-        receive(served(lines), tmp_path / "region-2", 0, lambda: None)
+        receive(served(lines), tmp_path / "region-2", 2, 0, lambda: None)
     assert not [path for path in (tmp_path / "region-2").glob("*") if path.name.endswith(".base")]
 
 

@@ -1,0 +1,311 @@
+"""How a region's leader is in an elastic run: it meets the others or joins them, and newcomers get what they need from it."""
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import LinkError
+from ..links.elastic import ElasticLink
+from ..links.log import Marker
+from ..links.terms import Reach, State, Terms
+from ..meeting import live
+from ..meeting.presence import Member
+from .base import Base, DonorLost, Received, receive
+from .donor import Donation, Offer
+from .place import Agreeing, Place, alive, connected, ticket
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0
+_POLL_S = 0.1
+_SHARE = 4
+"""A base and its log have this part of the rate limit."""
+
+
+class Company:
+    """The leader's side of an elastic run.
+
+    Args:
+        place: of this region.
+        run: unique to the run.
+        reach: how this process reaches the others.
+        addresses: where the presence of the other members listens.
+
+    Attributes:
+        link: reaches the other regions.
+        presence: of this process; another one after the region has come back.
+        wants: newcomers that want a base of this region.
+        leaves: why this region was asked to leave; empty if it was not.
+    """
+
+    def __init__(self, place: Place, run: str, reach: Reach, addresses: Mapping[Member, str]) -> None:
+        self.place, self.run = place, run
+        regions = place.regions
+        terms = Terms(place.store, run, regions.max, regions.grace_s)
+        self.link = ElasticLink(reach, terms, timeout_s=regions.timeout_s, pin_memory=place.pin_memory)
+        self.wants: deque[Member] = deque()
+        self.leaves = ""
+        self.max_steps: int | None = None
+        self.landed: tuple[int, float] | None = None
+        self._gifts: dict[Member, Donation] = {}
+        self._from: tuple[Member, Base] | None = None
+        self._take(reach, addresses)
+        steady, region = place.steady_store(), place.region
+        self._publisher = live.Publisher(steady, place.name, region, self._record, self._asked_to_leave)
+
+    @classmethod
+    def met(cls, place: Place, run: str) -> "Company":
+        """Connect to all regions that have met at the start.
+
+        Raises:
+            LinkError: a region cannot be reached.
+        """
+        regions, store = place.regions, place.store()
+        assert regions.count is not None
+        presence = place.presence(run, Member(place.region, ticket(store)))
+        store.set(f"{run}/presence/{place.region}", f"{presence.me.ticket} {presence.address}")
+        addresses = {}
+        for region in range(regions.count):
+            number, _, address = store.get(f"{run}/presence/{region}").decode().partition(" ")
+            addresses[Member(region, int(number))] = address
+        presence.connect(addresses, time.monotonic() + regions.timeout_s)
+        reach = place.reach(run, presence, tuple(sorted(addresses)))
+        reach.wire.connect_all(regions.count, f"{run}/wire", store)
+        return cls(place, run, reach, addresses)
+
+    @classmethod
+    def joined(cls, place: Place, record: live.Record) -> "Company":
+        """Connect to the members of a run that trains, as a newcomer.
+
+        Raises:
+            HandshakeError: this region differs from them.
+            MeetingError: they refuse it.
+            LinkError: one cannot be reached.
+        """
+        presence, addresses, record = connected(place, record)
+        reach = place.reach(record.run, presence, None, record.losses)
+        company = cls(place, record.run, reach, addresses)
+        company.link.pair_with(list(addresses))
+        return company
+
+    def come_back(self) -> None:
+        """Be a newcomer, after the others have gone on without this process.
+
+        Raises:
+            LinkError: there is no run to come back to, or it cannot be reached.
+        """
+        self._drop_gifts()
+        record = alive(self.place)
+        if record is None or record.run != self.run:
+            raise LinkError(
+                f"the run {self.place.name!r} that this region was in no longer answers at the store: it cannot come back."
+            )
+        presence, addresses, record = connected(self.place, record)
+        reach = self.place.reach(self.run, presence, None, record.losses)
+        self._take(reach, addresses)
+        self.link.begin_again(reach)
+        self.link.pair_with(list(addresses))
+
+    def _meet(self, strangers: list[Member]) -> None:
+        """Connect to members that have come in since this newcomer asked."""
+        deadline = time.monotonic() + self.place.regions.timeout_s
+        while missing := [each for each in strangers if each not in self.presence.members]:
+            record = live.read(self.place.steady_store(), self.place.name)
+            found = {Member(m.region, m.ticket): m.address for m in record.members} if record else {}
+            wanted = {member: found[member] for member in missing if member in found}
+            if time.monotonic() > deadline:
+                raise LinkError(f"region {missing[0].region} cannot be reached: it came in a moment ago.")
+            self.presence.connect(wanted, deadline, {})
+            self._addresses |= wanted
+            time.sleep(_POLL_S)
+        self.link.pair_with(strangers)
+
+    def get_base(self, folder: Path) -> Received:
+        """Get a base from some member. The next member is asked if one is lost meanwhile.
+
+        Raises:
+            LinkError: no member gives one in time.
+            CheckpointError: what comes is no base, or the disk refuses.
+        """
+        if self._from is not None:
+            self._from[1].close()
+        until = time.monotonic() + self.place.regions.start_timeout_s
+        while time.monotonic() < until:
+            own = self.place.region
+            for member in sorted(self.presence.members, key=lambda each: (each.region < own, each)):
+                try:
+                    base = self._base_of(member, folder)
+                except DonorLost as error:
+                    logger.warning("no base from region %d: %s", member.region, error)
+                    continue
+                self._from = member, base
+                return base.received
+            time.sleep(_POLL_S)
+        raise LinkError(
+            f"no region gave a base to region {self.place.region} within {self.place.regions.start_timeout_s:g} s "
+            "(regions.start_timeout_s)."
+        )
+
+    def follow(self) -> None:
+        """Answer calls from the log of the region that gave the base, which is loaded."""
+        assert self._from is not None
+        self.link.follow(self._from[1].items)
+
+    def applies(self, marker: Marker) -> bool:
+        """All inner steps up to this marker are made. Returns whether this process is a member now."""
+        if self.link.apply(marker):
+            return True
+        if not self.link.strangers:
+            return False
+        self._meet(self.link.strangers)
+        return self.link.apply(marker)
+
+    @property
+    def came_from(self) -> dict[str, int]:
+        """The region that gave the base from which this one has begun, and the base's inner step."""
+        if self._from is None:
+            return {}
+        received = self._from[1].received
+        return {"donor": received.donor, "base": received.step}
+
+    def forget_base(self) -> None:
+        """The base is loaded: its files are needed no more."""
+        if self._from is not None:
+            self._from[1].remove()
+
+    def has_followed(self) -> None:
+        """Nothing of the log is needed any more."""
+        if self._from is not None:
+            member, base = self._from
+            self.presence.tell(member, "enough")
+            base.close()
+            self._from = None
+
+    def give(self, member: Member, folder: Path, step: int, about: Mapping[str, Any]) -> None:
+        """Send a newcomer the base in `folder`, and from now on the log."""
+        rate = None if self.place.rate is None else self.place.rate / _SHARE
+        gift = Donation(folder, self.place.host, step, about, f"region {member.region}", rate)
+        self.link.log_to(gift.log)
+        self._gifts[member] = gift
+        self.presence.tell(member, "offer", **gift.offer._asdict())
+
+    def refuse_base(self, member: Member, why: str) -> None:
+        """Tell a newcomer that it gets no base here."""
+        self.presence.tell(member, "no_base", why=why)
+
+    def reap(self) -> None:
+        """Forget newcomers that need nothing more."""
+        for member, gift in list(self._gifts.items()):
+            if gift.over:
+                self.link.stop_log(gift.log)
+                del self._gifts[member]
+
+    def close(self, has_ended: bool) -> None:
+        """Before the link is closed; `has_ended`: all steps of the run are made."""
+        for gift in self._gifts.values():
+            if has_ended:
+                gift.close("over", "all steps are made")
+        self._drop_gifts()
+        if self._from is not None:
+            self._from[1].close()
+        self._publisher.close(ended=has_ended)
+
+    def _drop_gifts(self) -> None:
+        for gift in self._gifts.values():
+            self.link.stop_log(gift.log)
+            gift.close()
+            gift.join(_AGAIN_S)
+        self._gifts.clear()
+
+    def _take(self, reach: Reach, addresses: Mapping[Member, str]) -> None:
+        """Reach the others in this way."""
+        self.presence = presence = reach.presence
+        assert isinstance(reach.agree, Agreeing)
+        self._agreeing = reach.agree
+        self._addresses = {**addresses, presence.me: presence.address}
+        self._offers: queue.SimpleQueue[tuple[Member, dict[str, Any] | str]] = queue.SimpleQueue()
+        presence.on("connected", self._connected)
+        presence.on("base", lambda member, content: self.wants.append(member))
+        presence.on("offer", lambda member, content: self._offers.put((member, content)))
+        presence.on("no_base", lambda member, content: self._offers.put((member, str(content.get("why")))))
+        presence.on("enough", self._has_enough)
+
+    def _connected(self, member: Member, hello: Mapping[str, Any]) -> None:
+        if isinstance(hello.get("address"), str):
+            self._addresses[member] = hello["address"]
+
+    def _has_enough(self, member: Member, content: Mapping[str, Any]) -> None:
+        gift = self._gifts.get(member)
+        if gift is not None:
+            gift.close("in", "it is in the run")
+
+    def _base_of(self, member: Member, folder: Path) -> Base:
+        presence, offers = self.presence, self._offers
+
+        def alive() -> None:
+            seen = presence.seen(member.region)
+            if member not in presence.members or (seen is not None and seen.lost):
+                raise DonorLost(f"region {member.region} is lost.")
+
+        presence.tell(member, "base")
+        while True:
+            alive()
+            try:
+                who, said = offers.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if who != member:
+                continue
+            if isinstance(said, str):
+                raise DonorLost(said)
+            try:
+                offer = Offer(str(said["host"]), int(said["port"]), str(said["secret"]), int(said["step"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
+            return receive(offer, folder, self.place.region, member.region, alive, self.place.host)
+
+    def _asked_to_leave(self, why: str) -> None:
+        self.leaves = why or "it was asked to leave"
+
+    def _record(self) -> live.Record | None:
+        """What this run says of itself, if this member is the one that writes it."""
+        link, regions, changes = self.link, self.place.regions, self._agreeing.changes
+        assert changes is not None
+        changes.refill()
+        epoch = link.epoch
+        if link.state is not State.MEMBER or epoch.members[0] != self.place.region:
+            return None
+        newest = {member.region: member for member in sorted(self._addresses)}
+        members = [self._standing(newest[region]) for region in epoch.members if region in newest]
+        step, at = self.landed or (None, 0.0)
+        return live.Record(
+            run=self.run,
+            name=self.place.name,
+            epoch=epoch.number,
+            losses=changes.number,
+            members=tuple(members),
+            count=regions.count or 1,
+            least=regions.min or 1,
+            most=regions.max or 1,
+            max_steps=self.max_steps,
+            landed_at=step,
+            landed_s=time.monotonic() - at if step is not None else 0.0,
+            hello=dict(self.place.hello),
+        )
+
+    def _standing(self, member: Member) -> live.Standing:
+        presence = self.presence
+        of_all = member.region, member.ticket, self._addresses[member]
+        names = ("region", "ticket", "address")
+        if member == presence.me:
+            gifts = ", ".join(f"region {each.region}" for each in self._gifts)
+            doing = f"sends {gifts} a base" if gifts else ""
+            own = {"step": presence.inner_step, "awaits": presence.awaits, "doing": doing}
+            return live.Standing(**dict(zip(names, of_all, strict=True)), **own)  # type: ignore[arg-type]
+        seen = presence.seen(member.region)
+        told = {} if seen is None else {"step": seen.inner_step, "moved_s": seen.moved_s}
+        return live.Standing(**dict(zip(names, of_all, strict=True)), **told)  # type: ignore[arg-type]

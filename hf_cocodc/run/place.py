@@ -1,0 +1,163 @@
+"""Where a region of an elastic run is: how it reaches the others, whether it meets them at the start or joins them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import LinkError, MeetingError
+from ..links.terms import Reach
+from ..links.wire import Wire
+from ..meeting import live
+from ..meeting.board import TICKETS
+from ..meeting.changes import Changes
+from ..meeting.handshake import compare_two
+from ..meeting.presence import Member, Presence
+from ..meeting.store import SteadyStore, StoreAwayError, connect_store
+from ..meeting.verdict import Decision, Report
+from ..settings import RegionConfig
+from .hellos import show_differences
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What stays as it is, however often a region comes back.
+
+    Attributes:
+        region: this one.
+        regions: its settings, resolved.
+        name: of the run.
+        hello: what this region tells the others of itself.
+        host: address of this machine that the others reach.
+        pin_memory: see `ElasticLink`.
+    """
+
+    region: int
+    regions: RegionConfig
+    name: str
+    hello: Mapping[str, Any]
+    host: str
+    pin_memory: bool
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second to send at most."""
+        limit = self.regions.rate_limit
+        return None if limit is None else limit * 1e6 / 8
+
+    def store(self) -> dist.TCPStore:
+        """Another connection to the store."""
+        assert self.regions.store is not None
+        return connect_store(self.regions.store, self.regions.timeout_s)
+
+    def steady_store(self) -> SteadyStore:
+        assert self.regions.store is not None
+        return SteadyStore(self.regions.store)
+
+    def presence(self, run: str, me: Member) -> Presence:
+        return Presence(run, me, self.host, self.regions.timeout_s, self.regions.stuck_timeout_s)
+
+    def reach(
+        self, run: str, presence: Presence, members: tuple[Member, ...] | None, losses: int = 0
+    ) -> Reach:
+        """How this process reaches the others.
+
+        Args:
+            run: unique to the run.
+            presence: connected to them.
+            members: with whom it has met; None for a newcomer.
+            losses: decisions on losses that the run has had.
+        """
+        asked = self.regions.connections
+        wire = Wire(
+            self.region,
+            asked if isinstance(asked, int) else None,
+            self.host,
+            self.regions.timeout_s,
+            self.rate,
+            note_of=presence.note_of,
+        )
+        agree = Agreeing(partial(Changes, self.steady_store(), run, presence.me, presence, number=losses))
+        return Reach(presence.me, wire, presence, agree, members)
+
+
+class Agreeing:
+    """Makes what agrees on losses, for a link, and keeps it.
+
+    Args:
+        make: from a function that freezes this member and one that takes a decision.
+    """
+
+    def __init__(self, make: Callable[..., Changes]) -> None:
+        self._make = make
+        self.changes: Changes | None = None
+
+    def __call__(self, freeze: Callable[[], Report], decided: Callable[[Decision], None]) -> Changes:
+        self.changes = self._make(freeze=freeze, decided=decided)
+        return self.changes
+
+
+def find(place: Place) -> live.Record | None:
+    """The run that this region joins; None if it is to meet the others.
+
+    Raises:
+        MeetingError: it is to join, and there is no run.
+    """
+    until = time.monotonic() + place.regions.start_timeout_s
+    while True:
+        record = alive(place)
+        if record is not None or not place.regions.join:
+            return record
+        if time.monotonic() > until:
+            raise MeetingError(
+                f"no run {place.name!r} trains at the store {place.regions.store}, and this region is to join one. Start the run "
+                "first, or give its name (regions.run, --run); to begin a new run, start without --join."
+            )
+        time.sleep(_AGAIN_S)
+
+
+def alive(place: Place) -> live.Record | None:
+    """The run of this name that trains; None if there is none."""
+    try:
+        return live.read_alive(place.steady_store(), place.name)
+    except StoreAwayError:
+        if place.regions.join:
+            return None
+        raise
+
+
+def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member, str], live.Record]:
+    """Presence with all members of a run, their addresses, and its newest record."""
+    until = time.monotonic() + place.regions.start_timeout_s
+    refused = ""
+    while True:
+        first = record.members[0].region
+        compare_two(first, record.hello, place.region, place.hello)
+        addresses = {Member(each.region, each.ticket): each.address for each in record.members}
+        presence = place.presence(record.run, Member(place.region, ticket(place.store())))
+        try:
+            presence.connect(addresses, min(until, time.monotonic() + place.regions.timeout_s), {})
+            show_differences([record.hello, place.hello])
+            return presence, addresses, record
+        except LinkError as error:  # a member that has just died is still in the record
+            presence.close()
+            if time.monotonic() > until:
+                raise
+            if str(error) != refused:
+                logger.warning("region %d cannot join yet: %s", place.region, error)
+            refused = str(error)
+        time.sleep(_AGAIN_S)
+        record = alive(place) or record
+
+
+def ticket(store: dist.Store) -> int:
+    """A number that no other process at the store has."""
+    return store.add(TICKETS, 1)
