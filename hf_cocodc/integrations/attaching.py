@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 
 from ..errors import InputError
@@ -30,6 +31,18 @@ def find_trainer() -> Trainer | None:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def settle(trainer: Trainer, region: int) -> None:
+    """Let a Trainer write into the folder of its region; region 0 reports for all."""
+    args = trainer.args
+    folder = Path(args.output_dir or "trainer_output")
+    if folder.name != f"region-{region}":  # the arguments may serve a second Trainer
+        args.output_dir = str(folder / f"region-{region}")
+    if region:
+        args.push_to_hub = False
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            trainer.remove_callback(tracker)
 
 
 def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> None:

@@ -3,6 +3,8 @@
 import math
 import secrets
 import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import TrainerState, TrainingArguments
@@ -11,25 +13,35 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 from ..links.base import Link
 from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
 
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 
-def agree_on_length(link: Link, max_steps: int, is_fixed: bool) -> Beginning:
+
+def agree_on_length(
+    link: Link, max_steps: int, is_fixed: bool, told: Mapping[int, Beginning] = _NOTHING
+) -> Beginning:
     """The inner steps that all regions make, and a number for the run. A collective call.
 
     Args:
         link: reaches the other regions.
         max_steps: inner steps that this region would make.
         is_fixed: whether its learning rate schedule is made already.
+        told: for a newcomer, what a member has told it of the run.
 
     Raises:
         HandshakeError: the schedule of a region is made already, and too long.
     """
-    return agree_on_start(link, Beginning(max_steps, is_fixed, secrets.randbits(48)))
+    return agree_on_start(link, Beginning(max_steps, is_fixed, secrets.randbits(48)), told)
 
 
 def check_habits(
-    link: Link, args: TrainingArguments, state: TrainerState, loader: Any, averages: bool
-) -> None:
-    """Check that all regions save, and evaluate if need be, at the same inner steps. A collective call.
+    link: Link,
+    args: TrainingArguments,
+    state: TrainerState,
+    loader: Any,
+    averages: bool,
+    told: Mapping[int, Habits] = _NOTHING,
+) -> Habits:
+    """Check that all regions save, and evaluate if need be, at the same inner steps; returns when. A collective call.
 
     Args:
         link: reaches the other regions.
@@ -37,6 +49,7 @@ def check_habits(
         state: of the Trainer.
         loader: of the training data.
         averages: whether an evaluation while training shows the mean of the regions' own global weights.
+        told: for a newcomer, what a member has told it of the run.
 
     Raises:
         HandshakeError: two regions differ.
@@ -51,7 +64,8 @@ def check_habits(
         load_best_model_at_end=args.load_best_model_at_end,
         saves_best=args.save_strategy == SaveStrategy.BEST,
     )
-    check_same_habits(link, own)
+    check_same_habits(link, own, told)
+    return own
 
 
 def metric_of(args: TrainingArguments) -> str | None:

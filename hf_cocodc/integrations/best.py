@@ -75,13 +75,14 @@ class Best:
         """Training is over, and what `keep_the_last` has prevented."""
         self._trainer.args.save_total_limit = self._limit
 
-    def begin(self, link: Link, start: Start, wrote: Facts) -> None:
+    def begin(self, link: Link, start: Start, wrote: Facts, is_newcomer: bool = False) -> None:
         """Find the best checkpoint of a run that is resumed, in all regions. A collective call.
 
         Args:
             link: reaches the other regions.
             start: the checkpoint that the run goes on from.
             wrote: of the run that wrote it.
+            is_newcomer: whether this region joins a run: it gets the best checkpoint when it needs it, at the end.
 
         Raises:
             CheckpointError: a region lacks it, and cannot get it.
@@ -94,6 +95,9 @@ class Best:
             # its path may be another region's, or of another machine
             step = state.best_global_step
             best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
+        if is_newcomer:
+            self._known = best
+            return
         # in every region, for it is not known yet whether all of them are to load the best model
         self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=not self.averages)
 

@@ -56,6 +56,9 @@ CALLED = {
 }
 """Private methods of Trainer that are called, with the parameters that are given."""
 
+COUNTERS = ("_globalstep_last_logged", "_initial_global_step")
+"""Private numbers of Trainer's loop that go along where a region jumps to another inner step."""
+
 SAMPLES = 3
 """Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
 

@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 
-from ..errors import InputError, RunStopped
+from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import from_config
 from ..run.about import About, refuse_another_run
+from ..run.base import Received
 from ..run.checkpoint import Saved, read
 from ..run.connect import meet
-from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
-from ..run.starting import Beginning
+from ..run.starting import Beginning, Habits
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from .about import of_trainer
-from .attaching import find_trainer, has_finished, leave_as_it_is, refuse
+from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
 from .beginning import agree_on_length, check_habits
 from .best import Best
 from .hub import only_region_0_creates
-from .leaving import leave
+from .joining import base_for, take_part, told
+from .leaving import leave, say_farewell
 from .patches import Patches
 from .signals import first_signal
 
@@ -102,6 +102,7 @@ class CoCoDCCallback(TrainerCallback):
         self._link: Link | None = None
         self._saved: Saved | None = None
         self._start = Start(None)
+        self._base: Received | None = None
         self._beginning: Beginning | None = None
         self._trainer: Trainer | None = None
         self._signal: str | None = None
@@ -132,14 +133,7 @@ class CoCoDCCallback(TrainerCallback):
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        args = trainer.args
-        folder = Path(args.output_dir or "trainer_output")
-        if folder.name != f"region-{self.region}":  # the arguments may serve a second Trainer
-            args.output_dir = str(folder / f"region-{self.region}")
-        if self.region:  # region 0 reports for all
-            args.push_to_hub = False
-            for tracker in get_reporting_integration_callbacks(args.report_to):
-                trainer.remove_callback(tracker)
+        settle(trainer, self.region)
         averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
         self._best = Best(trainer, averages)
         Patches(trainer, self, self._best)
@@ -173,7 +167,8 @@ class CoCoDCCallback(TrainerCallback):
         if self.region:  # equal seeds would give every region the same dropout masks
             self._seed = torch.initial_seed()
             torch.manual_seed(args.seed + self.region)
-        check_habits(self._link, args, state, kwargs.get("train_dataloader"), self._best.averages)
+        loader, averages = kwargs.get("train_dataloader"), self._best.averages
+        habits = check_habits(self._link, args, state, loader, averages, told(self._base, Habits))
         self.outer = OuterOptimizer(
             trainer.accelerator,
             kwargs["model"],
@@ -194,6 +189,9 @@ class CoCoDCCallback(TrainerCallback):
         for sentence in self._start.skipped:
             self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
         self._best.settle(self.outer)
+        take_part(trainer, self.outer, self._beginning, habits)
+        if self._base is not None and self.outer.elastic is not None:
+            self.outer.elastic.follow(self.outer.has_jumped)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s
@@ -268,13 +266,13 @@ class CoCoDCCallback(TrainerCallback):
         if not outer.finished:
             # a region that coasted trained fewer steps than the others
             state.global_step = outer.inner_step
-            control.should_save = outer.endings.word.saved_at < outer.inner_step
+            control.should_save = outer.verdict == "stop" and outer.endings.word.saved_at < outer.inner_step
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
     def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:
         """The inner steps that all regions make, where this one would make `max_steps`. A collective call."""
         assert self._link is not None
-        self._beginning = agree_on_length(self._link, max_steps, is_fixed)
+        self._beginning = agree_on_length(self._link, max_steps, is_fixed, told(self._base, Beginning))
         return self._beginning.max_steps
 
     @property
@@ -303,14 +301,18 @@ class CoCoDCCallback(TrainerCallback):
         self._link = self._meet(trainer)
         try:
             folder = Path(trainer.args.output_dir or ".")
-            start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
+            self._base = base_for(self._link, trainer)
+            if self._base is not None:
+                start = Start(self._base.folder, self._base.run)
+            else:
+                start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
             self._start, path = start, start.checkpoint
             if path is not None:
                 self._saved = read(path, self._link.lane, checked=True)
                 # before Trainer loads weights into another model
                 wrote = self._saved.facts
                 refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
-                self._best.begin(self._link, start, wrote)
+                self._best.begin(self._link, start, wrote, is_newcomer=self._base is not None)
                 if has_finished(wrote, trainer.args, path):
                     load_best = partial(self._best.load_finished, self._link, self.config)
                     return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
@@ -324,12 +326,7 @@ class CoCoDCCallback(TrainerCallback):
             raise
         finally:
             self._link = self._saved = None
-        if not self._running.finished:
-            outer = self._running
-            stopped = RunStopped(farewell(outer.inner_step, outer.why, outer.endings.word.saved_at))
-            outer.journal.write_error(outer.inner_step, stopped)
-            raise stopped
-        self._running.journal.check()
+        say_farewell(self._running)
         return result
 
     def _meet(self, trainer: Trainer) -> Link:

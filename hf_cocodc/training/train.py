@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CocodcError, InputError
+from ..errors import CocodcError, InputError, RunLeft
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
 from ..run.export import is_saved, note_saved
@@ -133,6 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         preflight(recipe)
         run(recipe)
         return 0
+    except RunLeft as left:
+        tell("has left the run")
+        sys.stderr.write(f"{left}\n")
+        return left.exit_code
     except CocodcError as error:
         return _report(error)
     except OSError as error:

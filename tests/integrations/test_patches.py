@@ -10,7 +10,7 @@ import pytest
 from transformers import Trainer
 
 import hf_cocodc.integrations
-from hf_cocodc.integrations.patches import CALLED, WRAPPED, Patches
+from hf_cocodc.integrations.patches import CALLED, COUNTERS, WRAPPED, Patches
 
 PACKAGE = Path(hf_cocodc.integrations.__file__).parent
 
@@ -47,4 +47,9 @@ def test_nothing_private_of_trainer_is_used_besides() -> None:
                 )
                 if owner.lower().lstrip("_") == "trainer":
                     used.add(node.attr)
-    assert used == set(CALLED)
+    assert used == set(CALLED) | set(COUNTERS)
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_trainer_still_counts_by_these_names(name: str) -> None:
+    assert f"self.{name} = self.state.global_step" in inspect.getsource(Trainer._inner_training_loop)

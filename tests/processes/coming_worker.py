@@ -1,0 +1,124 @@
+"""One region of an elastic run: a plain loop, or Trainer. The tests kill it, stop it and start it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig
+from tests.processes.worker import Tokens
+from tests.toys import batch, llama, params_of
+
+METHODS = {
+    "diloco": OuterConfig(sync_interval=4),
+    "streaming": OuterConfig(method="streaming", sync_interval=6, num_fragments=2, overlap_steps=2),
+}
+
+
+def loop(folder: str, steps: int, step_s: float, method: str, least: int, **regions: Any) -> None:
+    """A plain loop of `steps` inner steps, each of `step_s` seconds at least."""
+    region = int(os.environ["HF_COCODC_REGION"])
+    home = Path(folder)
+    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, **regions)
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    )
+    set_seed(7 * region + 1)
+    model = llama(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    journal = home / f"region-{region}.jsonl"
+    with OuterOptimizer(
+        accelerator, model, optimizer, METHODS[method], config, max_steps=steps, journal=journal
+    ) as outer:
+        began_at = outer.inner_step
+        while outer.inner_step < steps and not outer.should_stop:
+            tokens = batch(region, outer.inner_step)
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(step_s)
+            (home / f"step-{region}").write_text(str(outer.inner_step))
+            outer.step()
+            schedule.step()
+        lr, count = schedule.get_last_lr()[0], outer.inner_step
+    facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": outer.verdict, "why": outer.why}
+    torch.save({"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"region-{region}.pt")
+
+
+class Slow(TrainerCallback):
+    """Takes its time, and says where it is."""
+
+    def __init__(self, home: Path, region: int, step_s: float) -> None:
+        self._path, self._step_s = home / f"step-{region}", step_s
+        self.seen: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(self._step_s)
+        self._path.write_text(str(state.global_step))
+        self.seen.append(state.global_step)
+
+
+def trainer(folder: str, steps: int, step_s: float, method: str, least: int, **regions: Any) -> None:
+    """The same with Trainer, which evaluates and saves on its way."""
+    region = int(os.environ["HF_COCODC_REGION"])
+    home = Path(folder)
+    args = TrainingArguments(
+        output_dir=str(home / "out"),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="linear",
+        save_strategy="steps",
+        save_steps=10,
+        eval_strategy="steps",
+        eval_steps=10,
+        metric_for_best_model="loss",
+        load_best_model_at_end=True,
+        logging_steps=5,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )
+    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, **regions)
+    callback, slow = CoCoDCCallback(METHODS[method], config), Slow(home, region, step_s)
+    data = Tokens(64 + 8 * region)
+    made = Trainer(
+        model=llama(layers=2),
+        args=args,
+        train_dataset=data,
+        eval_dataset=Tokens(8),
+        callbacks=[slow, callback],
+    )
+    made.train()
+    assert callback.outer is not None
+    facts = {"lr": made.lr_scheduler.get_last_lr()[0], "inner_step": made.state.global_step}
+    facts |= {"began_at": slow.seen[0], "seen": slow.seen, "best": made.state.best_global_step}
+    shutil.copy(
+        home / "out" / f"region-{region}" / "cocodc" / "journal.jsonl", home / f"region-{region}.jsonl"
+    )
+    torch.save({"weights": params_of(made.model), **facts}, home / f"region-{region}.pt")
+
+
+def step_of(folder: Path, region: int) -> int:
+    """The inner step that a region is at."""
+    path = folder / f"step-{region}"
+    text = path.read_text() if path.is_file() else ""
+    return int(text) if text else -1
+
+
+def events(folder: Path, region: int, *kinds: str) -> list[dict[str, Any]]:
+    """The events of these kinds in a region's journal."""
+    lines = (folder / f"region-{region}.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] in kinds]

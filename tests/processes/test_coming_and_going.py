@@ -1,0 +1,132 @@
+"""Regions that die, come back and join, as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cocodc.meeting.store import serve_store
+from tests.processes.coming_worker import events, loop, step_of, trainer
+from tests.processes.forks import Process, fork, region_env, wait_until
+
+TIMEOUT_S = 90
+
+
+class Run:
+    """The regions of an elastic run.
+
+    Args:
+        folder: theirs.
+        count: how many begin.
+        body: of the worker.
+        arguments: for it.
+    """
+
+    def __init__(self, folder: Path, count: int, body: Callable[..., None], *arguments: Any) -> None:
+        self.folder, self._count = folder, count
+        self._body, self._arguments = body, arguments
+        self.store = serve_store("127.0.0.1")
+        self.processes: dict[int, Process] = {}
+        for region in range(count):
+            self.start(region)
+
+    def start(self, region: int) -> None:
+        """Start a region, for the first time or again."""
+        env = region_env(self.store, region, self._count)
+        self.processes[region] = fork(loop, str(self.folder), *self._arguments, log=self.log(region), **env)
+
+    def log(self, region: int) -> Path:
+        return self.folder / f"log-{region}.txt"
+
+    def wait_for_step(self, region: int, step: int) -> None:
+        """Until a region has begun this inner step."""
+        wait_until(lambda: step_of(self.folder, region) >= step, self.processes[region], self.log(region))
+
+    def kill(self, region: int) -> None:
+        self.processes[region].kill()
+        self.processes[region].join()
+
+    def results(self, *regions: int) -> list[dict[str, Any]]:
+        """What these regions have at the end."""
+        found = []
+        for region in regions:
+            self.processes[region].join(TIMEOUT_S)
+            assert self.processes[region].exitcode == 0, self.log(region).read_text()[-6000:]
+            found.append(torch.load(self.folder / f"region-{region}.pt", weights_only=False))
+        return found
+
+
+BODIES = [loop, trainer]
+
+
+@pytest.mark.parametrize("body", [loop, pytest.param(trainer, marks=pytest.mark.slow)])
+def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., None], tmp_path: Path) -> None:
+    """They train on to the end, with equal weights, and the journal says who was there."""
+    run = Run(tmp_path, 3, body, 30, 0.05, "diloco", 1)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    first, second = run.results(0, 1)
+    assert first["inner_step"] == second["inner_step"] == 30
+    assert torch.equal(first["weights"], second["weights"])
+    epochs = events(tmp_path, 0, "epoch")
+    assert [event["members"] for event in epochs] == [[0, 1, 2], [0, 1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", BODIES)
+def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tmp_path: Path) -> None:
+    """With the same command, while the others train; all end with equal weights and learning rates."""
+    run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_for_step(0, 14)
+    run.start(2)
+    first, second, third = run.results(0, 1, 2)
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], third["weights"])
+    assert first["lr"] == third["lr"]
+    assert 14 <= third["began_at"] < 250
+    [came] = events(tmp_path, 2, "join")
+    assert came["base"] <= came["step"] == third["began_at"]
+    epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
+    assert epochs == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+@pytest.mark.slow
+def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
+    """Of two regions with regions.min=2 the one that is left makes no step alone."""
+    run = Run(tmp_path, 2, loop, 60, 0.05, "diloco", 2)
+    run.wait_for_step(1, 9)
+    run.kill(1)
+    wait_until(lambda: "wait at step" in run.log(0).read_text(), run.processes[0], run.log(0))
+    held_at = step_of(tmp_path, 0)
+    run.start(1)
+    first, second = run.results(0, 1)
+    assert torch.equal(first["weights"], second["weights"])
+    assert second["began_at"] <= held_at + 2
+
+
+@pytest.mark.slow
+def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> None:
+    """In the same process: the others have gone on without it."""
+    run = Run(tmp_path, 3, loop, 200, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    pid = run.processes[2].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: len(events(tmp_path, 0, "epoch")) > 1, run.processes[0], run.log(0))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    first, second, third = run.results(0, 1, 2)
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], third["weights"])
+    assert first["lr"] == third["lr"]
+    assert third["began_at"] == 0
+    assert len(events(tmp_path, 2, "join")) == 1
