@@ -191,6 +191,8 @@ class GlooLink(FixedSet):
 
     def _give_up(self, member: Member, why: str) -> None:
         """A region that we wait for is lost. The link's thread may wait for it for ever: we abandon this thread."""
+        if self._failure is not None:
+            return
         region, waits, seen = member.region, self._presence.waits, self._presence.seen(member.region)
         what = "a transfer" if waits is None else waits.what
         note = self.note_of(region)

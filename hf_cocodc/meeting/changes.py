@@ -12,6 +12,7 @@ only if most members report; so half of them cannot go on while the others have 
 import contextlib
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -48,6 +49,7 @@ class Changes:
         decided: takes a decision; called once for each number, in their order, also without `freeze` before it.
         number: decisions that the run has had when this member came.
         patience_s: how long to wait for reports of members that may be lost, and for another to write the decision.
+        wait_s: how long a loss waits for a store that is away. Then this member falls out.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class Changes:
         *,
         number: int = 0,
         patience_s: float = 2.0,
+        wait_s: float = math.inf,
     ) -> None:
         self.number = number
         self.decisions: dict[int, Decision] = {}
         """All that this member knows."""
         self._store, self._run, self._me, self._presence = store, run, me, presence
-        self._freeze, self._decided, self._patience_s = freeze, decided, patience_s
+        self._freeze, self._decided, self._patience_s, self._wait_s = freeze, decided, patience_s, wait_s
         self._born: bytes | None = None
         self._lost: dict[Member, str] = {}
         self._reports: dict[Member, Report] = {}
@@ -113,7 +116,10 @@ class Changes:
             text = self._store.compare_set(self._key(number), "", json.dumps(to_plain(decision)))
             found = decision_from(_parsed(text))
             if found != decision:
-                self._inbox.put(partial(self._yield_to, found))
+                why = (
+                    "its store came back empty, and other regions have decided there without it who goes on."
+                )
+                self._inbox.put(partial(self._fall_out, why))
                 return
         trusted = f"{self._run}/trusted/{born.decode(errors='replace')}"
         self._store.set(f"{trusted}/{self._me.ticket}", "1")
@@ -188,6 +194,8 @@ class Changes:
                     self._propose()
         except StoreAwayError as error:
             self._say(f"{error} Who is lost is decided there: this waits until it is back.")
+            if self._reports and time.monotonic() - self._since > self._wait_s:
+                self._fall_out(f"{error} A loss has waited for it for {self._wait_s:g} s (regions.wait_s).")
 
     def _report(self) -> None:
         """Freeze, and report to the members, whenever there is news."""
@@ -261,13 +269,12 @@ class Changes:
             self._closed = True
         self._decided(decision)
 
-    def _yield_to(self, other: Decision) -> None:
-        """Others have decided at a new store what this member knows otherwise: it goes on without them no longer."""
-        logger.error(
-            "the store at %s came back empty, and other regions have decided there without region %d who goes on.",
-            *(self._store.address, self._me.region),
-        )
-        self._take(replace(other, number=self.number, lost=tuple({*other.lost, self._me})))
+    def _fall_out(self, why: str) -> None:
+        """This member goes on no longer, by itself: nobody else is told so."""
+        logger.error("region %d falls out of the run: %s", self._me.region, why)
+        self._closed = True
+        self._reports.clear()
+        self._decided(Decision(number=self.number, members=(), lost=(self._me,), done=0))
 
     def _key(self, number: int) -> str:
         return f"{self._run}/change/{number}"

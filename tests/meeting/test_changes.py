@@ -24,9 +24,7 @@ A, B, C, D = (Member(region, 10 + region) for region in range(4))
 class Party:
     """One member: its part in the agreement, and what it has been told."""
 
-    def __init__(
-        self, presence: Presence, address: str, members: tuple[Member, ...], number: int = 0
-    ) -> None:
+    def __init__(self, presence: Presence, address: str, members: tuple[Member, ...], wait_s: float) -> None:
         self.me, self.presence, self.members = presence.me, presence, members
         self.done, self.has, self.freezes = 4, False, 0
         self.decisions: list[Decision] = []
@@ -37,8 +35,8 @@ class Party:
             presence,
             self.freeze,
             self.decided,
-            number=number,
             patience_s=0.5,
+            wait_s=wait_s,
         )
         presence.on_lost(lambda member, why: self.changes.begin({member: why}))
         eventually(lambda: self.changes._born)
@@ -63,9 +61,9 @@ class Party:
 
 
 @contextlib.contextmanager
-def parties(address: str, *members: Member, **settings: Any) -> Iterator[dict[Member, Party]]:
-    found = Circle(*members, **settings)
-    everyone = {member: Party(each, address, members) for member, each in found.all.items()}
+def parties(address: str, *members: Member, wait_s: float = 1e9) -> Iterator[dict[Member, Party]]:
+    found = Circle(*members)
+    everyone = {member: Party(each, address, members, wait_s) for member, each in found.all.items()}
     try:
         yield everyone
     finally:
@@ -197,6 +195,18 @@ def test_a_loss_waits_for_a_store_that_is_away(frozen: bool, caplog: pytest.LogC
         eventually(lambda: all(party.decisions for party in alive))
         assert alive[0].decisions == alive[1].decisions
         assert alive[0].decisions[0].members == (A, B)
+
+
+def test_a_loss_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a store nobody may go on alone: after wait_s a member falls out, and says why. It takes nobody with it."""
+    place = Place()
+    with parties(place.address, A, B, C, wait_s=1.0) as everyone:
+        everyone[B].changes._wait_s = 1e9
+        place.end()
+        kill(everyone[C])
+        assert eventually(lambda: everyone[A].decisions)[0].lost == (A,)
+        assert "A loss has waited for it for 1 s (regions.wait_s)" in caplog.text
+        assert not everyone[B].decisions
 
 
 def test_a_store_that_came_back_empty_serves_no_minority(caplog: pytest.LogCaptureFixture) -> None:
