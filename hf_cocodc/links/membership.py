@@ -159,6 +159,7 @@ class Membership:
         self._marker = marker
         self.ops.lost |= frozenset(marker.lost)
         self.ops.losses = max(self.ops.losses, marker.losses)
+        self._agreement.expect(marker.losses)
         self.following.skip(marker.submitted)
         if self.me.ticket not in marker.admitted:
             if not self.strangers:

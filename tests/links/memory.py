@@ -211,6 +211,9 @@ class FakeAgreement:
     def begin(self, lost: Mapping[Member, str]) -> None:
         self._hub.miss(self._me, lost)
 
+    def expect(self, number: int) -> None:
+        assert number <= len(self._hub.decisions)
+
     def tell(self, decision: Decision, hub: Hub) -> None:
         if self._me.ticket in hub.dead:
             return

@@ -16,7 +16,7 @@ def test_a_region_dies_within_a_transfer(name: str) -> None:
     check(name, found)
     assert len(found) == 3
     middle = regions.hub.points[number % 3] // 2
-    for at in range(middle, middle + 16):
+    for at in range(middle, middle + 10):
         _check_death(name, Fault(number % 3, at))
 
 

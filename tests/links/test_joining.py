@@ -161,11 +161,13 @@ def test_a_region_dies_while_a_newcomer_comes_in(name: str, struck: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("struck", [0, 1, 2])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_region_dies_at_every_point_while_a_newcomer_comes_in(name: str, struck: int) -> None:
-    _check_deaths(name, struck, every=3)
+def test_a_region_dies_at_more_points_while_a_newcomer_comes_in(name: str, struck: int) -> None:
+    _check_deaths(name, struck, every=9)
 
 
-@pytest.mark.parametrize("at", [30, 40, 51])
+@pytest.mark.parametrize(
+    "at", [pytest.param(30, marks=pytest.mark.slow), 40, pytest.param(51, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("keeps", [False, True], ids=["anew", "with its own steps"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_region_without_which_the_others_went_on_comes_back(name: str, keeps: bool, at: int) -> None:
