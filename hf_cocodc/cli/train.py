@@ -262,17 +262,18 @@ def _saved(folder: Path, processes: Sequence[Any]) -> str:
 def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bool) -> int:
     """Print which region failed first and why, then the errors of the other regions, each message once.
 
-    The exit code is the first region's; if the others have gone on without it until all of them stopped, theirs.
+    The exit code is the first region's. Where others have gone on without it until all of them stopped, they come first: of the
+    loss the command has told before.
     """
-    first = failed[0]
+    stopped = [each for each in failed if (each.error() or ("", 0))[1] == RunStopped.exit_code]
+    first = (stopped if elastic and stopped else failed)[0]
     said: dict[str, list[int]] = {}
     exit_code = 1
     for each in (first, *(other for other in processes if other is not first)):
         error = each.error()
         if error is not None:
             said.setdefault(error[0], []).append(each.region)
-            if each is first or (elastic and error[1] == RunStopped.exit_code):
-                exit_code = error[1]
+            exit_code = error[1] if each is first else exit_code
         elif each is first:
             print(
                 f"error: [region {each.region}] was killed or ended without an error message; its last lines:",

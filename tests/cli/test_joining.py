@@ -90,8 +90,9 @@ def test_a_run_that_stopped_below_its_least_number_has_exit_code_3(
         a_region(2, ("region 0 is gone", 1)),
     )
     assert train._report_failure([killed, stopped], [killed, stopped], elastic=True) == 3
-    assert "[region 0] was killed" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("error: [region 1] too few regions\nfull output: region-1")
     assert train._report_failure([killed, stopped], [killed, stopped], elastic=False) == 1
+    assert "[region 0] was killed" in capsys.readouterr().err
     assert train._report_failure([killed, lost], [killed, lost], elastic=True) == 1
 
 
