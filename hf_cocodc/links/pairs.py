@@ -36,16 +36,69 @@ _LONGEST_POLL_S = 0.02
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
 _abandoned: list[Any] = []
-"""Operations that have not ended, with their memory and their groups, and groups that failed. They are kept for ever: gloo may
-write to the memory at any time, and the destructor of a group may block until its operations time out."""
+"""Connections that failed, for which a thread may still wait. They are kept for ever: their destructors would wait, too."""
 
 
 class Pending(NamedTuple):
-    """An operation in progress with a region, and what must exist until it has ended."""
+    """An operation in progress with a region, and the memory that it reads or writes."""
 
-    pair: "Pair"
+    region: int
+    connection: "Connection"
     work: Any
     memory: Tensor
+
+
+class Connection:
+    """One connection: a gloo group of two.
+
+    Args:
+        group: of gloo.
+        region: the region at the other end.
+        peer: its rank in the group.
+    """
+
+    def __init__(self, group: Any, region: int, peer: int) -> None:
+        self._group, self._region, self._peer = group, region, peer
+        self._void: list[Pending] = []
+        self._num_waiting = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def start(self, operation: str, memory: Tensor, tag: int) -> Pending:
+        """Start to "send" or "recv" the bytes of `memory`. Raises RuntimeError if the connection has failed."""
+        group = self._group
+        if group is None:
+            raise RuntimeError("the connection is closed")
+        return Pending(self._region, self, getattr(group, operation)([memory], self._peer, tag), memory)
+
+    def wait(self, work: Any, timeout: timedelta) -> None:
+        """Wait for an operation. Raises RuntimeError if it fails or does not end in time: then the connection has failed."""
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            work.wait(timeout)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                self._release()
+
+    def keep(self, pending: Pending) -> None:
+        """Keep an operation for whose end nobody waits any more: gloo may use its memory until the connection is closed."""
+        with self._lock:
+            self._void.append(pending)
+            self._release()
+
+    def close(self) -> None:
+        """Close this end. While a thread waits here, only the other end can close the connection: that wakes the thread."""
+        with self._lock:
+            self._is_closed = True
+            self._release()
+
+    def _release(self) -> None:
+        # without the memory of a receive gloo would stop to read, and a thread that waits would not hear of the other end
+        if self._is_closed and not self._num_waiting:
+            self._void.clear()  # operations end before their group
+            self._group = None
 
 
 class Pair:
@@ -66,11 +119,15 @@ class Pair:
     def __init__(self, region: int, other: int, device: Any, timeout_s: float) -> None:
         self.region = other
         self._rank = int(region > other)
-        self.peer = 1 - self._rank
         self._device, self._timeout_s = device, timeout_s
         self.control: Any = None
-        self.bulk: list[Any] = []
+        self.bulk: list[Connection] = []
         self.rtt_s = 0.0
+
+    def close(self) -> None:
+        """Close all connections. See `Connection.close`."""
+        for connection in (self.control, *self.bulk):
+            connection.close()
 
     def meet(self, key: str, store: dist.Store) -> None:
         """Make the control connection. Both ends give the same `key`, which no other pair ever uses at this store.
@@ -80,22 +137,26 @@ class Pair:
         Raises:
             RuntimeError: the other end did not come in time, or cannot be reached.
         """
-        self.control = self._group(_AtStore(dist.PrefixStore(key, store), self._timeout_s))
+        self.control = self._connect(_AtStore(dist.PrefixStore(key, store), self._timeout_s))
 
-    def widen(self, index: int, tag: int) -> Any:
+    def widen(self, index: int, tag: int) -> Connection:
         """Make payload connection `index`. The ends introduce themselves on the control connection, with this tag.
 
         Raises:
             RuntimeError: the control connection has failed, or the other end cannot be reached.
         """
-        return self._group(_OnControl(self.control, self.peer, tag + index, self._timeout_s))
+        return self._connect(_OnControl(self.control, tag + index, self._timeout_s))
 
-    def _group(self, store: dist.Store) -> Any:
+    def connection(self, index: int | None) -> Connection:
+        """Payload connection `index`, or the control connection."""
+        return self.control if index is None else self.bulk[index % len(self.bulk)]
+
+    def _connect(self, store: dist.Store) -> Connection:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [self._device]
         options._threads = 0  # for collective calls, which we never make
-        return _gloo(store, self._rank, 2, options)
+        return Connection(_gloo(store, self._rank, 2, options), self.region, 1 - self._rank)
 
 
 class _Introduction(dist.Store):
@@ -148,24 +209,24 @@ class _AtStore(_Introduction):
 class _OnControl(_Introduction):
     """Introduces on the control connection of the pair: in one round trip, without a store."""
 
-    def __init__(self, control: Any, peer: int, tag: int, timeout_s: float) -> None:
+    def __init__(self, control: Connection, tag: int, timeout_s: float) -> None:
         super().__init__()
-        self._control, self._peer, self._tag = control, peer, tag
+        self._control, self._tag = control, tag
         self._timeout = timedelta(seconds=timeout_s)
-        self._pending: list[tuple[Any, Tensor]] = []
+        self._pending: list[Pending] = []
 
     def _tell(self, key: str, value: bytes) -> None:
         mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
         mine[:2] = torch.tensor(divmod(len(value), 256))
         mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         # a send ends when the other end receives, so nobody waits for one before asking for the other's
-        for operation, memory in ((self._control.recv, theirs), (self._control.send, mine)):
-            self._pending.append((operation([memory], self._peer, self._tag), memory))
+        for operation, memory in (("recv", theirs), ("send", mine)):
+            self._pending.append(self._control.start(operation, memory, self._tag))
 
     def _hear(self, key: str) -> bytes:
-        for work, _ in self._pending:
-            work.wait(self._timeout)
-        high, low, *rest = self._pending[0][1].tolist()
+        for each in self._pending:
+            self._control.wait(each.work, self._timeout)
+        high, low, *rest = self._pending[0].memory.tolist()
         return bytes(rest[: 256 * high + low])
 
 

@@ -5,13 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import LinkError
-from .pairs import Pair, Pending, abandon
+from .pairs import Pair, Pending
 
 _FOR_EVER = timedelta(days=365)
 
@@ -108,13 +108,11 @@ class View:
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
         """Wait until the rate limit allows it, then start to send bytes on payload connection `index`."""
         self._throttle.wait(payload.numel(), self._revoked)
-        pair = self._pairs[region]
-        return self._start(pair, pair.bulk[index % len(pair.bulk)].send, payload, tag, what)
+        return self._start(region, index, "send", payload, tag, what)
 
     def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
         """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
-        pair = self._pairs[region]
-        return self._start(pair, pair.bulk[index % len(pair.bulk)].recv, buffer, tag, what)
+        return self._start(region, index, "recv", buffer, tag, what)
 
     def wait(self, pending: Iterable[Pending], what: str, patience: Patience | None = None) -> None:
         """Wait for operations. With `patience`, another region may be late: `patience` decides how long to wait.
@@ -126,9 +124,9 @@ class View:
         for each in pending:
             self._check()
             if patience is not None:
-                patience.wait_for(each.pair.region, what)
-            with self._naming(each.pair.region, what):
-                each.work.wait(self._timeout if patience is None else _FOR_EVER)
+                patience.wait_for(each.region, what)
+            with self._naming(each.region, what):
+                each.connection.wait(each.work, self._timeout if patience is None else _FOR_EVER)
             with self._lock:
                 self._check()
                 self._open.pop(id(each), None)
@@ -141,9 +139,8 @@ class View:
         got = {other: torch.empty_like(own) for other in self.others}
         pending = []
         for other in self.others:
-            pair = self._pairs[other]
-            pending.append(self._start(pair, pair.control.recv, got[other].view(torch.uint8), tag, what))
-            pending.append(self._start(pair, pair.control.send, own.view(torch.uint8), tag, what))
+            pending.append(self._start(other, None, "recv", got[other].view(torch.uint8), tag, what))
+            pending.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
         return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
 
     def swap(self, own: Tensor, what: str) -> list[Tensor]:
@@ -164,18 +161,23 @@ class View:
     def revoke(self) -> None:
         """End the use of this view: every later call raises `Revoked`, also in a thread that wakes up from a wait.
 
-        A thread that waits for an operation may wait for ever. The memory of unfinished operations is never used again.
+        A thread that waits for an operation may go on waiting until its pair is dropped by both ends. Memory of unfinished
+        operations is not used again: until their pair is dropped, gloo may write to it.
         """
         with self._lock:
             self._revoked.set()
-            abandon(self._open.values())
+            for each in self._open.values():
+                each.connection.keep(each)
+            self._open.clear()
 
     def _start(
-        self, pair: Pair, operation: Callable[..., Any], memory: Tensor, tag: int, what: str
+        self, region: int, index: int | None, operation: str, memory: Tensor, tag: int, what: str
     ) -> Pending:
+        """Start "send" or "recv" on payload connection `index`, or on the control connection."""
+        pair = self._pairs[region]
         with self._naming(pair.region, what), self._lock:
             self._check()
-            pending = Pending(pair, operation([memory], pair.peer, tag), memory)
+            pending = pair.connection(index).start(operation, memory, tag)
             self._open[id(pending)] = pending
             return pending
 

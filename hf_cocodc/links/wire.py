@@ -33,6 +33,7 @@ _FIRST_TAGS = range(END_OF_TAGS, END_OF_TAGS + TAGS)
 _INTRODUCTIONS = _FIRST_TAGS.stop
 _THREADS = 16
 """The most connections that are made at the same time."""
+_CLOSING_S = 10.0
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
@@ -66,6 +67,7 @@ class Wire:
         self._rate = rate_limit or ASSUMED_RATE / num_lanes
         self._throttle = Throttle(rate_limit)
         self._pairs: dict[int, Pair] = {}
+        self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._device = _gloo.create_device(hostname=address)
 
@@ -112,12 +114,16 @@ class Wire:
         return self._widen(pairs)
 
     def drop(self, region: int) -> None:
-        """Forget the pair with a region, connected or not. No other pair is touched.
+        """Close the connections to a region, if there are any. No other pair is touched. Returns at once.
 
-        Operations on it fail or stay for ever: revoke the views that have any.
+        Operations on them fail, or go on waiting until the other end closes, too. Views that have any must be revoked.
         """
         with self._lock:
-            self._pairs.pop(region, None)
+            pair = self._pairs.pop(region, None)
+        if pair is not None:  # to close a connection takes a moment, more so if data are under way
+            closing = threading.Thread(target=pair.close, name="hf_cocodc-close", daemon=True)
+            self._closing = [each for each in self._closing if each.is_alive()] + [closing]
+            closing.start()
 
     def view(
         self, regions: Iterable[int], base_tag: int, num_tags: int = TAGS, connections: int | None = None
@@ -145,11 +151,14 @@ class Wire:
         return self._view(pairs, range(base_tag, base_tag + num_tags), connections)
 
     def close(self, broken: bool) -> None:
-        """Release the connections. Broken ones are kept for ever, see `abandon`."""
+        """Release the connections. Broken ones are kept for ever, see `abandon`. Waits for those that are being closed."""
         with self._lock:
             pairs, self._pairs = list(self._pairs.values()), {}
         if broken:
             abandon(pairs)
+        until = time.monotonic() + _CLOSING_S
+        for closing in self._closing:  # the interpreter must not end meanwhile
+            closing.join(max(until - time.monotonic(), 0.0))
 
     def _view(self, pairs: Mapping[int, Pair], tags: range, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS

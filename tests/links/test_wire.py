@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import pairs, wire
+from hf_cocodc.links.pairs import Pending
 from hf_cocodc.links.view import Revoked, View
 from hf_cocodc.links.wire import END_OF_TAGS, TAGS, Wire
 from hf_cocodc.meeting.store import serve_store
@@ -133,7 +137,7 @@ def test_a_revoked_view_is_of_no_use_to_a_thread_that_wakes_up_late() -> None:
     thread.start()
     waits.wait()
     views[0].revoke()
-    assert pending in pairs._abandoned
+    assert pending in pending.connection._void
     for call in (
         views[0].tag,
         lambda: views[0].send(1, row(), 0, 0, ""),
@@ -147,6 +151,49 @@ def test_a_revoked_view_is_of_no_use_to_a_thread_that_wakes_up_late() -> None:
     views[1].wait([views[1].send(0, row(), TAGS - 1, 0, "news")], "news")
     thread.join()
     assert late == ["revoked"]
+
+
+def test_nothing_is_left_of_dropped_pairs() -> None:
+    """Whatever is under way: sockets are closed, memory is freed, and threads that wait at one of the ends wake up."""
+    one, other = IDS[:2]
+    gc.collect()  # connections of earlier tests
+    wires = {region: Wire(region, 2, timeout_s=20.0) for region in (one, other)}
+    store, before, memories, threads = serve_store("127.0.0.1"), _sockets(), [], []
+    for turn in range(5):
+        link(wires, one, other, str(turn), store)
+        views = [wires[region].view((one, other), 0) for region in (one, other)]
+        vain = [_begin(view, memories) for view in views]
+        threads.append(threading.Thread(target=_wait_in_vain, args=(views[turn % 2], vain[turn % 2])))
+        threads[-1].start()
+        for view, own in zip(views, wires.values(), strict=True):
+            view.revoke()
+            own.drop(view.regions[1 - view.region])
+    del views, view, vain, own
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for each in wires.values():
+        each.close(broken=False)
+    assert _sockets() <= before
+    gc.collect()
+    assert [memory() for memory in memories] == [None] * len(memories)
+
+
+def _begin(view: View, memories: list[weakref.ref]) -> Pending:
+    """Some operations that end, some that take their time, and some that do not; returns one that does not."""
+    calls = {10 + view.region: view.receive, 20: view.send, 21: view.receive, 30 + view.region: view.send}
+    begun = {}
+    for tag, call in calls.items():
+        for size in (100, 8_000_000):
+            memory = torch.zeros(size, dtype=torch.uint8)
+            memories.append(weakref.ref(memory))
+            begun[tag] = call(1 - view.region, memory, 20 if tag == 21 else tag, 0, "something")
+    return begun[10 + view.region]
+
+
+def _wait_in_vain(view: View, pending: Pending) -> None:
+    with pytest.raises(Revoked):
+        view.wait([pending], "something", Watch())
 
 
 def test_a_revoked_view_does_not_wait_for_the_rate_limit() -> None:
@@ -222,6 +269,10 @@ def test_threads_do_not_grow_with_pairs() -> None:
     before = _threads()
     wires = connected(connections=4)
     assert _threads() - before == len(wires)
+
+
+def _sockets() -> int:
+    return sum("socket" in os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 
 def _threads() -> int:

@@ -36,6 +36,15 @@ def mean(view: View, me: int, op: int, coder: Coder) -> torch.Tensor:
     return exchange.end([1.0] * view.num_regions).mean
 
 
+class Endless:
+    """The patience of one who waits for ever."""
+
+    def wait_for(self, region: int, what: str) -> None: ...
+
+    def arrived(self) -> None:
+        raise AssertionError("nothing arrives")
+
+
 def begin_and_end(exchange: Exchange) -> None:
     exchange.begin()
     exchange.end([1.0] * 4)
@@ -49,7 +58,7 @@ def expected(regions: list[int], op: int, coder: Coder) -> torch.Tensor:
 def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     """Region 3 dies in a mean of four; the others go on without it, and with the process that comes instead of it."""
     store, found = connect_store(f"127.0.0.1:{port}", 60), {}
-    wire = Wire(region, 2, timeout_s=20.0)
+    wire = Wire(region, 2, timeout_s=60.0)
     tickets = [1, 2, 3, ticket] if ticket == 5 else [1, 2, 3, 4]
 
     def connect(other: int) -> None:
@@ -88,7 +97,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
             )
             stuck.set()
             try:
-                broken.wait([pending], "op 2")
+                broken.wait([pending], "op 2", Endless())
             except BaseException as error:
                 late.append(error)
 
