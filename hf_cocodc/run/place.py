@@ -85,7 +85,10 @@ class Place:
             self.rate,
             note_of=presence.note_of,
         )
-        agree = Agreeing(partial(Changes, self.steady_store(), run, presence.me, presence, number=losses))
+        wait_s = self.regions.wait_s
+        assert wait_s is not None
+        changes = partial(Changes, self.steady_store(), run, presence.me, presence)
+        agree = Agreeing(partial(changes, number=losses, wait_s=wait_s))
         return Reach(presence.me, wire, presence, agree, members)
 
 
