@@ -174,8 +174,7 @@ class RegionConfig:
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment, or a default, fills the fields that are None. A single region needs no store.
 
-        `region` stays None in a region that joins without a number: it claims one. In a run that ends with a lost region the
-        fields that only other runs have stay None.
+        In a run that ends with a lost region the fields that only other runs have stay None.
 
         Raises:
             InputError: a value contradicts the environment, or a needed value is missing.
@@ -213,14 +212,20 @@ class RegionConfig:
         assert self.count is not None
         most = self.max or self.count
         found = self
-        if self.region is None and not self.join:
+        if self.region is None:
+            if self.join:
+                raise InputError(
+                    f"this process joins a run, but does not know as which region. Set {ENV_REGION}, or start it with `hf-cocodc "
+                    "train RECIPE --join`, which takes the lowest number that is free."
+                )
             if self.count > 1:
                 raise InputError(
                     f"regions.count={self.count} but this process does not know which region it is. Set {ENV_REGION} to "
                     f"0 .. {self.count - 1} (hf-cocodc train sets it for you)."
                 )
             found = dataclasses.replace(self, region=0)
-        if found.region is not None and found.region >= (most if self.join else self.count):
+        assert found.region is not None
+        if found.region >= (most if self.join else self.count):
             raise InputError(f"region {found.region} of {self.count}: {self._numbers()}")
         if most > 1 and self.store is None:
             raise InputError(

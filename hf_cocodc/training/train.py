@@ -15,7 +15,7 @@ from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
 from ..run.export import is_saved, note_saved
 from ..run.lock import hold, region_lock
-from ..run.status import tell
+from ..run.status import LEFT, tell
 from . import building
 from .command import end_with_command
 from .preflight import check, preflight
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(recipe)
         return 0
     except RunLeft as left:
-        tell("has left the run")
+        tell(LEFT)
         sys.stderr.write(f"{left}\n")
         return left.exit_code
     except CocodcError as error:

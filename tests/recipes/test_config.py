@@ -240,7 +240,8 @@ def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> N
     joining = dataclasses.replace(regions, join=True)
     assert joining.resolved({"HF_COCODC_REGION": "3"}).region == 3
     assert regions.resolved({"HF_COCODC_REGION": "3", "HF_COCODC_JOIN": "1"}).join
-    assert joining.resolved({}).region is None
+    with pytest.raises(InputError, match="this process joins a run, but does not know as which region"):
+        joining.resolved({})
     with pytest.raises(InputError, match=r"region 4 of 2: regions that join are numbered 0 \.\. 3"):
         joining.resolved({"HF_COCODC_REGION": "4"})
     with pytest.raises(InputError, match="regions.join=true but the environment says HF_COCODC_JOIN=0"):
