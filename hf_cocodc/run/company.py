@@ -307,5 +307,6 @@ class Company:
             own = {"step": presence.inner_step, "awaits": presence.awaits, "doing": doing}
             return live.Standing(**dict(zip(names, of_all, strict=True)), **own)  # type: ignore[arg-type]
         seen = presence.seen(member.region)
-        told = {} if seen is None else {"step": seen.inner_step, "moved_s": seen.moved_s}
+        known = ("moved_s", "awaits", "doing")
+        told = {name: getattr(seen, name) for name in known} | {"step": seen.inner_step} if seen else {}
         return live.Standing(**dict(zip(names, of_all, strict=True)), **told)  # type: ignore[arg-type]

@@ -36,7 +36,10 @@ class Finishing(ABC):
 
     @property
     def verdict(self) -> str | None:
-        """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on."""
+        """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on.
+
+        "leave": this region alone has left, and the others train on.
+        """
         return self.endings.verdict
 
     @property
@@ -90,7 +93,7 @@ class Finishing(ABC):
         """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
 
         Regions may come here after different numbers of inner steps: an early one coasts until the others have heard of
-        it. After a `verdict` to stop nothing is exchanged and the model keeps its local weights.
+        it. After a `verdict` to stop or leave nothing is exchanged and the model keeps its local weights.
         """
         if not self.finished and not self.is_at_the_end:
             self.say(Ending.DONE)
@@ -98,7 +101,7 @@ class Finishing(ABC):
         self._finish()
 
     def _finish(self) -> None:
-        if not self.finished and self.verdict != "stop":
+        if not self.finished and self.verdict not in ("stop", "leave"):
             self.endings.note_saved_everywhere(self.synchronizer.finish(self.endings.word))
             self.finished = True
             if not self.endings.keep_link:

@@ -161,7 +161,10 @@ class OuterOptimizer(Finishing):
         self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
         self.elastic: Elastic | None = None
         if link.is_elastic:
-            self.elastic = Elastic(self, accelerator, company_of(link), regions.resolved(), bases)
+            company = company_of(link)
+            if company is not None:
+                company.max_steps = max_steps
+            self.elastic = Elastic(self, accelerator, company, regions.resolved(), bases)
             self._undo.append(self.elastic.close)
             if is_lone or saved is None:
                 self.elastic.begin(partial(advance, accelerator, is_new=True) if is_lone else None)

@@ -21,10 +21,12 @@ from ..meeting.store import SteadyStore, StoreAwayError, connect_store
 from ..meeting.verdict import Decision, Report
 from ..settings import RegionConfig
 from .hellos import show_differences
+from .status import tell
 
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +140,15 @@ def alive(place: Place) -> live.Record | None:
 
 
 def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member, str], live.Record]:
-    """Presence with all members of a run, their addresses, and its newest record."""
-    until = time.monotonic() + place.regions.start_timeout_s
+    """Presence with all members of a run, their addresses, and its newest record.
+
+    Raises:
+        HandshakeError: this region differs from them.
+        MeetingError: they refuse it.
+        LinkError: one of them cannot be reached, or the run has ended.
+    """
+    # by then, a process of this region that has died is no member any more
+    until = time.monotonic() + place.regions.timeout_s + _PATIENCE_S
     refused = ""
     while True:
         first = record.members[0].region
@@ -152,13 +161,17 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
             return presence, addresses, record
         except LinkError as error:  # a member that has just died is still in the record
             presence.close()
-            if time.monotonic() > until:
+            if time.monotonic() > until or "regions.max" in str(error):
                 raise
             if str(error) != refused:
                 logger.warning("region %d cannot join yet: %s", place.region, error)
+                tell(f"waiting: {error}")
             refused = str(error)
         time.sleep(_AGAIN_S)
-        record = alive(place) or record
+        newest = alive(place)
+        if newest is None or newest.run != record.run:
+            raise LinkError(f"the run {place.name!r} has ended, or its store does not answer: {refused}")
+        record = newest
 
 
 def ticket(store: dist.Store) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.meeting import live
+from hf_cocodc.meeting.store import SteadyStore, serve_store
 from tests.processes.coming_worker import events, loop, step_of, trainer
 from tests.processes.forks import Process, fork, region_env, wait_until
 
@@ -39,7 +40,9 @@ class Run:
     def start(self, region: int) -> None:
         """Start a region, for the first time or again."""
         env = region_env(self.store, region, self._count)
-        self.processes[region] = fork(loop, str(self.folder), *self._arguments, log=self.log(region), **env)
+        self.processes[region] = fork(
+            self._body, str(self.folder), *self._arguments, log=self.log(region), **env
+        )
 
     def log(self, region: int) -> Path:
         return self.folder / f"log-{region}.txt"
@@ -130,3 +133,24 @@ def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> No
     assert first["lr"] == third["lr"]
     assert third["began_at"] == 0
     assert len(events(tmp_path, 2, "join")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", BODIES)
+def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_path: Path) -> None:
+    """In good order, and the others train on without it."""
+    run = Run(tmp_path, 3, body, 60, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    live.ask_to_leave(SteadyStore(f"127.0.0.1:{run.store.port}"), "elastic", 2, "its machine is needed")
+    run.processes[2].join(TIMEOUT_S)
+    said = run.log(2).read_text()
+    assert "region 2 leaves (its machine is needed): the others train on." in said
+    first, second = run.results(0, 1)
+    assert torch.equal(first["weights"], second["weights"])
+    [left] = events(tmp_path, 0, "left")
+    assert left["region"] == 2
+    assert run.processes[2].exitcode == (0 if body is loop else 1), said[-4000:]
+    if body is loop:
+        assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
+    else:
+        assert "RunLeft: region 2 has left the run" in said
