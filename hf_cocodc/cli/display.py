@@ -200,6 +200,8 @@ class Display:
         words, now = [], self._clock()
         for region, told in zip(self._regions, self._told, strict=True):
             doing, since = told.get("doing"), told.get("stepped_at", told.get("since", now))
+            if doing == "training" and "awaits" not in told:
+                continue  # it has only just begun
             if doing == "training":
                 doing = "at this step" if told["awaits"] is None else f"waiting for region {told['awaits']}"
             # a region that trains is worth a word only if it pauses for long

@@ -125,7 +125,9 @@ def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
         if event["kind"] != "join" or event["region"] != run[0]["region"]:
             continue
         first = place
-        while first and run[first]["kind"] not in (*_BEGINNINGS, "epoch"):
+        if place and run[place - 1]["kind"] == "epoch" and run[place - 1]["epoch"] == event["epoch"]:
+            first = place = place - 1  # of the return itself
+        while first and (first == place or run[first]["kind"] not in (*_BEGINNINGS, "epoch")):
             first -= 1
         if run[first]["kind"] == "epoch":  # the process went on: only the members had gone on without it
             first = place

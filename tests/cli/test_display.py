@@ -203,3 +203,13 @@ def test_a_region_that_has_left_holds_nothing_up(run: Run, capsys: pytest.Captur
     assert "step 40/100" in said
     assert LEFT not in said
     assert run.display.step == 40
+
+
+def test_a_region_that_has_only_just_begun_to_train_is_shown(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has told nothing of its steps yet."""
+    run.tell(0, "training")
+    run.tell(1, "joining: catching up, step 5 of 9")
+    run.after(61)
+    assert capsys.readouterr().out.endswith("region 1: joining: catching up, step 5 of 9 for 01:01\n")
