@@ -217,7 +217,8 @@ class OuterOptimizer(Finishing):
     def _step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
         """Count an inner step, and hold its events."""
         self.endings.before_step()
-        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained)
+        tokens = self.tokens.take() if trained else None
+        words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
         recover(self.synchronizer, self._inner, self._config, self.endings, self.journal)
         self.endings.after_step(self.inner_step, words)
         return words
