@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, RunStopped
+from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
@@ -172,7 +172,7 @@ def _train(
     def lose(lost: launch.RegionProcess) -> None:
         """Say what the others go on without; nothing of a region that all stop with."""
         give_away(lost.folder)
-        if (lost.error() or ("", 0))[1] != RunStopped.exit_code:
+        if not lost.has_stopped:
             line = (
                 f"region {lost.region} is lost ({loss_in_words(lost)}); the others go on. To bring it back:"
             )
@@ -185,6 +185,9 @@ def _train(
         failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
     except KeyboardInterrupt:
         _stop(processes, display, timeout_s, elastic)
+        if all(each.has_left for each in processes):
+            report([each.folder for each in processes], output_dir(recipe))
+            return 0
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         if machine == 0:
             print(_saved(output_dir(recipe), processes if elastic else []), file=sys.stderr)
@@ -247,7 +250,7 @@ def _saved(folder: Path, processes: Sequence[Any]) -> str:
     """Say which checkpoint an interrupted run has left; of `processes`, those that have stopped count, and not those before."""
     from ..run.checkpoint import checkpoints, unusable
 
-    stopped = [each.folder for each in processes if each.process.returncode == RunStopped.exit_code]
+    stopped = [each.folder for each in processes if each.has_stopped]
     complete = [
         {step for step, path in checkpoints(region).items() if unusable(path, hashes=False) is None}
         for region in stopped or folder.glob("region-*")
@@ -265,7 +268,7 @@ def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bo
     The exit code is the first region's. Where others have gone on without it until all of them stopped, they come first: of the
     loss the command has told before.
     """
-    stopped = [each for each in failed if (each.error() or ("", 0))[1] == RunStopped.exit_code]
+    stopped = [each for each in failed if each.has_stopped]
     first = (stopped if elastic and stopped else failed)[0]
     said: dict[str, list[int]] = {}
     exit_code = 1

@@ -17,11 +17,11 @@ from typing import IO
 
 import psutil
 
-from ..errors import InputError
+from ..errors import InputError, RunStopped
 from ..recipes.recipe import Recipe
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
-from ..run.status import ENV_STATUS, heard
+from ..run.status import ENV_STATUS, LEFT, heard
 from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
 from ..tensors.threads import REGIONS_HERE
 from .building import output_dir
@@ -64,6 +64,16 @@ class RegionProcess:
         """The error that ended the region and its exit code; None if the region told of no error."""
         said = heard(self.status)
         return (said["error"], said["exit_code"]) if "error" in said else None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it has stopped with a checkpoint. Its launcher has another exit code than its ranks."""
+        return (self.error() or ("", 0))[1] == RunStopped.exit_code
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left in good order, while others train on."""
+        return heard(self.status).get("doing") == LEFT
 
     @property
     def has_trained(self) -> bool:
