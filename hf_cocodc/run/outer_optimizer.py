@@ -123,7 +123,8 @@ class OuterOptimizer(Finishing):
         begin_over(link)
         self.link = link
         bases = place_for_bases(link, accelerator, journal)
-        is_lone = saved is None and joins(link, accelerator)  # nobody else has got a base for it
+        is_new = joins(link, accelerator)
+        is_lone = saved is None and is_new  # nobody else has got a base for it
         if is_lone:
             saved = read_base(link, accelerator, bare, bases)
         if saved is not None:
@@ -166,7 +167,7 @@ class OuterOptimizer(Finishing):
                 company.max_steps = max_steps
             self.elastic = Elastic(self, accelerator, company, regions.resolved(), bases)
             self._undo.append(self.elastic.close)
-            if is_lone or saved is None:
+            if is_lone or not is_new:
                 self.elastic.begin(partial(advance, accelerator, is_new=True) if is_lone else None)
 
     @property

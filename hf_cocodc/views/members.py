@@ -55,7 +55,7 @@ def changes(runs: Sequence[Events]) -> list[Change]:
     )
     for each in notices:
         if found and found[-1].members == each.members:
-            epoch = max(epoch, each.epoch)
+            epoch = each.epoch if each.begins else max(epoch, each.epoch)  # a resumed run counts anew
         elif each.begins or each.epoch > epoch:
             before = found[-1].members if found else each.members
             ever = {region for change in found for region in change.members}

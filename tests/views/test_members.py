@@ -133,3 +133,13 @@ def test_a_sentence_of_many_changes_ends(count: int) -> None:
     assert said.count("step") == 12
     assert ("and 1 more" in said) == (count == 13)
     assert said.endswith(f"{len(found[-1].members)} at the end") or count == 12
+
+
+def test_a_resumed_run_counts_its_changes_anew() -> None:
+    """With other regions, or with those that were left: what happens after it is not taken for old news."""
+    before = (epoch(1, 100, 0, 1, 2), epoch(2, 200, 0, 1))
+    for members, change in (((0, 1), []), (ALL, [Change(300, ALL, "region 2 back, region 3 back")])):
+        after = (event("resume", 300, region=0), epoch(0, 300, *members), epoch(1, 400, 0))
+        found = changes([journal(0, *before, *after)])
+        assert found[3:-1] == change
+        assert (found[-1].step, found[-1].members) == (400, (0,))
