@@ -193,9 +193,7 @@ class Changes:
                 if self._inbox.empty() and self._is_my_turn():  # a report may have come meanwhile
                     self._propose()
         except StoreAwayError as error:
-            self._say(f"{error} Who is lost is decided there: this waits until it is back.")
-            if self._reports and time.monotonic() - self._since > self._wait_s:
-                self._fall_out(f"{error} A loss has waited for it for {self._wait_s:g} s (regions.wait_s).")
+            self._wait(f"{error} Who is lost is decided there: this waits until it is back.", "the store")
 
     def _report(self) -> None:
         """Freeze, and report to the members, whenever there is news."""
@@ -245,10 +243,11 @@ class Changes:
     def _propose(self) -> None:
         members = {member for report in self._reports.values() for member in report.members}
         if self._identity() != self._born and 2 * len(members & self._reports.keys()) <= len(members):
-            self._say(
+            self._wait(
                 f"the store at {self._store.address} came back empty: to decide who is lost, most of the regions "
                 f"{', '.join(str(member.region) for member in sorted(members))} must report, and "
-                f"{len(members & self._reports.keys())} do."
+                f"{len(members & self._reports.keys())} do.",
+                "more reports",
             )
             return
         decision = json.dumps(to_plain(settle(self._reports.values())))
@@ -278,6 +277,12 @@ class Changes:
 
     def _key(self, number: int) -> str:
         return f"{self._run}/change/{number}"
+
+    def _wait(self, why: str, what: str) -> None:
+        """No decision is possible now; for `regions.wait_s` at most, because training threads wait for it."""
+        self._say(why)
+        if self._reports and time.monotonic() - self._since > self._wait_s:
+            self._fall_out(f"{why} A loss has waited for {what} for {self._wait_s:g} s (regions.wait_s).")
 
     def _say(self, what: str) -> None:
         if time.monotonic() - self._said_at > _SAY_S or not self._said_at:

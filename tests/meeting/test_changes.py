@@ -205,8 +205,20 @@ def test_a_loss_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None
         place.end()
         kill(everyone[C])
         assert eventually(lambda: everyone[A].decisions)[0].lost == (A,)
-        assert "A loss has waited for it for 1 s (regions.wait_s)" in caplog.text
+        assert "A loss has waited for the store for 1 s (regions.wait_s)" in caplog.text
         assert not everyone[B].decisions
+
+
+def test_too_few_at_a_store_that_came_back_empty_do_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    """The store and one of two regions are lost at once: the other cannot know who went on. It falls out, and says why."""
+    place = Place()
+    with parties(place.address, A, B, wait_s=1.0) as everyone:
+        until_it_answers(everyone[A].changes.refill)
+        place.end()
+        place.begin_again()
+        kill(everyone[B])
+        assert eventually(lambda: everyone[A].decisions)[0].lost == (A,)
+        assert "A loss has waited for more reports for 1 s (regions.wait_s)" in caplog.text
 
 
 def test_a_store_that_came_back_empty_serves_no_minority(caplog: pytest.LogCaptureFixture) -> None:
