@@ -191,7 +191,7 @@ class CoCoDCCallback(TrainerCallback):
         self._best.settle(self.outer)
         take_part(trainer, self.outer, self._beginning, habits)
         if self._base is not None and self.outer.elastic is not None:
-            self.outer.elastic.follow(self.outer.has_jumped)
+            self.outer.elastic.begin(self.outer.has_jumped)
         self._saved = None  # its tensors are the outer optimizer's now
         self.started = self._link.clock()
         self.blocked_before = self.outer.synchronizer.totals.blocked_s

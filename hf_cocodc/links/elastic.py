@@ -18,7 +18,7 @@ from .calls import BroadcastCall, Call, GatherCall, MeanCall, MeanMemory
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .membership import Membership
-from .op import Op
+from .op import Make, Op
 from .records import Record
 from .roster import RollCall
 from .terms import Events, Reach, State, Terms
@@ -266,11 +266,15 @@ class ElasticLink:
         """
         return self._life.apply(marker)
 
+    def part(self) -> None:
+        """Be lost to the others at once, so that they do not wait for this process: it comes back as another member."""
+        self._life.close(str(LeftBehind("it comes back")), 0.0)
+
     def begin_again(self, reach: Reach) -> None:
         """Be a newcomer, after the others have gone on without this process. `reach.members` is None."""
-        assert reach.members is None and self.state is State.OUT
+        assert reach.members is None and self.state is not State.MEMBER
         step = self._life.step
-        self._life.close(str(LeftBehind("it comes back")), 0.0)
+        self.part()
         self._sinks = Sinks()
         self._life = Membership(reach, self._terms, self._sinks, self.events)
         self._life.step = step
@@ -311,12 +315,7 @@ class ElasticLink:
         self._note_op(op)
         return op
 
-    def _submit(
-        self,
-        what: str,
-        call: Callable[[View, tuple[int, ...]], Call],
-        finish: Callable[[Op, Any], Any],
-    ) -> Op:
+    def _submit(self, what: str, call: Make, finish: Callable[[Op, Any], Any]) -> Op:
         life = self._life
         return life.ops.submit(what, life.roster, life.changes, call, finish)
 

@@ -10,6 +10,9 @@ from ..meeting.presence import Member
 from .calls import Call
 from .view import View
 
+Make = Callable[[View, tuple[int, ...]], Call]
+"""Makes a call over a view, whose regions are given."""
+
 
 @dataclass(eq=False)
 class Op:
@@ -36,7 +39,7 @@ class Op:
     what: str
     members: tuple[Member, ...]
     changes: int
-    call: Callable[[View, tuple[int, ...]], Call] | None
+    call: Make | None
     finish: Callable[["Op", Any], Any] | None
     losses: int = 0
     parties: tuple[Member, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..meeting.presence import Member, Presence
 from .calls import Call
-from .op import Op
+from .op import Make, Op
 from .view import View
 from .wire import TAGS, Wire
 
@@ -71,7 +71,7 @@ class Ops:
         what: str,
         members: Sequence[Member],
         changes: int,
-        call: Callable[[View, tuple[int, ...]], Call],
+        call: Make,
         finish: Callable[[Op, Any], Any],
     ) -> Op:
         """Make a call; returns at once."""

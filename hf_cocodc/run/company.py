@@ -93,12 +93,13 @@ class Company:
         return company
 
     def come_back(self) -> None:
-        """Be a newcomer, after the others have gone on without this process.
+        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have.
 
         Raises:
             LinkError: there is no run to come back to, or it cannot be reached.
         """
         self._drop_gifts()
+        self.link.part()
         record = alive(self.place)
         if record is None or record.run != self.run:
             raise LinkError(

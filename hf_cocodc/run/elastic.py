@@ -116,6 +116,8 @@ class Elastic:
     def begin(self, joined: Callable[[int, int], object] | None = None) -> None:
         """Training begins: with the regions that have met; or where they are by then, and `joined` is called (see `follow`)."""
         if joined is not None:
+            self._say(Company.forget_base, "the end of the base")
+            self._say(Company.follow, "the log of another region")
             self.follow(joined)
             return
         link, journal = self._outer.link, self._outer.journal
@@ -133,17 +135,15 @@ class Elastic:
                 return
             self._come_back(error)
 
-    def follow(self, jumped: Callable[[int, int], object]) -> None:
+    def follow(self, jumped: Callable[[int, int], object], keep: bool = False) -> None:
         """Make the inner steps of the others without training until this newcomer is a member. Its base is loaded.
 
-        `jumped` is called at the end, with the inner step before and after.
+        `jumped` is called with the inner step before and after. `keep`: what this region has trained is kept.
 
         Raises:
             LinkError: the run has ended, or no member helps it.
         """
         outer, before = self._outer, self._outer.inner_step
-        self._say(Company.forget_base, "the end of the base")
-        self._say(Company.follow, "the log of another region")
         while True:
             try:
                 marker = self._say(
@@ -160,12 +160,13 @@ class Elastic:
                     )
                 if self._say(lambda company, marker=marker: company.applies(marker), "the way in"):  # type: ignore[misc]
                     break
-            except DonorLost as error:
+            except (DonorLost, LeftBehind) as error:
                 logger.warning(
                     "region %d: %s It begins once more with another base.", outer.link.region, error
                 )
-                self._load_base(keep=False)
-                self._say(Company.follow, "the log of another region")
+                jumped(before, outer.inner_step)
+                self._begin_again(keep)
+                before = outer.inner_step
         self._admitted_at = outer.inner_step
         came = {} if self._company is None else self._company.came_from
         came = {"epoch": marker.number, "region": outer.link.region, **came}
@@ -291,17 +292,17 @@ class Elastic:
         """The others have gone on without this region: be a newcomer, and keep what it has trained."""
         outer, before = self._outer, self._outer.inner_step
         logger.warning("region %d: %s It comes back.", outer.link.region, error)
-        while True:
-            try:
-                self._say(Company.come_back, "the way back")
-                self._load_base(keep=True)
-                self.follow(outer.has_jumped)
-                break
-            except LeftBehind as again:
-                logger.warning("region %d: %s It comes back.", outer.link.region, again)
+        self._begin_again(keep=True)
+        self.follow(outer.has_jumped, keep=True)
         outer.journal.write(
             "note", step=outer.inner_step, message=f"came back; it was left behind at step {before}"
         )
+
+    def _begin_again(self, keep: bool) -> None:
+        """Be another newcomer, with a new base: members may have let the old one in, and wait for it."""
+        self._say(Company.come_back, "the way back")
+        self._load_base(keep)
+        self._say(Company.follow, "the log of another region")
 
     def _load_base(self, keep: bool) -> None:
         outer = self._outer

@@ -209,7 +209,9 @@ def test_a_loss_does_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None
         assert not everyone[B].decisions
 
 
-def test_too_few_at_a_store_that_came_back_empty_do_not_wait_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_few_at_a_store_that_came_back_empty_do_not_wait_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The store and one of two regions are lost at once: the other cannot know who went on. It falls out, and says why."""
     place = Place()
     with parties(place.address, A, B, wait_s=1.0) as everyone:

@@ -14,6 +14,7 @@ import torch
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
 from tests.processes.coming_worker import events, loop, step_of, trainer
+from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, region_env, wait_until
 
 TIMEOUT_S = 90
@@ -154,3 +155,20 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
         assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
     else:
         assert "RunLeft: region 2 has left the run" in said
+
+
+@pytest.mark.slow
+def test_a_newcomer_whose_donor_dies_as_it_comes_in_begins_anew(tmp_path: Path) -> None:
+    """It does not know that it is in, and the others must not wait for it: they lose it at once, and it comes in again."""
+    run = Run(tmp_path, 3, silent, 250, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_for_step(0, 14)
+    run._body = loop
+    run.start(2)
+    wait_until((tmp_path / "admitted").exists, run.processes[0], run.log(0))
+    run.kill(0)
+    first, second = run.results(1, 2)
+    assert torch.equal(first["weights"], second["weights"])
+    epochs = [event["members"] for event in events(tmp_path, 1, "epoch")]
+    assert epochs[-1] == [1, 2]
