@@ -62,6 +62,7 @@ class Membership:
         presence.on("connected", lambda member, hello: self._roster.came(member))
         presence.on("pair", lambda member, content: self._pair_in_background(member))
         presence.on("ready", lambda member, content: self._roster.ready(member))
+        presence.on("closed", lambda member, content: self._closed(member))
         self._agreement = reach.agree(self._freeze, self._decided)
 
     @property
@@ -220,8 +221,16 @@ class Membership:
         if self._roster.has(member) and member.ticket not in self.ops.lost:
             self._lose(member, why)
         else:
-            self._roster.gone(member)
-            self.presence.drop(member)
+            self._forget(member)
+
+    def _closed(self, member: Member) -> None:
+        """A process has ended in good order. A newcomer that could not come in does so, and the next one has its number."""
+        if not self._roster.has(member):
+            self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        self._roster.gone(member)
+        self.presence.drop(member)
 
     def _freeze(self) -> Report:
         done, has = self.ops.freeze()
