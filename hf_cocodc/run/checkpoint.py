@@ -18,7 +18,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -59,6 +59,7 @@ class Facts:
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
         model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
         facts: `About.facts` of the run.
+        members: the regions that took part then, by number; empty in checkpoints of older versions, where all did.
     """
 
     step: int
@@ -73,11 +74,20 @@ class Facts:
     model: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     journal_sha256: str = ""
+    members: Sequence[int] = ()
+
+    @property
+    def writers(self) -> Sequence[int]:
+        """The regions that took part then."""
+        return self.members or range(self.num_regions)
 
     @classmethod
     def of(cls, link: Link, **more: Any) -> "Facts":
         """The facts that a link knows, and more."""
-        return cls(region=link.region, num_regions=link.num_regions, num_lanes=link.num_lanes, **more)
+        members = list(link.members)
+        return cls(
+            region=link.region, num_regions=len(members), members=members, num_lanes=link.num_lanes, **more
+        )
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Facts":

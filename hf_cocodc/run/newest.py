@@ -3,6 +3,8 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
 from ..errors import CheckpointError
@@ -12,6 +14,9 @@ from .shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
+_BITS = 52
+"""Regions that a number on the link can name, one by a bit. Those beyond count as if they had taken part."""
+
 
 class Holding(NamedTuple):
     """What a region holds on its disk.
@@ -19,7 +24,7 @@ class Holding(NamedTuple):
     Attributes:
         newest: step of its newest good checkpoint; 0 if it has none.
         run: number of the run that wrote it.
-        num_writers: regions that took part when it was written.
+        writers: regions that took part when it was written: bit r is region r.
         num_damaged: newer checkpoints that have changed since they were saved, or are of another run (`Shelf.num_damaged`).
         stopping: whether all regions stopped at the newest one, at a step at which no checkpoint was due.
         is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
@@ -27,7 +32,7 @@ class Holding(NamedTuple):
 
     newest: int
     run: int
-    num_writers: int
+    writers: int
     num_damaged: int
     stopping: bool
     is_unsaved: bool
@@ -73,7 +78,8 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
         CheckpointError: regions have only checkpoints that are damaged or of another run.
     """
     own = shelf.newest(bound)
-    holding = Holding(own.step, shelf.run, own.num_writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
+    writers = sum(1 << region for region in own.writers if region < _BITS)
+    holding = Holding(own.step, shelf.run, writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
     holdings = gather(link, holding, "the newest good checkpoint")
     runs = Counter(holding.run for holding in holdings.values() if holding.newest)
     if not runs:
@@ -107,9 +113,10 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
             *(unsaved[0], unsaved[0]),
         )
         return Choice(0, [], chosen)
-    count = first_holder.num_writers
+    # one of them may have been lost between their saves: the others have gone on without it
+    writers = reduce(and_, (holdings[r].writers for r, step in steps.items() if step == newest))
     # a region that joined later has the newest one only if it took it over
-    first = {r: step if r < count or step == newest else 0 for r, step in steps.items()}
+    first = {r: step if step == newest or r >= _BITS or writers >> r & 1 else 0 for r, step in steps.items()}
     if counts and not first[link.region]:
         logger.warning(
             "region %d was not there when the checkpoints of step %d were written: its own are not used.",

@@ -23,12 +23,12 @@ class Good(NamedTuple):
 
     Attributes:
         step: its step; 0 if there is none.
-        num_writers: regions that took part when it was written.
+        writers: regions that took part when it was written.
         stopping: whether all regions stopped there, at a step at which no checkpoint was due.
     """
 
     step: int
-    num_writers: int
+    writers: tuple[int, ...]
     stopping: bool
 
 
@@ -78,8 +78,8 @@ class Shelf:
         for step, path in reversed(disk.checkpoints(self._folder).items()):
             if (bound is None or step <= bound) and self._is_good(step, path):
                 facts = disk.facts_of(path)
-                return Good(step, facts.num_regions, facts.stopping)
-        return Good(0, 0, False)
+                return Good(step, tuple(facts.writers), facts.stopping)
+        return Good(0, (), False)
 
     def _is_good(self, step: int, path: Path) -> bool:
         if step not in self._checked:
