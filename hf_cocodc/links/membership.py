@@ -195,7 +195,8 @@ class Membership:
             self._events.append(
                 (kind, facts if kind == "join" else {**facts, "why": "it has left in good order"})
             )
-        if found:
+        # a region that leaves does not see what follows
+        if found and ("left", self.me) not in found:
             words = {"join": "has come in", "left": "has left in good order"}
             self._tell_epoch(", ".join(f"region {member.region} {words[kind]}" for kind, member in found))
         return tuple(member.ticket for kind, member in found if kind == "join")

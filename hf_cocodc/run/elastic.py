@@ -246,14 +246,15 @@ class Elastic:
             if any(each.is_over for each in told.values()):
                 outer.endings.end(
                     "stop",
-                    f"{len(told)} regions are left, fewer than regions.min={least}, and no other came within "
+                    f"only {len(told)} of at least {least} regions (regions.min) take part, and no other came within "
                     f"{self._wait_s:g} s (regions.wait_s)",
                 )
                 return
             if waited_s - said >= _SAY_S:
                 said = waited_s
                 logger.warning(
-                    "%d regions are left, fewer than regions.min=%d: they wait at step %d for more, up to %g s (regions.wait_s).",
+                    "only %d of at least %d regions (regions.min) take part: training waits at step %d for more, up to %g s "
+                    "(regions.wait_s).",
                     *(len(told), least, step, self._wait_s),
                 )
                 tell(f"waiting for more regions: {len(told)} of {least}")
