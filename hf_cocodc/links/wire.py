@@ -23,7 +23,7 @@ from .pairs import (
     connections_for,
     side_by_side,
 )
-from .view import Throttle, View
+from .view import FOR_EVER_S, Throttle, View
 
 TAGS = 64
 """Tags of a view, unless it is made for more."""
@@ -49,6 +49,8 @@ class Wire:
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
         note_of: the note that a region left about why it leaves, if any.
+        is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
+            frozen one; a time-out would close the connections to it, even after the transfer has become void.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class Wire:
         rate_limit: float | None = None,
         num_lanes: int = 1,
         note_of: Callable[[int], str | None] | None = None,
+        is_patient: bool = False,
     ) -> None:
-        self.region, self.timeout_s = region, timeout_s
+        self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
         self._asked = connections
         self._address, self._note_of = address, note_of
         self._rate = rate_limit or ASSUMED_RATE / num_lanes
@@ -162,7 +165,8 @@ class Wire:
 
     def _view(self, pairs: Mapping[int, Pair], tags: range, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS
-        return View(self.region, pairs, tags, cut_for, self.timeout_s, self._throttle, self._explain)
+        timeout_s = FOR_EVER_S if self._is_patient and tags != _FIRST_TAGS else self.timeout_s
+        return View(self.region, pairs, tags, cut_for, timeout_s, self._throttle, self._explain)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""

@@ -86,6 +86,7 @@ class Place:
             self.regions.timeout_s,
             self.rate,
             note_of=presence.note_of,
+            is_patient=True,  # presence tells who is lost
         )
         wait_s = self.regions.wait_s
         assert wait_s is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +106,21 @@ def test_a_time_out_fails_its_pair_alone() -> None:
             met([wires[one].view((one, other), TAGS), wires[other].view((one, other), TAGS)])
             == [[one, other]] * 2
         )
+
+
+def test_a_patient_wire_waits_for_a_region_that_lives() -> None:
+    """It may itself wait for a region that hangs, and so send nothing for longer than the time-out."""
+    wires = connected((2, 5), is_patient=True)
+    wires[2].timeout_s = 0.001
+    views, news = [wires[region].view((2, 5), 0) for region in (2, 5)], row()
+    awaited = views[0].receive(1, news, TAGS - 1, 0, "news")
+
+    def send() -> None:
+        time.sleep(0.1)
+        views[1].wait([views[1].send(0, row() + 3, TAGS - 1, 0, "news")], "news")
+
+    at_once(lambda: views[0].wait([awaited], "news"), send)
+    assert news.tolist() == [3] * 4
 
 
 def test_a_region_that_comes_back_is_connected_again() -> None:
