@@ -79,6 +79,7 @@ def plain(value: Any) -> Any:
 def facts_of(saved: state.Saved, number: int) -> dict[str, Any]:
     """The facts under their names in a format. What later formats added has its default."""
     named = dataclasses.asdict(saved.facts)
+    assert list(named.pop("members")) in ([], list(range(saved.facts.num_regions)))
     if number == 1:
         assert not named.pop("taken_over")
         assert not named.pop("stopping")

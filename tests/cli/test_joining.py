@@ -77,7 +77,14 @@ def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
 def a_region(region: int, error: tuple[str, int] | None) -> Any:
     log = io.BytesIO()
     log.name = f"region-{region}/log.txt"  # type: ignore[attr-defined]
-    return SimpleNamespace(region=region, error=lambda: error, last_lines=lambda count: ["the end"], log=log)
+    has_stopped = error is not None and error[1] == 3
+    return SimpleNamespace(
+        region=region,
+        error=lambda: error,
+        last_lines=lambda count: ["the end"],
+        log=log,
+        has_stopped=has_stopped,
+    )
 
 
 def test_a_run_that_stopped_below_its_least_number_has_exit_code_3(
@@ -175,8 +182,8 @@ def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(
     for region, step in ((0, 200), (1, 400), (2, 400)):
         (tmp_path / f"region-{region}" / f"checkpoint-{step}").mkdir(parents=True)
     ended = [
-        SimpleNamespace(folder=tmp_path / f"region-{region}", process=SimpleNamespace(returncode=code))
-        for region, code in ((0, 0), (1, 3), (2, 3))
+        SimpleNamespace(folder=tmp_path / f"region-{region}", has_stopped=has_stopped)
+        for region, has_stopped in ((0, False), (1, True), (2, True))
     ]
     assert train._saved(tmp_path, ended).startswith(
         "checkpoint-400 is complete in every region that was left"
