@@ -108,7 +108,7 @@ def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, loop, 60, 0.05, "diloco", 2)
     run.wait_for_step(1, 9)
     run.kill(1)
-    wait_until(lambda: "wait at step" in run.log(0).read_text(), run.processes[0], run.log(0))
+    wait_until(lambda: "training waits at step" in run.log(0).read_text(), run.processes[0], run.log(0))
     held_at = step_of(tmp_path, 0)
     run.start(1)
     first, second = run.results(0, 1)
