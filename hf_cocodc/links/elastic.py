@@ -70,9 +70,9 @@ class ElasticLink:
         return self._life.state
 
     @property
-    def is_following(self) -> bool:
-        """Whether this process is a newcomer that lands what the members land."""
-        return self._life.state is State.FOLLOWING
+    def is_leaving(self) -> bool:
+        """Whether this region takes part in no call from the next inner step on, because it said so with what has landed."""
+        return self._life.is_leaving
 
     @property
     def members(self) -> tuple[int, ...]:

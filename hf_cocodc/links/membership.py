@@ -56,6 +56,7 @@ class Membership:
         self._marker: Marker | None = None
         self._has_moved = False
         self._whys: dict[Member, str] = {}
+        self._paired = {member.region: member for member in reach.members or ()}
         presence = self.presence
         presence.grace, presence.accept = self._grace, self._refusal
         presence.on_lost(self._missed)
@@ -94,11 +95,16 @@ class Membership:
         return self._roster.admits(self.ops.lost) if self.state is State.MEMBER else 0
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether this member is none from the next inner step on."""
+        return self._roster.is_leaving(self.me.region)
+
+    @property
     def strangers(self) -> list[Member]:
         """Members at the last marker to which this newcomer is not connected: they came in after it had asked."""
         if self._marker is None or self.state is State.MEMBER:
             return []
-        reached = {m for m in self.presence.members if m.region in self.wire.regions}
+        reached = {member for member in self.presence.members if self._is_paired(member)}
         there = (member for member in self._marker.members if member.ticket not in self.ops.lost)
         return [member for member in there if member != self.me and member not in reached]
 
@@ -140,9 +146,7 @@ class Membership:
         Raises:
             LinkError: they could not be made in time.
         """
-        wanted = [
-            member for member in members if member != self.me and member.region not in self.wire.regions
-        ]
+        wanted = [member for member in members if member != self.me and not self._is_paired(member)]
         for member in wanted:
             self.presence.tell(member, "pair")
         side_by_side([partial(self._pair, member) for member in wanted], _AT_ONCE)
@@ -308,9 +312,15 @@ class Membership:
             return f"region {self.me.region} is no member itself"
         return self._roster.refuses(int(hello["region"]), self.ops.lost)
 
+    def _is_paired(self, member: Member) -> bool:
+        """Whether this member is connected to that one: not to an earlier process of its region."""
+        return self._paired.get(member.region) == member and member.region in self.wire.regions
+
     def _pair(self, member: Member) -> None:
+        self.wire.drop(member.region)  # an earlier process of that region, which has left
         low, high = sorted((self.me.ticket, member.ticket))
         self.wire.connect(member.region, f"{self._terms.prefix}/pair/{low}-{high}", self._terms.store())
+        self._paired[member.region] = member
 
     def _pair_in_background(self, member: Member) -> None:
         def pair() -> None:

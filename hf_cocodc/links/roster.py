@@ -113,6 +113,10 @@ class Roster:
             if trailer.ending is Ending.LEAVING
         }
 
+    def is_leaving(self, region: int) -> bool:
+        """Whether a region leaves when the members change next."""
+        return region in self._leaving
+
     def called(self, admits: Sequence[int]) -> None:
         """Note the ticket that all members admit, if they admit the same one."""
         tickets = set(admits)

@@ -11,7 +11,7 @@ import pytest
 
 from hf_cocodc.errors import LeftBehind, LinkError
 from hf_cocodc.links.elastic import ElasticLink
-from hf_cocodc.links.log import Log
+from hf_cocodc.links.log import Log, Marker
 from hf_cocodc.links.terms import State
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.meeting.presence import Member
@@ -225,3 +225,23 @@ def _check_deaths(name: str, struck: int, every: int) -> None:
             check(name, found)
         except AssertionError as error:
             raise AssertionError(f"{name}, region {struck} at point {at}: {error}") from error
+
+
+def test_a_newcomer_connects_anew_to_a_member_that_was_restarted() -> None:
+    """Its connections to the process before do not count: over them it would wait for the new one for ever."""
+    regions = Regions(2)
+    late, again = regions.newcomer(2), regions.newcomer(1)
+    me, restarted = late._life.me, again._life.me
+    presence = regions.hub.presences[me]
+    presence.connect(regions.first)
+    late.pair_with(regions.first)
+    late.follow(Log(1 << 20))
+    members = (regions.first[0], restarted)
+    presence.meet(regions.hub.presences[restarted])
+    wait_until(lambda: restarted in presence.members)
+    assert not late.apply(Marker(0, 0, 2, 0, members, (), ()))
+    assert late.strangers == [restarted]
+    late.pair_with(late.strangers)
+    assert late.strangers == []
+    assert late._life.wire._pairs[1].members == {me.ticket, restarted.ticket}  # type: ignore[attr-defined]
+    regions.hub.end()

@@ -60,8 +60,12 @@ def test_a_newcomer_that_dies_on_its_way_in_comes_in_everywhere() -> None:
 
 def test_a_region_leaves_after_a_landing() -> None:
     roster = with_newcomers()
-    roster.landed((0, 1), (Trailer(ending=Ending.LEAVING), Trailer()), 0)
+    said = (0, 1), (Trailer(ending=Ending.LEAVING), Trailer())
+    roster.landed(*said, -1)  # not all members have had a say
+    assert not roster.is_leaving(0)
+    roster.landed(*said, 0)
     assert roster.members == FIRST
+    assert roster.is_leaving(0) and not roster.is_leaving(1)
     assert roster.apply(()) == [Change("left", FIRST[0])]
     assert roster.members == FIRST[1:]
 
