@@ -1,0 +1,135 @@
+"""How a region comes into a run that trains: with a base from a member, and the log of what has landed since.
+
+It makes the inner steps of the others without training until it is a member. So does a region that was left behind: it comes
+back in the same process.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import LeftBehind
+from ..links.log import Marker
+from .base import DonorLost, RunOver
+from .checkpoint import read
+from .company import Company
+from .runner import Runner, Say
+from .status import tell
+
+logger = logging.getLogger(__name__)
+
+_MARKER_S = 1.0
+MAX_MISSED = 8
+"""A region that has missed more rounds than these gives up what it has trained and the others do not have."""
+
+
+class Newcomer:
+    """One rank's part in it.
+
+    Args:
+        outer: of this rank.
+        company: the leader's side; None on other ranks.
+        folder: where bases lie for a while; the same for all ranks of the region.
+        say: see `runner.Say`.
+    """
+
+    def __init__(self, outer: Runner, company: Company | None, folder: Path, say: Say) -> None:
+        self._outer, self._company, self._folder, self._say = outer, company, folder, say
+        self._admitted_at: int | None = None
+
+    def begin(self, joined: Callable[[int, int], object]) -> Marker:
+        """Come into the run for the first time; the base is loaded. See `follow`."""
+        self._say(Company.forget_base, "the end of the base")
+        self._say(Company.follow, "the log of another region")
+        return self.follow(joined)
+
+    def follow(
+        self, jumped: Callable[[int, int], object], keep: bool = False, since: int | None = None
+    ) -> Marker:
+        """Make the inner steps of the others without training until this region is a member; returns the marker of that step.
+
+        `jumped` is called once, with the inner step `since` (by default that of now) and the one after. `keep`: what this region
+        has trained is kept.
+
+        Raises:
+            LinkError: the run has ended, or no member helps it.
+        """
+        outer = self._outer
+        before = outer.inner_step if since is None else since
+        while True:
+            try:
+                marker = self._say(
+                    lambda company: company.link.next_marker(_MARKER_S), "the others' progress"
+                )
+                if marker is None:
+                    continue
+                tell(f"joining: catching up, step {outer.inner_step} of {marker.step}")
+                while outer.inner_step < marker.step and outer.endings.verdict is None:
+                    outer.coast_one(alone=True)
+                if outer.endings.verdict is not None:
+                    raise RunOver(
+                        f"{outer.endings.why}: the run ends before this region has caught up with it."
+                    )
+                if self._say(lambda company, marker=marker: company.applies(marker), "the way in"):  # type: ignore[misc]
+                    break
+            except (DonorLost, LeftBehind) as error:
+                logger.warning(
+                    "region %d: %s It begins once more with another base.", outer.link.region, error
+                )
+                self._begin_again(keep)
+        self._admitted_at = outer.inner_step
+        came = {} if self._company is None else self._company.came_from
+        outer.journal.write(
+            "join", step=outer.inner_step, epoch=marker.number, region=outer.link.region, **came
+        )
+        outer.journal.write_earlier()
+        if outer.inner_step < before:
+            logger.warning(
+                "region %d was at step %d, and is in the run at step %d: its learning rate schedule is as many steps ahead.",
+                *(outer.link.region, before, outer.inner_step),
+            )
+        jumped(before, outer.inner_step)
+        logger.info("region %d is in the run, at step %d", outer.link.region, outer.inner_step)
+        tell("training")
+        return marker
+
+    def come_back(self, error: LeftBehind) -> Marker:
+        """The others have gone on without this region: be a newcomer, and keep what it has trained. See `follow`."""
+        outer, before = self._outer, self._outer.inner_step
+        logger.warning("region %d: %s It comes back.", outer.link.region, error)
+        self._begin_again(keep=True)
+        marker = self.follow(outer.has_jumped, keep=True, since=before)
+        outer.journal.write(
+            "note", step=outer.inner_step, message=f"came back; it was left behind at step {before}"
+        )
+        return marker
+
+    def after_step(self) -> None:
+        """End the log, once no transfer in flight is from before this region came in."""
+        since = self._admitted_at
+        flying = (
+            each.sent_at for fragment in self._outer.synchronizer.fragments for each in fragment.in_flight
+        )
+        if since is not None and all(sent_at > since for sent_at in flying):
+            self._admitted_at = None
+            if self._company is not None:
+                self._company.has_followed()
+
+    def _begin_again(self, keep: bool) -> None:
+        """Be another newcomer, with a new base: members may have let the old one in, and wait for it."""
+        self._say(Company.come_back, "the way back")
+        self._load_base(keep)
+        self._say(Company.follow, "the log of another region")
+
+    def _load_base(self, keep: bool) -> None:
+        outer = self._outer
+        base = self._say(lambda company: company.get_base(self._folder), "a base from another region")
+        saved = read(base.folder, outer.link.lane)
+        rounds = (saved.facts.step - outer.inner_step) / outer.settings["sync_interval"]
+        if keep and rounds > MAX_MISSED:
+            logger.warning(
+                "region %d has missed %d rounds: it gives up what it has trained since its last send.",
+                *(outer.link.region, rounds),
+            )
+        outer.synchronizer.catch_up(saved.state, keep and rounds <= MAX_MISSED)
+        self._say(Company.forget_base, "the end of the base")
