@@ -14,7 +14,15 @@ from typing import Any
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env, warn_alone
+from ..settings import (
+    ENV_REGION,
+    ENV_REGIONS,
+    ENV_STORE,
+    RegionConfig,
+    check_alone,
+    from_env,
+    warn_alone,
+)
 from .display import Display
 from .joining import claim_number, comes_back, loss_in_words, refuse_to_join, way_back
 from .report import report
@@ -184,6 +192,7 @@ def _train(
             _interrupt(number, None)
         failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
     except KeyboardInterrupt:
+        print(f"\n{_in_words(recipe.regions, regions)} Press Ctrl-C again to end at once.", file=sys.stderr)
         _stop(processes, display, timeout_s, elastic)
         if all(each.has_left for each in processes):
             report([each.folder for each in processes], output_dir(recipe))
@@ -224,15 +233,23 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _in_words(settings: RegionConfig, regions: Sequence[int]) -> str:
+    """What an interrupt makes the regions of this command do, and the others."""
+    if settings.leaves_alone:
+        they = "the regions of this command send what they have trained, and end"
+        does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they
+        return f"leaving: {does}; other regions train on. If there are none, the run stops with a checkpoint."
+    if settings.elastic:
+        return (
+            "stopping: all regions hear of it with the next transfer, and save a checkpoint where it lands."
+        )
+    return "stopping: all regions agree on an inner step, train to it, and save a checkpoint there."
+
+
 def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic: bool) -> None:
     """Stop all regions with a checkpoint; end them at once after another interrupt."""
     from ..training import launch
 
-    print(
-        "\nstopping: all regions agree on an inner step, train to it, and save a checkpoint there. "
-        "Press Ctrl-C again to end them at once.",
-        file=sys.stderr,
-    )
     asked: set[Any] = set()
 
     def ask_and_show() -> None:

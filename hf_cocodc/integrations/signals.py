@@ -7,6 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+def answer(name: str, region: int, leaves_alone: bool) -> str:
+    """What a region says when a signal interrupts it; `leaves_alone`: the others are to train on."""
+    does = (
+        "sends what it has trained, and leaves; the others train on"
+        if leaves_alone
+        else "trains on until the others have heard of it; then all stop with a checkpoint"
+    )
+    return f"{name}: region {region} {does}. A second signal ends this process at once.\n"
+
+
 @contextlib.contextmanager
 def first_signal(note: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, call note(name) at the first SIGINT or SIGTERM. A second signal has its usual effect.

@@ -35,7 +35,7 @@ from .hub import only_region_0_creates
 from .joining import base_for, take_part, told
 from .leaving import leave, say_farewell
 from .patches import Patches
-from .signals import first_signal
+from .signals import answer, first_signal
 
 logger = logging.getLogger(__name__)
 
@@ -339,9 +339,6 @@ class CoCoDCCallback(TrainerCallback):
 
     def _note_signal(self, name: str) -> None:
         self._signal = name
-        sys.stderr.write(
-            f"{name}: region {self.region} trains on until the others have heard of it; then all stop with a checkpoint. A "
-            "second signal ends this process at once.\n"
-        )
+        sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
         if self.outer is not None:
             self.outer.ask_to_stop(name)

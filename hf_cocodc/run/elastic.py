@@ -198,11 +198,13 @@ class Elastic:
         """Leave the run in good order: what this region has trained reaches the others first."""
         outer, endings = self._outer, self._outer.endings
         self._is_leaving, since = True, outer.inner_step
-        logger.warning("region %d leaves (%s): the others train on.", outer.link.region, why)
+        outer.link.leave_note(why)
         if outer.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)
-            outer.link.leave_note(why)
             return
+        said = f"region {outer.link.region} leaves ({why}): the others train on."
+        logger.warning(said)
+        outer.journal.write("note", step=since, message=said)
 
         def may_go_on() -> bool:
             return not outer.should_stop and not outer.is_at_the_end

@@ -25,8 +25,11 @@ def verdict(endings: Collection[Ending], policy: str) -> str | None:
 
     >>> verdict([Ending.NO, Ending.DONE], "auto"), verdict([Ending.NO, Ending.INTERRUPTED], "auto")
     ('finish', 'stop')
+    >>> verdict([Ending.LEAVING, Ending.NO], "continue"), verdict([Ending.LEAVING, Ending.LEAVING], "continue")
+    (None, 'stop')
     """
-    if Ending.INTERRUPTED in endings:
+    nobody_stays = all(ending is Ending.LEAVING for ending in endings)
+    if Ending.INTERRUPTED in endings or nobody_stays:
         return "finish" if policy == "finish" else "stop"
     if Ending.DONE not in endings or (policy == "continue" and Ending.NO in endings):
         return None

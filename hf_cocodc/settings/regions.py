@@ -166,6 +166,11 @@ class RegionConfig:
         return self.on_loss == "continue" or (self.on_loss is None and self.min is not None)
 
     @property
+    def leaves_alone(self) -> bool:
+        """Whether a region that is interrupted leaves the run, and the others train on."""
+        return self.elastic and self.when_one_ends == "continue"
+
+    @property
     def allowed(self) -> list[str]:
         """The names in `may_differ`, sorted."""
         names = self.may_differ.split(",") if isinstance(self.may_differ, str) else self.may_differ or []

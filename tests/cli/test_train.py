@@ -12,6 +12,7 @@ import pytest
 
 from hf_cocodc.cli import train
 from hf_cocodc.run.status import LEFT
+from hf_cocodc.settings import RegionConfig
 from hf_cocodc.training import launch
 
 
@@ -46,3 +47,25 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
 def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
     assert a_region(tmp_path, 0, doing=LEFT).has_left
     assert not a_region(tmp_path, 1).has_left
+
+
+@pytest.mark.parametrize(
+    ("settings", "regions", "said"),
+    [
+        ({}, [0, 1], "stopping: all regions agree on an inner step"),
+        ({"min": 1}, [0, 1], "stopping: all regions hear of it with the next transfer"),
+        (
+            {"min": 1, "when_one_ends": "continue"},
+            [2],
+            "leaving: region 2 sends what it has trained, and ends; other regions train on.",
+        ),
+        (
+            {"min": 1, "when_one_ends": "continue"},
+            [0, 1],
+            "leaving: the regions of this command send what they have trained, and end; other regions train on.",
+        ),
+        ({"when_one_ends": "continue"}, [0, 1], "stopping: all regions agree on an inner step"),
+    ],
+)
+def test_an_interrupt_says_who_stops(settings: dict[str, Any], regions: list[int], said: str) -> None:
+    assert train._in_words(RegionConfig(**settings), regions).startswith(said)
