@@ -29,6 +29,7 @@ class Display:
         max_steps: inner steps of the run; 0 or negative if unknown.
         resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
             its evaluations.
+        joins: the regions join a run that trains. Their journals may hold earlier parts of it.
         statuses: one per region: files in which regions say what they are doing (see `run.status`).
         clock: returns seconds since the epoch.
     """
@@ -39,6 +40,7 @@ class Display:
         journals: Sequence[Path],
         max_steps: int,
         resumed: bool = False,
+        joins: bool = False,
         statuses: Sequence[Path] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -46,10 +48,10 @@ class Display:
         self._journals = list(journals)
         found = [journal.stat() if journal.is_file() else None for journal in journals]
         # the journal of an earlier run stays until this run has begun; only a resumed run continues it
-        seen = [None if resumed else each for each in found]
+        seen = [None if resumed or joins else each for each in found]
         self._positions = [each.st_size if each else 0 for each in seen]
         self._inodes = [each.st_ino if each else 0 for each in seen]
-        self._resumed = resumed
+        self._resumed, self._joins = resumed, joins
         self._inodes_before = [each.st_ino if each else 0 for each in found]
         self._notes: list[list[str]] = [[] for _ in journals]
         self._lost: set[int] = set()
@@ -60,10 +62,12 @@ class Display:
         self._max_steps = max_steps
         self._statuses = list(statuses)
         self._told: list[dict[str, Any]] = [{} for _ in journals]
+        self._num_news = [0 for _ in journals]
         self._clock = clock
         self._printed_step, self._printed_at = -1, clock()
         self._bar = None
-        print("starting: loading the model, packing the text, waiting for all regions", flush=True)
+        last = "joining the run" if joins else "waiting for all regions"
+        print(f"starting: loading the model, packing the text, {last}", flush=True)
         if sys.stdout.isatty():
             total = max_steps if max_steps > 0 else None
             self._bar = tqdm(total=total, bar_format="{desc}{bar}", file=sys.stdout, leave=False)
@@ -90,6 +94,8 @@ class Display:
             self._read(index)
         if self._statuses:
             said = [heard(status) for status in self._statuses]
+            for index, each in enumerate(said):
+                self._say_news(index, each.get("news", []))
             self._told = [
                 {} if index in self._lost or each.get("doing") == LEFT else each
                 for index, each in enumerate(said)
@@ -112,7 +118,7 @@ class Display:
 
     def _read(self, index: int) -> None:
         events, is_new_file = self._new_events(index)
-        is_history = self._resumed and is_new_file
+        is_history = (self._resumed or self._joins) and is_new_file
         is_of_this_run = self._inodes[index] != self._inodes_before[index]
         for event in events:
             if event["kind"] in ("log", "send", "land"):
@@ -218,6 +224,12 @@ class Display:
             f"region {region}: {last['loss']:.3f}" if last.get("loss") is not None else f"region {region}: -"
             for region, last in ((self._regions[index], self._last[index]) for index in self._present())
         )
+
+    def _say_news(self, index: int, news: Sequence[str]) -> None:
+        """Say what a region has said since the last call."""
+        for each in news[self._num_news[index] :]:
+            self._say(f"region {self._regions[index]} {each}")
+        self._num_news[index] = len(news)
 
     def _say_members(self, event: dict[str, Any]) -> None:
         """Say a change of the members once, although the journal of each of them has it."""

@@ -51,7 +51,8 @@ def claim_number(recipe: Recipe, address: str) -> "Claim":
         if time.monotonic() > deadline:
             raise InputError(
                 f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
-                "--resume if it has trained before), or correct the name of the run (--run)."
+                "--resume if it has trained before), or correct the name of the run (--run). A run without regions.min or "
+                "regions.on_loss=continue cannot be joined."
             )
         print(f"waiting for run {name!r} at {address}", flush=True)
         time.sleep(min(WAIT_S, max(deadline - time.monotonic(), 0)))
@@ -63,12 +64,20 @@ def claim_number(recipe: Recipe, address: str) -> "Claim":
     return claim(store, name, record.most, members)
 
 
-def comes_back(recipe: Recipe, address: str) -> bool:
-    """Whether the recipe's run trains already: a region that its scheduler starts again enters it without being told."""
+def trains(recipe: Recipe, address: str, region: int) -> bool:
+    """Whether the recipe's run trains already: a region that its scheduler starts again enters it without being told.
+
+    Says so if another process of the region still takes part.
+    """
     from ..meeting.live import read_alive
+    from ..run.place import taken
     from .status import reach
 
-    return read_alive(reach(address), name_of(recipe)) is not None
+    record = read_alive(reach(address), name_of(recipe))
+    held = None if record is None else taken(record, region)
+    if held is not None:
+        print(f"{held} This command loads the model, and then tries to join.", flush=True)
+    return record is not None
 
 
 def name_of(recipe: Recipe) -> str:

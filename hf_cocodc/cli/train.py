@@ -24,7 +24,7 @@ from ..settings import (
     warn_alone,
 )
 from .display import Display
-from .joining import claim_number, comes_back, loss_in_words, refuse_to_join, way_back
+from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
 from .report import report
 
 
@@ -119,8 +119,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
-    elif not join and address is not None and region is not None and recipe.regions.elastic:
-        join = comes_back(recipe, address)
+    elif address is not None and region is not None and recipe.regions.elastic:
+        join = trains(recipe, address, region) or join
     if join:
         overrides.append("regions.join=true")
         recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, join=True))
@@ -131,7 +131,8 @@ def run(options: argparse.Namespace) -> int:
             claim = claim_number(recipe, address)
             ended.callback(claim.close)
             regions = [claim.region]
-            print(f"joining as region {claim.region}", flush=True)
+        if join:
+            print(f"joining run {name_of(recipe)!r} as region {regions[0]}", flush=True)
         folders = [output_dir(recipe) / f"region-{each}" for each in regions]
         give_away = ended.enter_context(launch.sole_writer(folders, machine))
         return _train(options, recipe, overrides, regions, address, machine, give_away)
@@ -173,7 +174,8 @@ def _train(
         [each.region for each in processes],
         journals,
         int(recipe.training.get("max_steps", -1)),
-        options.resume or bool(recipe.regions.join),
+        options.resume,
+        bool(recipe.regions.join),
         [each.status for each in processes],
     )
 

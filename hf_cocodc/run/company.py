@@ -17,6 +17,7 @@ from ..meeting.presence import Member
 from .base import Base, DonorLost, Received, receive
 from .donor import Donation, Offer
 from .place import Agreeing, Place, alive, connected, ticket
+from .status import tell
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,7 @@ class Company:
                 offer = Offer(str(said["host"]), int(said["port"]), str(said["secret"]), int(said["step"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
+            tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
             return receive(offer, folder, self.place.region, member.region, alive, self.place.host)
 
     def _asked_to_leave(self, why: str) -> None:

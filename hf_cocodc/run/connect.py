@@ -32,7 +32,7 @@ from .about import About
 from .company import Company
 from .hellos import own_hello, show_differences
 from .place import Place, find
-from .status import tell_whom_we_await
+from .status import tell, tell_whom_we_await
 from .supported import is_sharded, lanes_of, refuse_fixed
 
 logger = logging.getLogger(__name__)
@@ -193,9 +193,9 @@ def _connect_elastic(
         )
         record = find(place)
         if record is not None:
-            logger.info(
-                "region %d joins run %r, which trains at step %d", region, name, record.members[0].step
-            )
+            words = f"joins run {name!r}, which trains at step {record.members[0].step}"
+            logger.info("region %d %s", region, words)
+            tell("joining the run", news=words)
             return Company.joined(place, record)
         roster = rendezvous(
             place.store(), name, region, count, dict(place.hello), regions.start_timeout_s, tell_whom_we_await

@@ -89,8 +89,9 @@ class Newcomer:
                 *(outer.link.region, before, outer.inner_step),
             )
         jumped(before, outer.inner_step)
-        logger.info("region %d is in the run, at step %d", outer.link.region, outer.inner_step)
-        tell("training")
+        words = f"is in the run, from step {outer.inner_step} on"
+        logger.info("region %d %s", outer.link.region, words)
+        tell("training", news=words)
         return marker
 
     def come_back(self, error: LeftBehind) -> Marker:

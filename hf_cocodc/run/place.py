@@ -150,7 +150,7 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
     """
     # by then, a process of this region that has died is no member any more
     until = time.monotonic() + place.regions.timeout_s + _PATIENCE_S
-    refused = ""
+    said = ""
     while True:
         first = record.members[0].region
         compare_two(first, record.hello, place.region, place.hello)
@@ -162,17 +162,34 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
             return presence, addresses, record
         except LinkError as error:  # a member that has just died is still in the record
             presence.close()
-            if time.monotonic() > until or "regions.max" in str(error):
+            if "regions.max" in str(error):
                 raise
-            if str(error) != refused:
-                logger.warning("region %d cannot join yet: %s", place.region, error)
-                tell(f"waiting: {error}")
-            refused = str(error)
+            held = taken(record, place.region) if "takes part already" in str(error) else None
+            left_s = until - time.monotonic()
+            if left_s < 0:
+                raise (MeetingError(held) if held else error) from None
+            if said != (held or str(error)):
+                said = held or str(error)
+                words = f"cannot join yet, and tries again for {left_s:.0f} s: {said}"
+                logger.warning("region %d %s", place.region, words)
+                tell("waiting for its place", news=words)
         time.sleep(_AGAIN_S)
         newest = alive(place)
         if newest is None or newest.run != record.run:
-            raise LinkError(f"the run {place.name!r} has ended, or its store does not answer: {refused}")
+            raise LinkError(f"the run {place.name!r} has ended, or its store does not answer: {said}")
         record = newest
+
+
+def taken(record: live.Record, region: int) -> str | None:
+    """Which process of a region takes part, and how another one takes its place; None if there is none."""
+    for member in record.members:
+        if member.region == region:
+            return (
+                f"region {region} is in run {record.name!r} already, as the process at {member.address}. If that has died, the "
+                "others will notice it. If it lives, end it, or join as another region (hf-cocodc train --join takes a free "
+                "number)."
+            )
+    return None
 
 
 def ticket(store: dist.Store) -> int:

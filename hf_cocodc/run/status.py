@@ -20,13 +20,15 @@ LEFT = "has left the run"
 _turn = threading.Lock()
 _has_ended: set[str] = set()
 """Files that hold the error of this process: nothing is told after it."""
+_news: list[str] = []
 
 
-def tell(doing: str, **facts: Any) -> None:
+def tell(doing: str, news: str = "", **facts: Any) -> None:
     """Say what this region is doing. Only one rank of a machine speaks, and only if a command listens; an error is the last word.
 
     Args:
         doing: words that follow the name of the region ("packing the text").
+        news: what is worth a line of its own, in words that follow the name; whatever is told later, it is not forgotten.
         facts: figures, as JSON can express them.
     """
     path = os.environ.get(ENV_STATUS)
@@ -38,7 +40,10 @@ def tell(doing: str, **facts: Any) -> None:
             return
         if "error" in facts:
             _has_ended.add(path)
-        half.write_text(json.dumps({"doing": doing, "since": time.time(), **facts}), encoding="utf-8")
+        if news:
+            _news.append(news)
+        said = {"doing": doing, "since": time.time(), "news": _news, **facts}
+        half.write_text(json.dumps(said), encoding="utf-8")
         os.replace(half, path)
 
 

@@ -22,7 +22,7 @@ from .rules import check_host, require, setting, take_number
 ENDINGS = ("auto", "finish", "stop", "continue")
 ON_LOSS = ("stop", "continue")
 WAIT_S = 3600.0
-OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s", "join")
+OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
 
 
@@ -136,6 +136,13 @@ class RegionConfig:
         take_number(self, "grace_s")
         is_time = lambda v: v == "auto" or (not isinstance(v, str) and 0 < v <= 1e6)  # noqa: E731
         require(self, "grace_s", is_time, f"{seconds}, or be auto", "regions")
+        if self.join and not self.elastic:
+            raise InputError(
+                f"this region is to join a run (--join, {ENV_JOIN}=1 or regions.join=true), but by its settings the run ends "
+                "when a region is lost. Nobody can join such a run. If the regions that train have regions.min or "
+                "regions.on_loss=continue, give this one the same settings. If not, stop them (Ctrl-C), and start all "
+                "regions with --resume and --set regions.min=1."
+            )
         for name in OF_ELASTIC_RUNS:
             value = getattr(self, name)
             if value not in (None, False) and not self.elastic:

@@ -55,6 +55,7 @@ class Run:
         self.display = Display([0, 1], paths, 100, statuses=self.statuses, clock=self.clock)
 
     def tell(self, region: int, doing: str, **facts: Any) -> None:
+        self.monkeypatch.setattr("hf_cocodc.run.status._news", [])
         self.monkeypatch.setenv(ENV_STATUS, str(self.statuses[region]))
         tell(doing, **facts)
 
@@ -213,3 +214,29 @@ def test_a_region_that_has_only_just_begun_to_train_is_shown(
     run.tell(1, "joining: catching up, step 5 of 9")
     run.after(61)
     assert capsys.readouterr().out.endswith("region 1: joining: catching up, step 5 of 9 for 01:01\n")
+
+
+def test_a_region_that_joins_says_how_it_comes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each step once, although another word has replaced it; and it has not resumed anything."""
+    monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
+    monkeypatch.setattr("hf_cocodc.run.status._news", [])
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.path is not None
+    display = Display([3], [journal.path], 100, joins=True, statuses=[tmp_path / "status.json"])
+    tell("joining the run", news="joins run 'mine', which trains at step 40")
+    tell("getting a base", news="gets a base of step 41 from region 0")
+    display.update()
+    journal.write("resume", step=41, region=3)
+    display.update()
+    tell("training", news="is in the run, from step 44 on")
+    tell("training", step=44)
+    display.update()
+    display.update()
+    assert capsys.readouterr().out.splitlines() == [
+        "starting: loading the model, packing the text, joining the run",
+        "region 3 joins run 'mine', which trains at step 40",
+        "region 3 gets a base of step 41 from region 0",
+        "region 3 is in the run, from step 44 on",
+    ]

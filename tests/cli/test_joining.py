@@ -29,7 +29,7 @@ ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
     [
         ([*ELASTIC, "--join", "--resume", "--store", "127.0.0.1:1"], "--join with --resume"),
         ([*ELASTIC, "--join", "--region", "1"], "--join needs the store"),
-        (["--join", "--region", "1", "--store", "127.0.0.1:1"], "regions.join=True has no meaning"),
+        (["--join", "--region", "1", "--store", "127.0.0.1:1"], "Nobody can join such a run."),
         (
             [*ELASTIC, "--join", "--region", "4", "--store", "127.0.0.1:1"],
             "--region 4 does not exist: with regions.count=4",
