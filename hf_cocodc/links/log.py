@@ -223,13 +223,19 @@ class Log:
 
     def __iter__(self) -> Iterator[Item]:
         """The items, in order, as they come; ends when the log has ended and is empty."""
+        return (item for item in self.items() if item is not None)
+
+    def items(self, quiet_s: float | None = None) -> Iterator[Item | None]:
+        """The same; None whenever no item has come for `quiet_s` seconds."""
         while True:
+            item = None
             with self._changed:
-                self._changed.wait_for(lambda: self._items or self._ended)
-                if not self._items:
+                self._changed.wait_for(lambda: self._items or self._ended, quiet_s)
+                if self._items:
+                    item = self._items.popleft()
+                    self._bytes -= item.num_bytes
+                elif self._ended:
                     return
-                item = self._items.popleft()
-                self._bytes -= item.num_bytes
             yield item
 
 

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, LinkError
 from ..links.log import Item, from_plain
 from . import checkpoint as disk
 from . import manifest
-from .donor import STARTED, Offer
+from .donor import SIGN_S, STARTED, Offer
 from .frames import Frames, call
 from .parcel import check_names, make_own
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 NAME = ".base"
 """End of the name of a received base's folder, beside the checkpoints: it is none of them."""
 _LARGEST_ITEM = 1 << 40
+_SIGNS = 4
+"""A donor is not given up before so many of its signs of life are due."""
 
 
 class DonorLost(LinkError):
@@ -75,7 +77,13 @@ class Base:
 
 
 def receive(
-    offer: Offer, folder: Path, region: int, donor: int, alive: Callable[[], object], host: str = ""
+    offer: Offer,
+    folder: Path,
+    region: int,
+    donor: int,
+    alive: Callable[[], object],
+    timeout_s: float,
+    host: str = "",
 ) -> Base:
     """Get the base that a donor offers.
 
@@ -85,6 +93,8 @@ def receive(
         region: this one.
         donor: the region that offers it.
         alive: raises if the donor is gone.
+        timeout_s: seconds without a byte of the base, or of the log, after which the donor is given up; a donor that has
+            nothing to send gives signs of life.
         host: address of this machine to call from; empty for any.
 
     Raises:
@@ -97,7 +107,7 @@ def receive(
     for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
     try:
-        frames = call(offer.host, offer.port, alive, host)
+        frames = call(offer.host, offer.port, alive, host, max(timeout_s, _SIGNS * SIGN_S))
     except LinkError as error:
         raise DonorLost(f"region {donor} does not send the base that it has offered: {error}") from error
     try:
@@ -173,6 +183,8 @@ def _items(frames: Frames, donor: int) -> Iterator[Item]:
             line = frames.receive()
             if line["kind"] == "item":
                 yield from_plain(frames.receive_tree(line, _LARGEST_ITEM))
+            elif line["kind"] == "alive":
+                continue
             elif line["kind"] == "end" and line.get("how") == "in":
                 return
             elif line["kind"] == "end" and line.get("how") == "over":

@@ -3,7 +3,7 @@
 import logging
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ class Company:
         self.landed: tuple[int, float] | None = None
         self._gifts: dict[Member, Donation] = {}
         self._from: tuple[Member, Base] | None = None
+        self._failures: Counter[Member] = Counter()
         self._take(reach, addresses)
         steady, region = place.steady_store(), place.region
         self._publisher = live.Publisher(steady, place.name, region, self._record, self._asked_to_leave)
@@ -127,22 +128,27 @@ class Company:
         self.link.pair_with(strangers)
 
     def get_base(self, folder: Path) -> Received:
-        """Get a base from some member. The next member is asked if one is lost meanwhile.
+        """Get a base from some member. The next member is asked if one is lost meanwhile, or falls silent.
 
         Raises:
             LinkError: no member gives one in time.
             CheckpointError: what comes is no base, or the disk refuses.
         """
-        if self._from is not None:
-            self._from[1].close()
+        own, failures = self.place.region, self._failures
+        if self._from is not None:  # the log after this base has ended too soon
+            member, base = self._from
+            base.close()
+            failures[member] += 1
         until = time.monotonic() + self.place.regions.start_timeout_s
         while time.monotonic() < until:
-            own = self.place.region
-            for member in sorted(self.presence.members, key=lambda each: (each.region < own, each)):
+            for member in sorted(
+                self.presence.members, key=lambda each: (failures[each], each.region < own, each)
+            ):
                 try:
                     base = self._base_of(member, folder)
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
+                    failures[member] += 1
                     continue
                 self._from = member, base
                 return base.received
@@ -246,7 +252,8 @@ class Company:
             gift.close("in", "it is in the run")
 
     def _base_of(self, member: Member, folder: Path) -> Base:
-        presence, offers = self.presence, self._offers
+        presence, offers, regions = self.presence, self._offers, self.place.regions
+        until = time.monotonic() + regions.stuck_timeout_s
 
         def alive() -> None:
             seen = presence.seen(member.region)
@@ -256,6 +263,12 @@ class Company:
         presence.tell(member, "base")
         while True:
             alive()
+            seen = presence.seen(member.region)
+            if time.monotonic() > until and seen is not None and seen.moved_s > regions.stuck_timeout_s:
+                raise DonorLost(
+                    f"region {member.region} has made no inner step for {seen.moved_s:.0f} s "
+                    f"(regions.stuck_timeout_s={regions.stuck_timeout_s:g})."
+                )
             try:
                 who, said = offers.get(timeout=_POLL_S)
             except queue.Empty:
@@ -269,7 +282,9 @@ class Company:
             except (KeyError, TypeError, ValueError) as error:
                 raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
             tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
-            return receive(offer, folder, self.place.region, member.region, alive, self.place.host)
+            return receive(
+                offer, folder, self.place.region, member.region, alive, regions.timeout_s, self.place.host
+            )
 
     def _asked_to_leave(self, why: str) -> None:
         self.leaves = why or "it was asked to leave"

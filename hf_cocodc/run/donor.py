@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CALLED_WITHIN_S = 60.0
 _GREET_S = 5.0
 _LEAST_LOG_BYTES = 64 << 20
+SIGN_S = 1.0
+"""Seconds after which a donor that has nothing to send gives a sign of life."""
 _BASES_IN_LOG = 4
 """The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
 STARTED = f"{disk.FOLDER}/start.json"
@@ -196,8 +198,11 @@ class Donation:
                     frames.send_bytes(chunk)
             frames.send("sha256", value=sha.hexdigest())
         shutil.rmtree(self._folder, ignore_errors=True)
-        for item in self.log:
-            frames.send_tree("item", to_plain(item))
+        for item in self.log.items(SIGN_S):
+            if item is None:
+                frames.send("alive")
+            else:
+                frames.send_tree("item", to_plain(item))
         if self.log.overflowed:
             logger.warning(
                 "%s is so far behind that the log for it has outgrown its bound: it begins once more with a new base.",

@@ -1,6 +1,7 @@
 """One end of a TCP connection that carries frames: a line of JSON, and bytes whose number the line tells. Never a pickle."""
 
 import json
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ class Frames:
         connection: connected.
         alive: called now and then while this end waits for the other; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.
+        patience_s: seconds without a byte after which the other end counts as gone, while this end waits for it.
 
     All methods raise LinkError if the connection has ended, or if what comes is no frame.
     """
@@ -40,11 +42,14 @@ class Frames:
         connection: socket.socket,
         alive: Callable[[], object] = lambda: None,
         rate: float | None = None,
+        patience_s: float = math.inf,
     ) -> None:
         connection.settimeout(_POLL_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_from_forks(connection)
-        self._socket, self._alive, self._rate = connection, alive, rate
+        self._socket, self._alive, self._rate, self._patience_s = connection, alive, rate, patience_s
+        # the other end must never wait longer for the next byte than it takes to send so many
+        self._most = CHUNK if rate is None else max(int(rate * _POLL_S), 1)
         self._free_at = time.monotonic()
 
     def send(self, kind: str, **content: Any) -> None:
@@ -60,7 +65,7 @@ class Frames:
                 time.sleep(min(pause_s, _POLL_S))
                 continue
             try:
-                sent = self._socket.send(rest[:CHUNK])
+                sent = self._socket.send(rest[: self._most])
             except TimeoutError:
                 self._alive()
                 continue
@@ -137,11 +142,15 @@ class Frames:
 
     def _take(self, most: int, flags: int = 0) -> bytes:
         """Some bytes, as they come: at least one."""
+        silent_s = 0.0
         while True:
             try:
                 found = self._socket.recv(most, flags)
             except TimeoutError:
                 self._alive()
+                silent_s += _POLL_S  # not by a clock: this process may have stood still itself
+                if silent_s >= self._patience_s:
+                    raise LinkError(f"the other end has sent nothing for {silent_s:.1f} s.") from None
                 continue
             except OSError as error:
                 raise LinkError(f"the connection has ended ({error.strerror or error}).") from error
@@ -157,9 +166,9 @@ def _length(value: Any) -> int:
 
 
 def call(
-    host: str, port: int, alive: Callable[[], object], source: str = "", rate: float | None = None
+    host: str, port: int, alive: Callable[[], object], source: str = "", patience_s: float = math.inf
 ) -> Frames:
-    """Connect to `host`:`port`, from the address `source` if given.
+    """Connect to `host`:`port`, from the address `source` if given. The rest: see `Frames`.
 
     Raises:
         LinkError: nobody answers there.
@@ -168,4 +177,4 @@ def call(
         connection = socket.create_connection((host, port), _CONNECT_S, (source, 0) if source else None)
     except OSError as error:
         raise LinkError(f"nobody answers at {host}:{port} ({error.strerror or error}).") from error
-    return Frames(connection, alive, rate)
+    return Frames(connection, alive, patience_s=patience_s)

@@ -28,7 +28,7 @@ def loop(folder: str, steps: int, step_s: float, method: str, least: int, **regi
     """A plain loop of `steps` inner steps, each of `step_s` seconds at least."""
     region = int(os.environ["HF_COCODC_REGION"])
     home = Path(folder)
-    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, **regions)
+    config = RegionConfig(min=least, run="elastic", **{"timeout_s": 10.0, **regions})
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     )

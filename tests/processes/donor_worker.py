@@ -12,17 +12,17 @@ from hf_cocodc.links.log import Item, Log, Marker
 from tests.processes.coming_worker import loop
 
 
-def silent(folder: str, *arguments: Any) -> None:
+def silent(folder: str, *arguments: Any, **regions: Any) -> None:
     """Like `loop`, but region 0's log for a newcomer stops where it comes in: before that marker is sent."""
-    whole = Log.__iter__
+    whole = Log.items
 
-    def until_it_is_in(log: Log) -> Iterator[Item]:
-        for item in whole(log):
+    def until_it_is_in(log: Log, *quiet: float) -> Iterator[Item | None]:
+        for item in whole(log, *quiet):
             if isinstance(item, Marker) and item.admitted:
                 (Path(folder) / "admitted").touch()
                 time.sleep(3600)
             yield item
 
     if os.environ["HF_COCODC_REGION"] == "0":
-        Log.__iter__ = until_it_is_in  # type: ignore[method-assign]
-    loop(folder, *arguments)
+        Log.items = until_it_is_in  # type: ignore[method-assign]
+    loop(folder, *arguments, **regions)

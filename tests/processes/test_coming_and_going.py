@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,17 +159,24 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
 
 
 @pytest.mark.slow
-def test_a_newcomer_whose_donor_dies_as_it_comes_in_begins_anew(tmp_path: Path) -> None:
-    """It does not know that it is in, and the others must not wait for it: they lose it at once, and it comes in again."""
-    run = Run(tmp_path, 3, silent, 250, 0.1, "streaming", 1)
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_newcomer_whose_donor_dies_or_falls_silent_as_it_comes_in_begins_anew(
+    dies: bool, tmp_path: Path
+) -> None:
+    """It does not know that it is in, and the others must not wait for it: they lose it, and it comes in again by another."""
+    run = Run(tmp_path, 3, partial(silent, timeout_s=3.0), 200, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
     run.kill(2)
     run.wait_for_step(0, 14)
-    run._body = loop
+    run._body = partial(loop, timeout_s=3.0)
     run.start(2)
     wait_until((tmp_path / "admitted").exists, run.processes[0], run.log(0))
-    run.kill(0)
+    if dies:
+        run.kill(0)
     first, second = run.results(1, 2)
     assert torch.equal(first["weights"], second["weights"])
     epochs = [event["members"] for event in events(tmp_path, 1, "epoch")]
-    assert epochs[-1] == [1, 2]
+    assert epochs[-1] == ([1, 2] if dies else [0, 1, 2])
+    assert "sends its log no more" in run.log(2).read_text()
+    [came] = events(tmp_path, 2, "join")
+    assert came["donor"] == 1

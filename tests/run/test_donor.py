@@ -19,8 +19,8 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.log import Entry, Marker, to_plain
 from hf_cocodc.links.records import ROW
 from hf_cocodc.meeting.callers import Member
+from hf_cocodc.run import base, donor, frames
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import donor, frames
 from hf_cocodc.run.base import Base, DonorLost, RunOver, receive
 from hf_cocodc.run.donor import Donation, Inner, write_base
 from hf_cocodc.run.local_weights import weights_file
@@ -29,6 +29,7 @@ from tests.run.test_take_over import ADAM, same
 
 RUN = 11
 HOST = "127.0.0.1"
+PATIENCE_S = 60.0
 STATE = {
     "tensor": torch.arange(5.0),
     "half": torch.ones(3, dtype=torch.bfloat16),
@@ -75,14 +76,16 @@ def donation(tmp_path: Path) -> Iterator[Donation]:
 
 
 @contextlib.contextmanager
-def received(donation: Donation, tmp_path: Path, **changed: Any) -> Iterator[Base]:
+def received(
+    donation: Donation, tmp_path: Path, timeout_s: float = PATIENCE_S, **changed: Any
+) -> Iterator[Base]:
     def alive() -> None:
         if not [thread for thread in threading.enumerate() if thread.name == "hf_cocodc-donor"]:
             raise DonorLost("it is gone")
 
-    base = receive(donation.offer._replace(**changed), tmp_path / "region-2", 2, 0, alive)
-    yield base
-    base.close()
+    found = receive(donation.offer._replace(**changed), tmp_path / "region-2", 2, 0, alive, timeout_s)
+    yield found
+    found.close()
 
 
 def test_a_base_arrives_whole(donation: Donation, tmp_path: Path) -> None:
@@ -127,6 +130,20 @@ def test_a_donor_that_leaves_is_named(donation: Donation, tmp_path: Path) -> Non
             next(base.items)
 
 
+def test_a_donor_with_nothing_to_send_gives_signs_of_life(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer waits for it for longer than for one that is silent."""
+    monkeypatch.setattr(donor, "SIGN_S", 0.05)
+    monkeypatch.setattr(base, "SIGN_S", 0.05)
+    monkeypatch.setattr(frames, "_POLL_S", 0.1)
+    with received(donation, tmp_path, timeout_s=0.3) as found:
+        late = threading.Timer(0.8, donation.log, [MARKER])
+        late.start()
+        assert next(found.items) == MARKER
+        late.join()
+
+
 def test_a_log_that_grows_too_long_ends(
     donation: Donation, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,15 +176,16 @@ def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Pa
         pass
 
 
-def served(lines: list[bytes]) -> donor.Offer:
-    """A donor that says these lines, and no more."""
+def served(lines: list[bytes], is_silent: bool = False) -> donor.Offer:
+    """A donor that says these lines, and no more; it ends the connection, or `is_silent`."""
     listener = socket.create_server((HOST, 0))
 
     def say() -> None:
         with listener, listener.accept()[0] as connection, contextlib.suppress(OSError):
             for line in lines:
                 connection.sendall(line)
-            connection.shutdown(socket.SHUT_WR)
+            if not is_silent:
+                connection.shutdown(socket.SHUT_WR)
             while connection.recv(1 << 16):
                 pass
 
@@ -183,7 +201,7 @@ def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is written."""
     line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode() + b"\nx"
     with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
-        receive(served([line]), tmp_path / "region-2", 2, 0, lambda: None)
+        receive(served([line]), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -208,8 +226,21 @@ BROKEN = {
 def test_what_is_no_base_is_refused(lines: list[bytes], tmp_path: Path) -> None:
     """And no folder looks like one."""
     with pytest.raises(DonorLost):
-        receive(served(lines), tmp_path / "region-2", 2, 0, lambda: None)
+        receive(served(lines), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S)
     assert not [path for path in (tmp_path / "region-2").glob("*") if path.name.endswith(".base")]
+
+
+def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its process lives."""
+    monkeypatch.setattr(frames, "_POLL_S", 0.05)
+    monkeypatch.setattr(base, "SIGN_S", 0.02)
+    offer = served([files(state=200), b"{}"], is_silent=True)
+    with pytest.raises(
+        DonorLost, match="region 0 sends its base no more: the other end has sent nothing for"
+    ):
+        receive(offer, tmp_path / "region-2", 2, 0, lambda: None, 0.2)
 
 
 ITEMS: dict[str, Any] = {
@@ -249,9 +280,8 @@ def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames.time, "sleep", sleep)
     monkeypatch.setattr(frames.time, "monotonic", lambda: now[0])
     end, other = pair()
-    for _ in range(4):
-        end.send_bytes(bytes(500))
-        assert len(other.recv(500, socket.MSG_WAITALL)) == 500
+    end.send_bytes(bytes(2000))
+    assert len(other.recv(2000, socket.MSG_WAITALL)) == 2000
     assert sum(slept) == pytest.approx(1.5)
     other.close()
     end.close()
