@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -151,51 +151,53 @@ class Pair:
         """Payload connection `index`, or the control connection."""
         return self.control if index is None else self.bulk[index % len(self.bulk)]
 
-    def _connect(self, store: dist.Store) -> Connection:
+    def _connect(self, way: "_Way") -> Connection:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [self._device]
         options._threads = 0  # for collective calls, which we never make
-        return Connection(_gloo(store, self._rank, 2, options), self.region, 1 - self._rank)
+        return Connection(_gloo(_Introduction(way), self._rank, 2, options), self.region, 1 - self._rank)
+
+
+class _Way(Protocol):
+    """How the two ends of a new group reach each other before it exists."""
+
+    def tell(self, key: str, value: bytes) -> None: ...
+
+    def hear(self, key: str) -> bytes: ...
 
 
 class _Introduction(dist.Store):
     """What the two ends of a new group tell each other. gloo sets one value, and gets both."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: _Way) -> None:
         super().__init__()
+        self._way = way
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
         self._known[key] = value
-        self._tell(key, value)
+        self._way.tell(key, value)
 
     def get(self, key: str) -> bytes:
         if key not in self._known:
-            self._known[key] = self._hear(key)
+            self._known[key] = self._way.hear(key)
         return self._known[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Nothing: `get` waits."""
 
-    def _tell(self, key: str, value: bytes) -> None:
-        raise NotImplementedError
 
-    def _hear(self, key: str) -> bytes:
-        raise NotImplementedError
-
-
-class _AtStore(_Introduction):
-    """Introduces at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
+class _AtStore:
+    """They meet at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        super().__init__()
         self._store, self._timeout_s = store, timeout_s
 
-    def _tell(self, key: str, value: bytes) -> None:
+    def tell(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # a store takes bytes, too
 
-    def _hear(self, key: str) -> bytes:
+    def hear(self, key: str) -> bytes:
         began = time.monotonic()
         while not (value := peek(self._store, key)):
             waited_s = time.monotonic() - began
@@ -206,16 +208,15 @@ class _AtStore(_Introduction):
         return value
 
 
-class _OnControl(_Introduction):
-    """Introduces on the control connection of the pair: in one round trip, without a store."""
+class _OnControl:
+    """They use the control connection of the pair: one round trip, without a store."""
 
     def __init__(self, control: Connection, tag: int, timeout_s: float) -> None:
-        super().__init__()
         self._control, self._tag = control, tag
         self._timeout = timedelta(seconds=timeout_s)
         self._pending: list[Pending] = []
 
-    def _tell(self, key: str, value: bytes) -> None:
+    def tell(self, key: str, value: bytes) -> None:
         mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
         mine[:2] = torch.tensor(divmod(len(value), 256))
         mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
@@ -223,7 +224,7 @@ class _OnControl(_Introduction):
         for operation, memory in (("recv", theirs), ("send", mine)):
             self._pending.append(self._control.start(operation, memory, self._tag))
 
-    def _hear(self, key: str) -> bytes:
+    def hear(self, key: str) -> bytes:
         for each in self._pending:
             self._control.wait(each.work, self._timeout)
         high, low, *rest = self._pending[0].memory.tolist()
