@@ -1,6 +1,5 @@
 """The link of a run whose regions may change: one is lost, leaves, comes in or comes back, and the others train on."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,11 +9,10 @@ from torch import Tensor
 
 from ..errors import LeftBehind, LinkError
 from ..meeting.presence import Member
-from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import CodecState
-from ..tensors.pools import Pool
-from .base import Arrival, Handle, Link, Parcel, T
-from .calls import BroadcastCall, Call, GatherCall, MeanCall, MeanMemory
+from .base import Arrival, Handle, Parcel, T
+from .calls import BroadcastCall, Call, GatherCall, MeanCall
+from .direct import DirectLink
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .membership import Membership
@@ -25,7 +23,7 @@ from .terms import Events, Reach, State, Terms
 from .view import View
 
 
-class ElasticLink:
+class ElasticLink(DirectLink):
     """Reaches the regions that take part now.
 
     All members make the same calls in the same order. A call has the members of the moment when it is made, less those that
@@ -44,21 +42,15 @@ class ElasticLink:
     """
 
     is_elastic = True
-    lane, num_lanes = 0, 1
-    replicas = False
-    timing = "measured"
 
     def __init__(
         self, reach: Reach, terms: Terms, *, timeout_s: float = 120.0, pin_memory: bool = False
     ) -> None:
-        self.region = reach.me.region
-        self.agreement: StopAgreement | None = None
+        super().__init__(reach.me.region, reach.presence, pin_memory)
         self.events: Events = deque()
         self.parties: tuple[int, ...] = (self.region,)
         self._terms, self._timeout_s = terms, timeout_s
-        self._memory = MeanMemory(pin_memory)
         self._sinks = Sinks()
-        self._broadcast_bytes = 0
         self._epochs: list[int] = []
         self._depth = 0
         self._closed = False
@@ -104,10 +96,6 @@ class ElasticLink:
         return self._life.ops.submitted
 
     @property
-    def awaits(self) -> int | None:
-        return self._life.presence.awaits
-
-    @property
     def admits(self) -> int:
         return self._life.admits
 
@@ -117,7 +105,7 @@ class ElasticLink:
             return FollowedMean(log.ask("mean", parcel.what), parcel, self._memory.bring_home)
 
         def call(view: View, regions: tuple[int, ...]) -> Call:
-            return MeanCall(view, regions, parcel, self._memory, self._life.presence)
+            return MeanCall(view, regions, parcel, self._memory, self._presence)
 
         def finish(op: Op, found: Arrival) -> Arrival:
             sent = found.bytes_sent + op.void_bytes
@@ -130,18 +118,6 @@ class ElasticLink:
             return arrival
 
         return self._submit(parcel.what, call, finish)
-
-    def bring_to(self, home: Pool) -> None:
-        self._memory.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        self._memory.give(mean)
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
-
-    def clock(self) -> float:
-        return time.perf_counter()
 
     def tick(self, inner_step: int) -> None:
         self._life.tick(inner_step)
@@ -162,7 +138,7 @@ class ElasticLink:
         def call(view: View, regions: tuple[int, ...]) -> Call:
             place = regions.index(source) if source in regions else 0
             # a copy: an attempt that fails may have written to it
-            return BroadcastCall(view, flat.view(torch.uint8).clone(), place, what, self._life.presence)
+            return BroadcastCall(view, flat.view(torch.uint8).clone(), place, what, self._presence)
 
         def finish(op: Op, raw: Tensor) -> Tensor:
             self._write(op, "broadcast", (), raw, {})
@@ -172,10 +148,6 @@ class ElasticLink:
         flat.view(torch.uint8).copy_(op.wait())
         self._broadcast_bytes += op.bytes_sent + op.void_bytes
         self._note_op(op)
-
-    def count_broadcasts(self) -> int:
-        counted, self._broadcast_bytes = self._broadcast_bytes, 0
-        return counted
 
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         if self.state is State.JOINING:
@@ -275,18 +247,9 @@ class ElasticLink:
         assert reach.members is None and self.state is not State.MEMBER
         step = self._life.step
         self.part()
-        self._sinks = Sinks()
+        self._sinks, self._presence = Sinks(), reach.presence
         self._life = Membership(reach, self._terms, self._sinks, self.events)
         self._life.step = step
-
-    def lead(self, call: Callable[[Link], T], what: str) -> T:
-        return call(self)
-
-    def leave_note(self, reason: str) -> None:
-        self._life.presence.leave_note(reason)
-
-    def note_of(self, region: int) -> str | None:
-        return self._life.presence.note_of(region)
 
     def close(self, reason: str | None = None) -> None:
         if not self._closed:
@@ -304,7 +267,7 @@ class ElasticLink:
         """Gather records; blocks."""
 
         def call(view: View, regions: tuple[int, ...]) -> Call:
-            return GatherCall(view, regions, record, what, self._life.presence)
+            return GatherCall(view, regions, record, what, self._presence)
 
         def finish(op: Op, records: tuple[tuple, ...]) -> tuple[tuple, ...]:
             self._write(op, "gather", records, torch.empty(0), {})

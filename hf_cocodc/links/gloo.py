@@ -13,15 +13,14 @@ from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
 from ..meeting.presence import Member, Presence
-from ..meeting.stopping import StopAgreement
-from ..tensors.pools import Pool
-from .base import Arrival, FixedSet, Handle, Link, Parcel, T
-from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
+from .base import Arrival, FixedSet, Handle, Parcel
+from .calls import BroadcastCall, GatherCall, MeanCall
+from .direct import DirectLink
 from .records import Record
 from .wire import END_OF_TAGS, Wire, died
 
 
-class GlooLink(FixedSet):
+class GlooLink(DirectLink, FixedSet):
     """Reaches the same lane of every other region.
 
     One background thread makes the transfers in order: it encodes, sends, receives and decodes. The calling thread waits
@@ -59,18 +58,11 @@ class GlooLink(FixedSet):
         num_lanes: int = 1,
         pin_memory: bool = False,
     ) -> None:
-        self.region = region
-        self.num_regions = num_regions
-        self.lane, self.num_lanes = 0, num_lanes
-        self.replicas = False
-        self.timing = "measured"
-        self.agreement: StopAgreement | None = None
-        self._broadcast_bytes = 0
+        presence = Presence(prefix, Member(region, 0), address, timeout_s, stuck_timeout_s, patient=True)
+        super().__init__(region, presence, pin_memory)
+        self.num_regions, self.num_lanes = num_regions, num_lanes
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
-        self._presence = Presence(
-            prefix, Member(region, 0), address, timeout_s, stuck_timeout_s, patient=True
-        )
         self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
         try:
             found = self._wire.connect_all(num_regions, prefix, store)
@@ -79,7 +71,6 @@ class GlooLink(FixedSet):
             self._presence.close(str(error))
             raise
         self.view = self._wire.view(range(num_regions), 0, END_OF_TAGS, found)
-        self._memory = MeanMemory(pin_memory)
         self._job: _Job | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
@@ -87,10 +78,6 @@ class GlooLink(FixedSet):
         self._presence.on_lost(self._give_up)
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
         self._thread.start()
-
-    @property
-    def awaits(self) -> int | None:
-        return self._presence.awaits
 
     def mean(self, parcel: Parcel) -> Handle:
         def transfer() -> Arrival:
@@ -101,18 +88,6 @@ class GlooLink(FixedSet):
 
         return self._submit(transfer, parcel.what)
 
-    def bring_to(self, home: Pool) -> None:
-        self._memory.bring_to(home)
-
-    def give(self, mean: Tensor) -> None:
-        self._memory.give(mean)
-
-    def total(self, values: Tensor) -> Tensor:
-        return values
-
-    def clock(self) -> float:
-        return time.perf_counter()
-
     def tick(self, inner_step: int) -> None:
         self._presence.inner_step = inner_step
 
@@ -121,23 +96,10 @@ class GlooLink(FixedSet):
         self._submit(call.run, what).wait()
         self._broadcast_bytes += call.bytes_sent
 
-    def count_broadcasts(self) -> int:
-        counted, self._broadcast_bytes = self._broadcast_bytes, 0
-        return counted
-
     def gather(self, record: Record, what: str) -> tuple[Record, ...]:
         return self._submit(
             GatherCall(self.view, self.members, record, what, self._presence).run, what
         ).wait()
-
-    def lead(self, call: Callable[[Link], T], what: str) -> T:
-        return call(self)
-
-    def leave_note(self, reason: str) -> None:
-        self._presence.leave_note(reason)
-
-    def note_of(self, region: int) -> str | None:
-        return self._presence.note_of(region)
 
     def close(self, reason: str | None = None) -> None:
         if self._closed:
