@@ -5,12 +5,14 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, MeetingError
 
 if TYPE_CHECKING:
     from ..meeting.live import Record
     from ..meeting.store import SteadyStore
 
+PATIENCE_S = 5.0
+"""A store that does not answer for so long is not there."""
 STILL_S = 10.0
 """A region that has made no inner step for so long is said to stand still."""
 
@@ -20,7 +22,8 @@ def register(subparsers: Any) -> None:
         "status",
         help="show who takes part in a run that trains",
         description="Show who takes part in the runs at a store, how far each region is, and who waits for whom. Only runs that "
-        "go on without a lost region (regions.min, regions.on_loss=continue) say so at their store.",
+        "go on without a lost region (regions.min, regions.on_loss=continue) say so at their store. What it shows of a region is "
+        "some seconds old. How far a region is behind is shown only where it is more than regions make in that time.",
         allow_abbrev=False,
     )
     add_place(parser)
@@ -46,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def reach(address: str) -> "SteadyStore":
-    """The store at HOST:PORT.
+    """The store at HOST:PORT, of a run that trains.
 
     Raises:
         InputError: this is no address.
@@ -56,7 +59,13 @@ def reach(address: str) -> "SteadyStore":
     from ..settings import RegionConfig
 
     RegionConfig(store=address)
-    connect_store(address, 10.0)
+    try:
+        connect_store(address, PATIENCE_S)
+    except MeetingError as error:
+        raise MeetingError(
+            f"no store answers at {address}. If `hf-cocodc train` has printed this address, its run has ended, and its store "
+            f"with it. Otherwise correct --store, or look at the machine of the store. ({error.__cause__ or error})"
+        ) from error
     return SteadyStore(address)
 
 
@@ -68,21 +77,30 @@ def running(store: "SteadyStore", address: str, name: str | None) -> "list[Recor
         StoreAwayError: the store does not answer any more.
         MeetingError: what lies at the store is not ours.
     """
-    from ..meeting.live import names, read_alive
+    from ..meeting.live import ended, names, read_alive
 
-    known = names(store) if name is None else [name]
-    found = [record for record in (read_alive(store, each) for each in known) if record is not None]
-    if not found:
-        which = "no run" if name is None else f"no run named {name!r}"
-        silent = (
-            f" The last regions of {', '.join(known)} have not ended in good order."
-            if name is None and known
-            else ""
-        )
-        raise InputError(
-            f"{which} trains at {address}, of those that say so: runs with regions.min or regions.on_loss=continue.{silent}"
-        )
-    return found
+    known = names(store)
+    asked = known if name is None else [name]
+    found = [record for record in (read_alive(store, each) for each in asked) if record is not None]
+    if found:
+        return found
+    which = "no run" if name is None else f"no run named {name!r}"
+    over = [each for each in ended(store) if name in (None, each)]
+    died = [each for each in known if name in (None, each)]
+    said = f"{which} trains at {address}."
+    if over:
+        said += f" Ended in good order: {', '.join(over)}."
+    if died:
+        said += f" Without a sign of life from any region: {', '.join(died)}."
+    if not over and not died:
+        said += " Only runs with regions.min or regions.on_loss=continue say at their store that they train."
+    raise InputError(said)
+
+
+def lags(record: "Record") -> list[int]:
+    """How many inner steps each member is behind the one that is ahead of all; 0 where that is not certain."""
+    least = min(0, *(member.behind for member in record.members))
+    return [member.behind - least for member in record.members]
 
 
 def lines(record: "Record") -> list[str]:
@@ -100,18 +118,16 @@ def lines(record: "Record") -> list[str]:
         f"epoch {record.epoch}",
         f"step        {ahead}{'' if record.max_steps is None else f' of {record.max_steps}'}; {last}",
     ]
-    for member in record.members:
-        words = [f"step {member.step}" + (f" ({ahead - member.step} behind)" if member.step < ahead else "")]
+    for member, lag in zip(record.members, lags(record), strict=True):
+        words = [f"step {member.step}" + (f" ({lag} behind)" if lag else "")]
         if member.awaits is not None:
             words.append(f"waits for region {member.awaits}")
         if member.moved_s >= STILL_S:
             words.append(f"no inner step for {member.moved_s:.0f} s")
         if member.doing:
             words.append(member.doing)
-        rows.append(
-            f"{f'region {member.region}':<12}{', '.join(words)}"
-            + (f"  [{member.host}]" if member.host else "")
-        )
+        machine = member.address.rpartition(":")[0]
+        rows.append(f"{f'region {member.region}':<12}{', '.join(words)}  [{machine}]")
     return rows
 
 
@@ -119,7 +135,6 @@ def as_figures(record: "Record") -> dict[str, Any]:
     """A run as JSON can express it, without what its regions compare."""
     figures = dataclasses.asdict(record)
     del figures["hello"]
-    ahead = max(member.step for member in record.members)
-    for member in figures["members"]:
-        member["behind"] = ahead - member["step"]
+    for member, lag in zip(figures["members"], lags(record), strict=True):
+        member["behind"] = lag
     return figures

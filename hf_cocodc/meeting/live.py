@@ -33,8 +33,8 @@ class Standing:
         region: its number.
         ticket: which process of the region it is.
         address: where its presence listens, HOST:PORT.
-        host: name of its machine.
-        step: inner steps that it has made.
+        step: inner steps that it had made when the writer heard of it last.
+        behind: inner steps by which the writer was ahead then (see `signs.Seen`).
         moved_s: seconds since its last inner step.
         awaits: the region that it waits for; None if there is none.
         doing: what it does besides training, in words; empty if nothing.
@@ -43,8 +43,8 @@ class Standing:
     region: int
     ticket: int
     address: str
-    host: str = ""
     step: int = 0
+    behind: int = 0
     moved_s: float = 0.0
     awaits: int | None = None
     doing: str = ""
@@ -178,8 +178,12 @@ def read_alive(store: SteadyStore, name: str, within_s: float = ALIVE_S) -> Reco
 
 def names(store: SteadyStore) -> list[str]:
     """The names of all runs that have written a record at the store, and have not ended in good order. Raises like `read`."""
-    known = store.peek(_NAMES).decode(errors="replace").split("\n")
-    return sorted(name for name in known if name and store.peek(_key(name)))
+    return [name for name in _known(store) if store.peek(_key(name))]
+
+
+def ended(store: SteadyStore) -> list[str]:
+    """The names of all runs that have ended in good order. Raises like `read`."""
+    return [name for name in _known(store) if not store.peek(_key(name))]
 
 
 def ask_to_leave(store: SteadyStore, name: str, region: int, why: str) -> None:
@@ -195,6 +199,11 @@ def has_heard(store: SteadyStore, name: str, region: int) -> bool:
 def take_back(store: SteadyStore, name: str, region: int) -> None:
     """Ask no longer. Raises like `read`."""
     store.delete_key(_leave_key(name, region))
+
+
+def _known(store: SteadyStore) -> list[str]:
+    known = store.peek(_NAMES).decode(errors="replace").split("\n")
+    return sorted(name for name in known if name)
 
 
 def _key(name: str) -> str:

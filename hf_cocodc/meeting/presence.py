@@ -259,7 +259,7 @@ class Presence:
 
     def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
         kind = message.pop("kind", None)
-        peer.hear(kind, message, self._now())
+        peer.hear(kind, message, self._now(), self.inner_step)
         self._call(kind, peer.member, message)
 
     def _call(self, kind: Any, member: Member, content: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ class Seen(NamedTuple):
         awaits: the region that it waits for; None if there is none.
         lost: how it was lost: "closed", "left", "silent", "stuck" or "late"; empty if it was not.
         doing: what it does besides training, in words; empty if nothing.
+        behind: inner steps by which this member was ahead when the last sign came (negative: it was behind). 0 where that is no
+            more than either makes between two signs: the sign was under way for a while.
     """
 
     heard_s: float
@@ -33,6 +35,7 @@ class Seen(NamedTuple):
     awaits: int | None
     lost: str
     doing: str = ""
+    behind: int = 0
 
 
 class Waits(NamedTuple):
@@ -50,7 +53,8 @@ class Peer:
     Attributes:
         word: its last word, "left" or "closed"; empty while it has said neither.
         ended_at: when the connection ended; None while it exists.
-        lost: see Seen.
+        lost, behind: see Seen.
+        own_step: this member's inner step when the last sign came.
     """
 
     member: Member
@@ -65,17 +69,23 @@ class Peer:
     ended_at: float | None = None
     lost: str = ""
     doing: str = ""
+    behind: int = 0
+    own_step: int = 0
 
     def seen(self, now: float) -> Seen:
         ages = now - self.heard_at, now - self.moved_at
-        return Seen(ages[0], self.inner_step, ages[1], self.done, self.awaits, self.lost, self.doing)
+        told = self.done, self.awaits, self.lost, self.doing, self.behind
+        return Seen(ages[0], self.inner_step, ages[1], *told)
 
-    def hear(self, kind: Any, content: dict[str, Any], now: float) -> None:
-        """Learn from a message: a sign of life, a note or a last word."""
+    def hear(self, kind: Any, content: dict[str, Any], now: float, own_step: int) -> None:
+        """Learn from a message: a sign of life, a note or a last word. `own_step`: inner steps that this member has made."""
         self.heard_at = now
         if kind == "alive":
             step, done, awaits = content.get("step"), content.get("done"), content.get("awaits")
             if isinstance(step, int) and isinstance(done, int) and isinstance(awaits, int | None):
+                passed = max(own_step - self.own_step, step - self.inner_step)
+                self.behind = own_step - step if abs(own_step - step) > passed else 0
+                self.own_step = own_step
                 self.moved_at = now if step != self.inner_step else self.moved_at
                 self.inner_step, self.done, self.awaits = step, done, awaits
                 self.doing = str(content.get("doing", ""))[:200]

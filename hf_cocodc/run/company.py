@@ -57,6 +57,7 @@ class Company:
         self._failures: Counter[Member] = Counter()
         self._take(reach, addresses)
         steady, region = place.steady_store(), place.region
+        self._moved = 0, time.monotonic()
         self._publisher = live.Publisher(steady, place.name, region, self._record, self._asked_to_leave)
 
     @classmethod
@@ -199,6 +200,7 @@ class Company:
         gift = Donation(folder, self.place.host, step, about, f"region {member.region}", rate)
         self.link.log_to(gift.log)
         self._gifts[member] = gift
+        self._say_doing()
         self.presence.tell(member, "offer", **gift.offer._asdict())
 
     def refuse_base(self, member: Member, why: str) -> None:
@@ -211,16 +213,17 @@ class Company:
             if gift.over:
                 self.link.stop_log(gift.log)
                 del self._gifts[member]
+        self._say_doing()
 
-    def close(self, has_ended: bool) -> None:
-        """Before the link is closed; `has_ended`: all steps of the run are made."""
+    def close(self, has_ended: bool, has_stopped: bool) -> None:
+        """Before the link is closed; `has_ended`: all steps of the run are made; `has_stopped`: all regions stop here."""
         for gift in self._gifts.values():
             if has_ended:
                 gift.close("over", "all steps are made")
         self._drop_gifts()
         if self._from is not None:
             self._from[1].close()
-        self._publisher.close(ended=has_ended)
+        self._publisher.close(ended=has_ended or has_stopped)
 
     def _drop_gifts(self) -> None:
         for gift in self._gifts.values():
@@ -228,6 +231,11 @@ class Company:
             gift.close()
             gift.join(_AGAIN_S)
         self._gifts.clear()
+
+    def _say_doing(self) -> None:
+        """Let the others, and `hf-cocodc status`, know what this region does besides training."""
+        gifts = ", ".join(f"region {each.region}" for each in self._gifts)
+        self.presence.doing = "leaves" if self.leaves else f"sends a base to {gifts}" if gifts else ""
 
     def _take(self, reach: Reach, addresses: Mapping[Member, str]) -> None:
         """Reach the others in this way."""
@@ -316,15 +324,15 @@ class Company:
         )
 
     def _standing(self, member: Member) -> live.Standing:
-        presence = self.presence
-        of_all = member.region, member.ticket, self._addresses[member]
-        names = ("region", "ticket", "address")
+        presence, seen = self.presence, self.presence.seen(member.region)
+        known: dict[str, Any] = {}
         if member == presence.me:
-            gifts = ", ".join(f"region {each.region}" for each in self._gifts)
-            doing = f"sends {gifts} a base" if gifts else ""
-            own = {"step": presence.inner_step, "awaits": presence.awaits, "doing": doing}
-            return live.Standing(**dict(zip(names, of_all, strict=True)), **own)  # type: ignore[arg-type]
-        seen = presence.seen(member.region)
-        known = ("moved_s", "awaits", "doing")
-        told = {name: getattr(seen, name) for name in known} | {"step": seen.inner_step} if seen else {}
-        return live.Standing(**dict(zip(names, of_all, strict=True)), **told)  # type: ignore[arg-type]
+            step, now = presence.inner_step, time.monotonic()
+            self._moved = self._moved if step == self._moved[0] else (step, now)
+            known = {"step": step, "moved_s": now - self._moved[1]}
+            known |= {"awaits": presence.awaits, "doing": presence.doing}
+        elif seen is not None:
+            names = ("behind", "moved_s", "awaits", "doing")
+            known = {"step": seen.inner_step, **{name: getattr(seen, name) for name in names}}
+        address = self._addresses[member]
+        return live.Standing(region=member.region, ticket=member.ticket, address=address, **known)

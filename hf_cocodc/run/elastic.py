@@ -103,7 +103,7 @@ class Elastic:
         """Before the link is closed."""
         self._outer.journal.write_earlier()
         if self._company is not None:
-            self._company.close(self._outer.finished)
+            self._company.close(self._outer.finished, self._outer.endings.verdict == "stop")
 
     def _after(self, words: Words | None) -> None:
         """What comes after the events of an inner step, which have landed `words`."""
@@ -199,6 +199,8 @@ class Elastic:
         outer, endings = self._outer, self._outer.endings
         self._is_leaving, since = True, outer.inner_step
         outer.link.leave_note(why)
+        if self._company is not None:
+            self._company.leaves = why
         if outer.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)
             return

@@ -19,6 +19,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
 from hf_cocodc.recipes.recipe import Recipe
+from tests.meeting.waiting import eventually
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
@@ -157,8 +158,8 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
         run="r", name=tmp_path.name, epoch=1, losses=1, members=(member,), count=4, least=2, most=4, hello={}
     )
     publisher = live.Publisher(SteadyStore(address), tmp_path.name, 0, lambda: record if trains else None)
-    while trains and not live.names(SteadyStore(address)):
-        pass
+    store = SteadyStore(address)
+    eventually(lambda: not trains or live.names(store))
     given: list[Any] = []
 
     def start(

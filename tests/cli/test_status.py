@@ -11,30 +11,11 @@ import pytest
 
 from hf_cocodc.cli import leave
 from hf_cocodc.cli.main import main
-from hf_cocodc.cli.status import lines
+from hf_cocodc.cli.status import lags, lines
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
-
-RECORD = live.Record(
-    run="run 7",
-    name="mine",
-    epoch=2,
-    losses=1,
-    members=(
-        live.Standing(region=0, ticket=3, address="10.0.0.1:5", host="a", step=412, moved_s=0.5, awaits=2),
-        live.Standing(
-            region=1, ticket=4, address="10.0.0.1:6", step=412, doing="sends its state to region 3"
-        ),
-        live.Standing(region=2, ticket=9, address="10.0.0.2:5", step=380, moved_s=31),
-    ),
-    count=4,
-    least=2,
-    most=5,
-    max_steps=800,
-    landed_at=400,
-    landed_s=1.2,
-    hello={"model": {"x": [1]}},
-)
+from tests.meeting.records import RECORD
+from tests.meeting.waiting import eventually
 
 
 @pytest.fixture
@@ -52,10 +33,13 @@ def test_status_shows_lag_waits_and_donors() -> None:
         "run         mine",
         "regions     3; at least 2 train, at most 5 take part; epoch 2",
         "step        412 of 800; last landing at step 400, 1 s ago",
-        "region 0    step 412, waits for region 2  [a]",
-        "region 1    step 412, sends its state to region 3",
-        "region 2    step 380 (32 behind), no inner step for 31 s",
+        "region 0    step 412, waits for region 2  [10.0.0.1]",
+        "region 1    step 398, sends a base to region 3  [10.0.0.1]",
+        "region 2    step 380 (32 behind), no inner step for 31 s  [10.0.0.2]",
     ]
+    slow, *fast = RECORD.members
+    ahead = replace(RECORD, members=(slow, *(replace(each, behind=-8) for each in fast)))
+    assert lags(ahead) == [8, 0, 0], "the member that writes the record may itself be the one that is behind"
     few = replace(RECORD, members=RECORD.members[:1], landed_at=None, max_steps=None)
     assert lines(few)[1].startswith("regions     1 (training waits for others);")
     assert lines(few)[2] == "step        412; nothing has landed yet"
@@ -67,8 +51,8 @@ def test_status_of_the_runs_at_a_store(address: str, capsys: pytest.CaptureFixtu
     publishers = [
         live.Publisher(SteadyStore(address), each.name, 0, lambda each=each: each) for each in records
     ]  # type: ignore[misc]
-    while len(live.names(SteadyStore(address))) < 2:
-        pass
+    store = SteadyStore(address)
+    eventually(lambda: len(live.names(store)) == 2)
     assert main(["status", "--store", address]) == 0
     said = capsys.readouterr().out
     assert "run         mine\n" in said
@@ -87,16 +71,25 @@ def test_status_says_that_there_is_nothing_to_see(
 ) -> None:
     """No run, a run whose members have died, a store that is not there: one sentence, with exit code 2."""
     assert main(["status", "--store", address]) == 2
-    assert f"no run trains at {address}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"no run trains at {address}. Only runs with regions.min or regions.on_loss=continue say" in said
     publisher = live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD)
-    while not live.names(SteadyStore(address)):
-        pass
+    store = SteadyStore(address)
+    eventually(lambda: live.names(store))
     publisher.close()
     monkeypatch.setattr(live, "read_alive", functools.partial(live.read_alive, within_s=0.2))
     assert main(["status", "--store", address]) == 2
-    assert "The last regions of mine have not ended in good order" in capsys.readouterr().err
+    assert "Without a sign of life from any region: mine." in capsys.readouterr().err
     assert main(["status", "--store", address, "--run", "other"]) == 2
     assert "no run named 'other' trains" in capsys.readouterr().err
+    live.Publisher(SteadyStore(address), "mine", 0, lambda: None).close(ended=True)
+    for which in ([], ["--run", "mine"]):
+        assert main(["leave", "--region", "1", "--store", address, *which]) == 2
+        assert "trains at" in (said := capsys.readouterr().err)
+        assert "Ended in good order: mine." in said
+    monkeypatch.setattr("hf_cocodc.meeting.store.CONNECT_S", 0.1)
+    assert main(["status", "--store", "127.0.0.1:1"]) == 2
+    assert "If `hf-cocodc train` has printed this address, its run has ended" in capsys.readouterr().err
     assert main(["status", "--store", "nonsense"]) == 2
     assert "regions.store='nonsense' must be HOST:PORT" in capsys.readouterr().err
 
@@ -108,8 +101,8 @@ def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.Capture
         live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD),
         live.Publisher(SteadyStore(address), "mine", 1, lambda: None, heard.append),
     ]
-    while not live.names(SteadyStore(address)):
-        pass
+    store = SteadyStore(address)
+    eventually(lambda: live.names(store))
     assert main(["leave", "--store", address, "--region", "1"]) == 0
     assert capsys.readouterr().out == "region 1 sends what it has trained, and leaves run 'mine'.\n"
     assert heard == ["hf-cocodc leave"]

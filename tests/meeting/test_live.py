@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,24 +12,10 @@ from hf_cocodc.errors import MeetingError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.board import TICKETS
 from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, serve_store
+from tests.meeting import records
+from tests.meeting.waiting import eventually
 
-RECORD = live.Record(
-    run="run 7",
-    name="a/run",
-    epoch=2,
-    losses=1,
-    members=(
-        live.Standing(region=0, ticket=3, address="10.0.0.1:5", host="a", step=40, moved_s=0.5, awaits=2),
-        live.Standing(region=2, ticket=9, address="10.0.0.2:5", step=38, doing="sends its state to region 1"),
-    ),
-    count=3,
-    least=1,
-    most=4,
-    max_steps=100,
-    landed_at=40,
-    landed_s=1.5,
-    hello={"model": {"x": [1]}},
-)
+RECORD = replace(records.RECORD, name="a/run")
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +30,6 @@ def store() -> Iterator[SteadyStore]:
     del server
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, for as long as no machine is too slow for."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     """And not because it lies there. After a good end it does not."""
     assert live.read(store, "a/run") is None
@@ -62,7 +39,7 @@ def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     found = live.read_alive(store, "a/run")
     assert found is not None
     assert replace(found, beat=0) == RECORD
-    assert found.regions == (0, 2)
+    assert found.regions == (0, 1, 2)
     assert live.names(store) == ["a/run"]
     publisher.close()  # as if its process had been killed
     assert live.read(store, "a/run") is not None
@@ -70,7 +47,7 @@ def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     publisher = live.Publisher(store, "a/run", 0, lambda: None)
     publisher.close(ended=True)
     assert live.read(store, "a/run") is None
-    assert live.names(store) == []
+    assert (live.names(store), live.ended(store)) == ([], ["a/run"])
 
 
 def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:

@@ -11,17 +11,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from hf_cocodc.errors import MeetingError, RegionLostError
-from hf_cocodc.meeting.channel import MAX_LINE
+from hf_cocodc.meeting.channel import MAX_LINE, Channel
 from hf_cocodc.meeting.handshake import PROTOCOL
 from hf_cocodc.meeting.presence import Member, Presence
+from hf_cocodc.meeting.signs import Peer
 from tests.meeting.test_stopping import Way
+from tests.meeting.waiting import eventually
 from tests.processes.launching import ROOT
 
 PATIENCE_S = 30.0
@@ -69,15 +71,6 @@ def circle(*members: Member, **settings: Any) -> Iterator[Circle]:
         found.close()
 
 
-def eventually(holds: Callable[[], Any]) -> Any:
-    """Wait until it holds."""
-    until = time.monotonic() + PATIENCE_S
-    while not (found := holds()):
-        assert time.monotonic() < until, "it does not happen"
-        time.sleep(0.01)
-    return found
-
-
 A, B, C, D = (Member(region, ticket) for region, ticket in ((0, 9), (1, 3), (2, 5), (3, 12)))
 
 
@@ -95,7 +88,7 @@ def test_members_hear_each_other() -> None:
         assert (B, {"only": "for you"}) in found.heard[C]
         eventually(
             lambda: (
-                (seen := found.all[A].seen(3)) and seen[1] == 17 and seen[3:] == (4, 1, "", "sends its base")
+                (seen := found.all[A].seen(3)) and seen[1] == 17 and seen[3:7] == (4, 1, "", "sends its base")
             )
         )
         assert found.all[A].seen(7) is None
@@ -348,3 +341,14 @@ def test_a_frozen_process_is_lost_after_the_timeout_and_blocks_nobody() -> None:
         assert time.monotonic() - began < PATIENCE_S
         assert eventually(lambda: found.lost[A])[0][0] == B
         assert found.all[A].seen(1).lost in ("silent", "closed"), "too much waited for it, or too long"
+
+
+def test_how_far_a_member_is_behind_is_said_only_where_it_is_certain() -> None:
+    """A sign is under way for a while, in which regions make steps."""
+    channel = Channel(socket.socket())
+    peer, found = Peer(B, channel, heard_at=0.0, moved_at=0.0), []
+    for step, own_step in ((0, 100), (40, 130), (55, 155), (60, 155), (130, 160), (131, 160), (140, 140)):
+        peer.hear("alive", {"step": step, "done": 0, "awaits": None}, 1.0, own_step)
+        found.append(peer.seen(1.0).behind)
+    channel.close()
+    assert found == [0, 90, 100, 95, 0, 29, 0]

@@ -1,0 +1,37 @@
+"""What a member of an elastic run says of itself and of the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hf_cocodc.meeting.presence import Member
+from hf_cocodc.meeting.signs import Seen
+from hf_cocodc.run.company import Company
+
+ME, OTHER = Member(0, 1), Member(2, 5)
+
+
+def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> None:
+    """Its own doing goes out with its signs of life, the others' comes with theirs."""
+    seen = {2: Seen(0.2, 40, 0.7, 9, 0, "", "sends a base to region 3", 12)}
+    presence = SimpleNamespace(me=ME, doing="", inner_step=52, awaits=2, seen=seen.get)
+    company: Any = SimpleNamespace(
+        presence=presence,
+        leaves="",
+        _gifts={Member(3, 8): None, Member(4, 9): None},
+        _addresses={ME: "a:1", OTHER: "b:1"},
+        _moved=(52, 0.0),
+    )
+    Company._say_doing(company)
+    assert presence.doing == "sends a base to region 3, region 4"
+    own, other = (Company._standing(company, member) for member in (ME, OTHER))
+    assert (own.step, own.awaits, own.doing, own.behind) == (52, 2, presence.doing, 0)
+    assert own.moved_s > 1, "its own standing still is seen, too"
+    assert (other.step, other.behind, other.awaits, other.doing) == (40, 12, 0, "sends a base to region 3")
+    company.leaves = "hf-cocodc leave"
+    Company._say_doing(company)
+    assert presence.doing == "leaves"
+    company.leaves, company._gifts = "", {}
+    Company._say_doing(company)
+    assert presence.doing == ""
