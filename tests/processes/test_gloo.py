@@ -194,17 +194,24 @@ def test_lanes_share_what_the_network_gives(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_a_rate_limit_is_kept(num_lanes: int) -> None:
-    """However fast the link: the payload takes at least as long as a lane's share of the limit says, but for its first
-    piece. So do the seconds that the transfer says it took, which schedules go by."""
-    rate = 400e3
+    """However fast the link: a payload takes at least as long as a lane's share of the limit says, but for its first piece.
+    So do the seconds that a transfer says it took, which schedules go by: in the region that came to it last."""
+    rate = 800e3
 
-    def body(region: int, link: GlooLink) -> tuple[float, float, int]:
-        start = time.monotonic()
-        arrival = meet(link)
-        return time.monotonic() - start, arrival.seconds, arrival.bytes_sent
+    def body(region: int, link: GlooLink) -> list[tuple[float, Arrival]]:
+        found = []
+        for _ in range(3):
+            start = time.monotonic()
+            arrival = meet(link)
+            found.append((time.monotonic() - start, arrival))
+        return found
 
-    for passed, seconds, sent in run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes):
-        assert passed >= seconds >= (sent - exchange._SMALLEST) / rate > 0
+    found = sum(run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes), [])
+    least = (found[0][1].bytes_sent - exchange._SMALLEST) / rate
+    assert least > 0
+    for passed, arrival in found:
+        assert passed >= max(arrival.seconds, least)
+    assert max(arrival.seconds for _, arrival in found) >= least
 
 
 def test_a_late_region_does_not_count_for_the_link() -> None:
