@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,29 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from hf_cocodc.emulation.wan import Wan
+from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.journal import read
 from tests.processes import faults_worker
+from tests.processes.coming_worker import HURRY
 from tests.processes.faults_worker import Task
-from tests.processes.forks import fork
+from tests.processes.forks import fork, wait_until
 from tests.processes.launching import environment
 
 START_S, END_S = 120.0, 240.0
 """How long a test waits for what must happen soon, and for the end of a run."""
-STORE = (
-    "import sys, time; from hf_cocodc.meeting.store import serve_store; store = serve_store(sys.argv[1], int(sys.argv[2])); "
-    "print(store.port, flush=True); time.sleep(1e6)"
+SERVE = (
+    "import sys; from tests.processes.faults import serve; serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
 )
-Popen = Callable[..., subprocess.Popen]
+
+
+def serve(host: str, port: int, said: str) -> None:
+    """Serve a store for ever; its port is written to the file `said`."""
+    store = serve_store(host, port)
+    Path(said + ".tmp").write_text(str(store.port))
+    os.replace(said + ".tmp", said)
+    time.sleep(1e6)
 
 
 class Store:
-    """A store in a process of its own, always on the same port."""
+    """A store in a process of its own, always on the same port; in a machine of its own if there is a `wan`."""
 
-    def __init__(self, host: str, popen: Popen) -> None:
-        self._popen, self._host = popen, host
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+    def __init__(self, folder: Path, wan: Wan | None) -> None:
+        self._wan, self._folder, self._said = wan, folder, folder / "store"
+        self._host, self._port = "127.0.0.1" if wan is None else wan.address(wan.regions - 1), 0
         self.start()
 
     @property
@@ -46,16 +50,25 @@ class Store:
 
     def start(self) -> None:
         """Start the store, empty."""
-        command = [sys.executable, "-c", STORE, self._host, str(self._port)]
-        self.process = self._popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == str(self._port)
+        self._said.unlink(missing_ok=True)
+        arguments, log = (self._host, self._port, str(self._said)), self._folder / "log-store.txt"
+        if self._wan is None:
+            self.process: Any = fork(serve, *arguments, log=log)
+        else:
+            command = [sys.executable, "-c", SERVE, *map(str, arguments)]
+            self.process = Elsewhere(self._wan.popen(self._wan.regions - 1, command, env=environment()))
+        wait_until(self._said.exists, self.process, log)
+        self._port = int(self._said.read_text())
+
+    def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.join()
 
 
 class Elsewhere:
@@ -68,6 +81,9 @@ class Elsewhere:
     @property
     def exitcode(self) -> int | None:
         return self._process.poll()
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
         self._process.wait(timeout)
@@ -90,13 +106,8 @@ class Regions:
         self._diaries: dict[int, str] = {}
 
     def __enter__(self) -> Regions:
-        place = 0 if self._wan is None else self._wan.regions - 1
-        host = "127.0.0.1" if self._wan is None else self._wan.address(place)
-        self.store = Store(host, self._popen_at(place))
+        self.store = Store(self.folder, self._wan)
         return self
-
-    def _popen_at(self, place: int) -> Popen:
-        return subprocess.Popen if self._wan is None else functools.partial(self._wan.popen, place)
 
     def __exit__(self, *error: object) -> None:
         for process in self._every:
@@ -186,7 +197,9 @@ class Regions:
             )
 
     def end(self, regions: Iterable[int], within_s: float = END_S) -> dict[int, dict[str, Any]]:
-        """Wait until these regions have finished; the last line of each diary. All must hold the same params."""
+        """Wait until these regions, which hurry from now on, have finished; the last line of each diary. All must hold the
+        same params."""
+        (self.folder / HURRY).touch()
         found = {}
         for region in regions:
             self.until(lambda region=region: self.processes[region].exitcode is not None, "the end", within_s)

@@ -14,7 +14,7 @@ import torch
 
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
-from tests.processes.coming_worker import events, loop, step_of, trainer
+from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, region_env, wait_until
 
@@ -53,12 +53,19 @@ class Run:
         """Until a region has begun this inner step."""
         wait_until(lambda: step_of(self.folder, region) >= step, self.processes[region], self.log(region))
 
+    def wait_for_join(self, region: int) -> None:
+        """Until a region knows that it has come in."""
+        wait_until(
+            lambda: bool(events(self.folder, region, "join")), self.processes[region], self.log(region)
+        )
+
     def kill(self, region: int) -> None:
         self.processes[region].kill()
         self.processes[region].join()
 
     def results(self, *regions: int) -> list[dict[str, Any]]:
-        """What these regions have at the end."""
+        """What these regions, which hurry from now on, have at the end."""
+        (self.folder / HURRY).touch()
         found = []
         for region in regions:
             self.processes[region].join(TIMEOUT_S)
@@ -92,6 +99,7 @@ def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tm
     run.kill(2)
     run.wait_for_step(0, 14)
     run.start(2)
+    run.wait_for_join(2)
     first, second, third = run.results(0, 1, 2)
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["weights"], third["weights"])
@@ -129,6 +137,7 @@ def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> No
         wait_until(lambda: len(events(tmp_path, 0, "epoch")) > 1, run.processes[0], run.log(0))
     finally:
         os.kill(pid, signal.SIGCONT)
+    run.wait_for_join(2)
     first, second, third = run.results(0, 1, 2)
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["weights"], third["weights"])
@@ -173,6 +182,7 @@ def test_a_newcomer_whose_donor_dies_or_falls_silent_as_it_comes_in_begins_anew(
     wait_until((tmp_path / "admitted").exists, run.processes[0], run.log(0))
     if dies:
         run.kill(0)
+    run.wait_for_join(2)
     first, second = run.results(1, 2)
     assert torch.equal(first["weights"], second["weights"])
     epochs = [event["members"] for event in events(tmp_path, 1, "epoch")]
@@ -180,3 +190,12 @@ def test_a_newcomer_whose_donor_dies_or_falls_silent_as_it_comes_in_begins_anew(
     assert "sends its log no more" in run.log(2).read_text()
     [came] = events(tmp_path, 2, "join")
     assert came["donor"] == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_who_takes_part(tmp_path: Path) -> None:
+    """Its journal has the new members, from which the summary and the picture follow."""
+    for count, steps in ((2, 10), (3, 20)):
+        Run(tmp_path, count, trainer, steps, 0.0, "diloco", 1, True).results(*range(count))
+    epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
+    assert epochs == [[0, 1], [0, 1, 2]]

@@ -98,7 +98,7 @@ def test_a_freeze_shorter_than_grace_changes_nothing(tmp_path: Path) -> None:
         regions.start()
         regions.until_step(25)
         regions.freeze(2)
-        time.sleep(3)
+        time.sleep(2)
         regions.thaw(2)
         regions.end([0, 1, 2])
         regions.check()
@@ -128,7 +128,8 @@ def test_training_goes_on_without_the_store(what: str, tmp_path: Path) -> None:
     with Regions(3, task(tmp_path, 120)) as regions:
         regions.start()
         regions.until_step(15)
-        regions.store.kill() if what == "killed" else regions.store.process.send_signal(19)
+        regions.store.kill() if what == "killed" else regions.store.freeze()
+        regions.until_step(100)
         regions.end([0, 1, 2])
         regions.check()
 
@@ -138,10 +139,10 @@ def test_a_loss_waits_for_a_frozen_store(tmp_path: Path) -> None:
     with Regions(3, task(tmp_path, 150)) as regions:
         regions.start()
         regions.until_step(15)
-        regions.store.process.send_signal(19)
+        regions.store.freeze()
         regions.kill(2)
         time.sleep(4)
-        regions.store.process.send_signal(18)
+        regions.store.thaw()
         regions.end([0, 1])
         regions.check()
         assert regions.members(0) == [0, 1]

@@ -193,19 +193,3 @@ def test_a_run_that_has_finished_is_left_as_it_is(train: Callable[[str, Path], s
     assert "the run had already finished: there was nothing left to train" in printed
     assert f"inner steps           {STEPS}" in printed
     assert model.read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_resumed_elastic_run_says_who_takes_part(tmp_path: Path) -> None:
-    """Its journal has the new members, from which the summary and the picture follow."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for count, steps, more in ((2, H, []), (3, 2 * H, ["--resume"])):
-        sets = [*overrides("diloco", folder), *SAVING, f"regions.count={count}", "regions.min=1"]
-        sets.append(f"training.max_steps={steps}")
-        assert (
-            main(["train", recipe("diloco"), *more, *(part for each in sets for part in ("--set", each))])
-            == 0
-        )
-    events = read(folder / "region-0" / "cocodc" / "journal.jsonl")
-    assert [event["members"] for event in events if event["kind"] == "epoch"] == [[0, 1], [0, 1, 2]]
