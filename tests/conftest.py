@@ -1,5 +1,6 @@
 """Switches of the test run."""
 
+import gc
 import os
 import signal
 
@@ -13,6 +14,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test cuts the power. On a busy disk, tests that save often would wait for it most of the time.
 os.fsync = lambda handle: None
+
+
+def pytest_collection_finish() -> None:
+    """All modules are loaded. Trainer collects garbage whenever it trains, and would look through all of them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -79,6 +80,7 @@ def _live(body: Callable[..., None], args: tuple, log: str, env: dict[str, str])
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
     torch.set_num_threads(1)
+    gc.freeze()  # see conftest
     body(*args)
 
 
