@@ -194,8 +194,12 @@ def _train(
             _interrupt(number, None)
         failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
     except KeyboardInterrupt:
-        print(f"\n{_in_words(recipe.regions, regions)} Press Ctrl-C again to end at once.", file=sys.stderr)
+        is_in = any(each.has_trained for each in processes)
+        said = _in_words(recipe.regions, regions, is_in)
+        print(f"\n{said} Press Ctrl-C again to end at once.", file=sys.stderr)
         _stop(processes, display, timeout_s, elastic)
+        if recipe.regions.join and not is_in:
+            return 130
         if all(each.has_left for each in processes):
             report([each.folder for each in processes], output_dir(recipe))
             return 0
@@ -235,8 +239,10 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _in_words(settings: RegionConfig, regions: Sequence[int]) -> str:
-    """What an interrupt makes the regions of this command do, and the others."""
+def _in_words(settings: RegionConfig, regions: Sequence[int], is_in: bool = True) -> str:
+    """What an interrupt makes the regions of this command do, and the others; `is_in`: they have begun to train."""
+    if settings.join and not is_in:
+        return f"stopping: region {regions[0]} is not in the run yet. The others train on."
     if settings.leaves_alone:
         they = "the regions of this command send what they have trained, and end"
         does = f"region {regions[0]} sends what it has trained, and ends" if len(regions) == 1 else they

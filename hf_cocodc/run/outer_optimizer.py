@@ -138,7 +138,7 @@ class OuterOptimizer(Finishing):
         self._max_steps = max_steps
         self._config, self.model = config, bare
         if saved is not None:
-            check(saved, self.settings, link, self.about, self._allowed, bare)
+            check(saved, self.settings, link, self.about, self._allowed, bare, is_new)
         continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         run = run_of(link)
@@ -151,7 +151,7 @@ class OuterOptimizer(Finishing):
         note_start(self.journal, self.synchronizer, continues, max_steps, self.settings, run)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step)
+            attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)
             self._tell_unread = report_unread(self.journal, attendance)
         self._undo = [claim(bare), *hook_into_saving(accelerator, self, self._inner)]
         if link.agreement is not None:

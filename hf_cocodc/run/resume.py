@@ -174,6 +174,7 @@ def check(
     about: About,
     allowed: Collection[str],
     model: nn.Module,
+    is_new: bool = False,
 ) -> None:
     """Compare the run that wrote a checkpoint with this one; warn if this run cannot be exact. A collective call.
 
@@ -184,6 +185,7 @@ def check(
         about: the rest of this training.
         allowed: regions.may_differ.
         model: unwrapped; it holds the weights that were saved with the checkpoint.
+        is_new: the checkpoint is the base of a newcomer, which comes into a run that trains.
 
     Raises:
         CheckpointError: the checkpoint is of another method, model or training, is used by two regions, or is of a region with
@@ -220,6 +222,13 @@ def check(
     for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
         logger.warning(sentence)
     local_weights.check(model, saved.weights, saved.synchronised)
+    if is_new:
+        logger.info(
+            "region %d begins with the global params, outer state and inner optimizer of region %d, with its own random numbers "
+            "and without residuals.",
+            *(link.region, facts.region),
+        )
+        return
     if facts.num_regions != link.num_regions:
         logger.warning(
             "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "

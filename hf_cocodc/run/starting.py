@@ -227,15 +227,16 @@ def note_start(
     run: str | None = None,
 ) -> None:
     """Write into the journal what begins, or continues; into the log what it keeps in memory, and that fragments are uneven."""
+    link = synchronizer.link
     journal.write(
         "resume" if continues else "start",
         step=synchronizer.inner_step,
-        region=synchronizer.link.region,
-        num_regions=synchronizer.link.num_regions,
+        region=link.region,
+        num_regions=link.num_regions if link.takes_part() else link.most_regions,
         num_params=synchronizer.num_params,
         num_fragments=len(synchronizer.fragments),
         max_steps=max_steps,
-        timing=synchronizer.link.timing,
+        timing=link.timing,
         bytes_sent=synchronizer.totals.bytes_sent,
         outer=settings,
         **({} if run is None else {"run": run}),

@@ -96,12 +96,18 @@ class Attendance:
         return found
 
 
-def attendance_of(link: Link, regions: RegionConfig, about: About, step: int) -> Attendance:
-    """The attendance of a run that begins, or goes on, at inner step `step`. Regions are taken to read as much as this one."""
+def attendance_of(
+    link: Link, regions: RegionConfig, about: About, step: int, is_new: bool = False
+) -> Attendance:
+    """The attendance of a run that begins, or goes on, at inner step `step`. Regions are taken to read as much as this one.
+
+    A newcomer (`is_new`) knows who takes part only once it does: what others missed before, they report.
+    """
     count = from_env(regions.count, os.environ, ENV_REGIONS, "regions.count") if link.is_elastic else None
     shards = num_shards(link.num_regions if count is None else count, regions.max)
     samples = about.facts.get("batch")
-    return Attendance(shards, link.members, step, samples if isinstance(samples, int) else None)
+    members = range(shards) if is_new else link.members
+    return Attendance(shards, members, step, samples if isinstance(samples, int) else None)
 
 
 def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], None]:

@@ -69,3 +69,8 @@ def test_a_region_says_that_it_has_left(tmp_path: Path) -> None:
 )
 def test_an_interrupt_says_who_stops(settings: dict[str, Any], regions: list[int], said: str) -> None:
     assert train._in_words(RegionConfig(**settings), regions).startswith(said)
+    joining = RegionConfig(**settings, join=True) if "min" in settings else None
+    if joining is not None:
+        assert train._in_words(joining, regions, is_in=False).endswith(
+            "is not in the run yet. The others train on."
+        )
