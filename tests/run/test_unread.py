@@ -164,3 +164,19 @@ def test_a_run_with_room_for_more_regions(tmp_path: Path, caplog: pytest.LogCapt
         ]
     assert "Nobody reads that of region 2" in caplog.text
     assert "nobody has read region 2's data of steps 1 to 6." in caplog.text
+
+
+def test_a_region_that_joins_misses_nobody_before_it_knows_the_members(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its link has only itself until then. Whoever is away is away from its base on."""
+    link: Any = SimpleNamespace(is_elastic=True, members=(1,), num_regions=1)
+    about: Any = SimpleNamespace(facts={})
+    journal = Journal(tmp_path / "journal.jsonl")
+    report_unread(journal, attendance_of(link, RegionConfig(count=4), about, 413, is_new=True))
+    journal.write("land", step=421, sent_at=420, members=[0, 2])
+    journal.write("epoch", step=425, members=[0, 1, 2])
+    assert caplog.text == ""
+    journal.write("finish", step=430)
+    events = [event for event in read(tmp_path / "journal.jsonl") if event["kind"] == "unread"]
+    assert merged(events) == [Unread(3, 413, 430, None)]
