@@ -236,8 +236,9 @@ class Display:
         if event["epoch"] > self._epoch:
             self._epoch, self._members = event["epoch"], event["members"]
             why = f" ({event['why']})" if event.get("why") else ""
-            members = ", ".join(map(str, event["members"]))
-            self._say(f"step {event['step']}: {len(event['members'])} region(s) from here on: {members}{why}")
+            members = event["members"]
+            who = "region" if len(members) == 1 else f"{len(members)} regions:"
+            self._say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:
         shown = ", ".join(

@@ -15,7 +15,7 @@ def register(subparsers: Any) -> None:
         "leave",
         help="let a region leave a run in good order",
         description="Ask a region to leave a run. It sends what it has trained, the others take that in and train on without it, "
-        "and its command ends with exit code 0. It can come back (hf-cocodc train --join). Only in runs with regions.min or "
+        "and its process ends with exit code 0. It can come back (hf-cocodc train --join). Only in runs with regions.min or "
         "regions.on_loss=continue.",
         allow_abbrev=False,
     )

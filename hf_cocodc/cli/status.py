@@ -38,7 +38,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="run_name",
         metavar="NAME",
-        help="name of the run (default: all that train; as a rule, the name of the output folder)",
+        help="name of the run, if several train at the store; as a rule, the name of the output folder",
     )
 
 

@@ -48,7 +48,10 @@ class RegionConfig:
     rate_limit: float | None = setting(
         "Highest rate in Mbit/s at which this region sends, to leave room on a shared link; no limit by default."
     )
-    start_timeout_s: float = setting("Seconds to wait at the start until all regions are there.", 600.0)
+    start_timeout_s: float = setting(
+        "Seconds to wait at the start until all regions are there, or until the run trains that this region joins.",
+        600.0,
+    )
     timeout_s: float = setting("A region is lost after this many seconds without a sign of life.", 120.0)
     stuck_timeout_s: float = setting(
         "A region that is alive but makes no inner step is lost after this many seconds.", 1200.0
@@ -60,7 +63,7 @@ class RegionConfig:
     when_one_ends: str = setting(
         "What happens when one region ends early. auto: all regions finish if its training is over, and all stop with a "
         "checkpoint if it was interrupted. finish or stop: always that. continue: like auto, but the others go on if its "
-        "training is over.",
+        "training is over; with on_loss=continue also if it was interrupted.",
         "auto",
     )
     on_loss: str | None = setting(
@@ -71,7 +74,8 @@ class RegionConfig:
         "Smallest number of regions that train on; fewer wait for others (wait_s). 1 by default, if on_loss is continue."
     )
     max: int | None = setting(
-        "Largest number of regions, with those that join; by default count. Needs on_loss=continue."
+        "Largest number of regions, with those that join; by default count. They are numbered 0 .. max - 1. Needs "
+        "on_loss=continue."
     )
     wait_s: float | None = setting(
         "Seconds for which fewer regions than min wait for others, before they stop with a checkpoint and exit code 3; "

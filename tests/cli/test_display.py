@@ -176,7 +176,7 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     run.after(61)
     said = capsys.readouterr().out
     assert "region 0 is lost\n" in said
-    assert "step 12: 1 region(s) from here on: 1 (region 0 lost)" in said
+    assert "step 12: from here on region 1 (region 0 lost)" in said
     assert "step 40/100  loss region 1: 3.000" in said
     assert run.display.step == 40
     for journal in run.journals:
@@ -185,7 +185,7 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     run.journals[0].write("evaluate", step=50, eval_loss=9.5)
     run.after(1)
     said = capsys.readouterr().out
-    assert said.count("2 region(s) from here on: 0, 1 (region 0 joined)") == 1
+    assert said.count("from here on 2 regions: 0, 1 (region 0 joined)") == 1
     assert "held out, global weights: loss 1.500" in said
     assert "9.5" not in said
 

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.run.unread import Attendance, Unread, attendance_of, merged, report_unread
 from tests.toys import Blocks
@@ -49,16 +48,6 @@ def test_parts_of_regions_that_never_came() -> None:
     assert attendance.change(8, (0, 1, 3)) == [Unread(3, 5, 8, 6)]
     assert attendance.until(8) == [Unread(2, 5, 8, 6)]
     assert attendance.until(8) == []
-
-
-def test_a_newcomer_misses_nobody_before_it_knows_who_takes_part() -> None:
-    """Its link knows only itself at first. The others have read what it has not heard of."""
-    link: Any = SimpleNamespace(is_elastic=True, num_regions=1, members=(1,))
-    regions = RegionConfig(region=1, count=3, min=1, max=4)
-    attendance = attendance_of(link, regions, About(), 40, is_new=True)
-    assert attendance.absent == []
-    assert attendance.change(52, (0, 1, 2)) == []
-    assert attendance.absent == [3]
 
 
 @pytest.mark.parametrize("seed", range(20))
