@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ from hf_cocodc.meeting.presence import Member, Presence
 from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, serve_store
 from hf_cocodc.meeting.verdict import Decision, Report, to_plain
 from tests.meeting.test_presence import PATIENCE_S, Circle, eventually
-from tests.meeting.test_store import store_process, until_it_answers
+from tests.meeting.test_store import until_it_answers
+from tests.processes.stores import StoreProcess
 
 A, B, C, D = (Member(region, 10 + region) for region in range(4))
 
@@ -179,19 +180,22 @@ def test_whoever_slept_through_decisions_learns_them_in_order() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "dead"])
-def test_a_loss_waits_for_a_store_that_is_away(frozen: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_waits_for_a_store_that_is_away(
+    frozen: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody decides without it, and nothing hangs; the log says what is waited for. Then all agree."""
     place = Place()
     with contextlib.ExitStack() as kept:
-        process, port = kept.enter_context(store_process()) if frozen else (None, place.port)
-        everyone = kept.enter_context(parties(f"127.0.0.1:{port}", A, B, C))
-        place.end() if process is None else process.send_signal(signal.SIGSTOP)
+        process = kept.enter_context(StoreProcess(tmp_path)) if frozen else None
+        address = place.address if process is None else process.address
+        everyone = kept.enter_context(parties(address, A, B, C))
+        place.end() if process is None else process.freeze()
         kill(everyone[C])
         alive = [everyone[A], everyone[B]]
         eventually(lambda: all(party.changes.is_settling for party in alive))
         eventually(lambda: "Who is lost is decided there: this waits until it is back" in caplog.text)
         assert not any(party.decisions for party in alive)
-        place.begin_again() if process is None else process.send_signal(signal.SIGCONT)
+        place.begin_again() if process is None else process.thaw()
         eventually(lambda: all(party.decisions for party in alive))
         assert alive[0].decisions == alive[1].decisions
         assert alive[0].decisions[0].members == (A, B)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -19,7 +16,7 @@ import pytest
 from hf_cocodc.cli.main import parse
 from hf_cocodc.errors import InputError, MeetingError
 from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, connect_store, serve_store
-from tests.processes.launching import ROOT
+from tests.processes.stores import StoreProcess
 
 T = TypeVar("T")
 
@@ -69,19 +66,6 @@ def test_an_address_of_another_machine_is_refused() -> None:
         serve_store("203.0.113.9")
 
 
-@contextlib.contextmanager
-def store_process(port: int = 0) -> Iterator[tuple[subprocess.Popen, int]]:
-    """A store in a process of its own, on this port; and the port."""
-    code = f"from hf_cocodc.cli.main import main; main(['store', '--port', '{port}'])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    try:
-        yield process, int(re.findall(r":(\d+);", process.stdout.readline())[0])
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def until_it_answers(call: Callable[[], T]) -> T:
     deadline = time.monotonic() + 60
     while True:
@@ -92,10 +76,10 @@ def until_it_answers(call: Callable[[], T]) -> T:
             time.sleep(0.05)
 
 
-def test_a_store_that_freezes_dies_and_comes_back_empty() -> None:
+def test_a_store_that_freezes_dies_and_comes_back_empty(tmp_path: Path) -> None:
     """Calls end in time, with few threads; they succeed again as soon as the store, or another in its place, answers."""
-    with store_process() as (process, port):
-        store = SteadyStore(f"127.0.0.1:{port}", timeout_s=0.5)
+    with StoreProcess(tmp_path) as process:
+        store = SteadyStore(process.address, timeout_s=0.5)
         before = threading.active_count()
         assert (
             store.compare_set("decision", "", "first")
@@ -104,16 +88,19 @@ def test_a_store_that_freezes_dies_and_comes_back_empty() -> None:
         )
         store.set("key", "value")
         assert (store.peek("key"), store.peek("no key"), store.add("number", 2)) == (b"value", b"", 2)
-        process.send_signal(signal.SIGSTOP)
+        process.freeze()
+        store.timeout_s = 0.05
         for _ in range(50):
-            with pytest.raises(StoreAwayError, match=f"the store at 127.0.0.1:{port} does not answer"):
+            with pytest.raises(StoreAwayError, match=f"the store at {process.address} does not answer"):
                 store.peek("key")
         assert threading.active_count() <= before + 3
-        process.send_signal(signal.SIGCONT)
+        store.timeout_s = 0.5
+        process.thaw()
         assert until_it_answers(lambda: store.peek("key")) == b"value"
-    with pytest.raises(StoreAwayError, match="has gone"):
-        store.peek("key")
-    with store_process(port):
+        process.kill()
+        with pytest.raises(StoreAwayError, match="has gone"):
+            store.peek("key")
+        process.start()
         assert until_it_answers(lambda: store.peek("key")) == b""
         store.set("key", "again")
         assert store.peek("key") == b"again"

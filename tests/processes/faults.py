@@ -13,62 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_cocodc.emulation.wan import Wan
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.journal import read
 from tests.processes import faults_worker
 from tests.processes.coming_worker import HURRY
 from tests.processes.faults_worker import Task
-from tests.processes.forks import fork, wait_until
+from tests.processes.forks import fork
 from tests.processes.launching import environment
+from tests.processes.stores import StoreProcess
 
 START_S, END_S = 120.0, 240.0
 """How long a test waits for what must happen soon, and for the end of a run."""
-SERVE = (
-    "import sys; from tests.processes.faults import serve; serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])"
-)
-
-
-def serve(host: str, port: int, said: str) -> None:
-    """Serve a store for ever; its port is written to the file `said`."""
-    store = serve_store(host, port)
-    Path(said + ".tmp").write_text(str(store.port))
-    os.replace(said + ".tmp", said)
-    time.sleep(1e6)
-
-
-class Store:
-    """A store in a process of its own, always on the same port; in a machine of its own if there is a `wan`."""
-
-    def __init__(self, folder: Path, wan: Wan | None) -> None:
-        self._wan, self._folder, self._said = wan, folder, folder / "store"
-        self._host, self._port = "127.0.0.1" if wan is None else wan.address(wan.regions - 1), 0
-        self.start()
-
-    @property
-    def address(self) -> str:
-        return f"{self._host}:{self._port}"
-
-    def start(self) -> None:
-        """Start the store, empty."""
-        self._said.unlink(missing_ok=True)
-        arguments, log = (self._host, self._port, str(self._said)), self._folder / "log-store.txt"
-        if self._wan is None:
-            self.process: Any = fork(serve, *arguments, log=log)
-        else:
-            command = [sys.executable, "-c", SERVE, *map(str, arguments)]
-            self.process = Elsewhere(self._wan.popen(self._wan.regions - 1, command, env=environment()))
-        wait_until(self._said.exists, self.process, log)
-        self._port = int(self._said.read_text())
-
-    def freeze(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
 
 
 class Elsewhere:
@@ -106,8 +60,21 @@ class Regions:
         self._diaries: dict[int, str] = {}
 
     def __enter__(self) -> Regions:
-        self.store = Store(self.folder, self._wan)
+        if self._wan is None:
+            self.store = StoreProcess(self.folder)
+        else:
+            self.store = StoreProcess(self.folder, self._wan.address(self._wan.regions - 1), self._elsewhere)
         return self
+
+    def _elsewhere(self, body: Callable[..., None], *arguments: Any, log: Path) -> Elsewhere:
+        """`fork` in the last machine of the `wan`."""
+        assert self._wan is not None
+        code = f"from {body.__module__} import {body.__name__}; {body.__name__}{arguments!r}"
+        command = [sys.executable, "-c", code]
+        with log.open("ab") as out:
+            return Elsewhere(
+                self._wan.popen(self._wan.regions - 1, command, environment(), stdout=out, stderr=out)
+            )
 
     def __exit__(self, *error: object) -> None:
         for process in self._every:

@@ -53,7 +53,7 @@ def fork_regions(
     return outcomes(folder)
 
 
-def region_env(store: TCPStore, region: int, num_regions: int = 2) -> dict[str, str]:
+def region_env(store: Any, region: int, num_regions: int = 2) -> dict[str, str]:
     """What tells a process its region."""
     address = f"127.0.0.1:{store.port}"
     return {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from hf_cocodc.run.journal import read
 from tests.processes.ending_worker import LATE_S, STEPS, live
 from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, wait_until
 from tests.processes.launching import environment
+from tests.processes.stores import StoreProcess
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
 SOON_S = 20  # far below the time-out of 60 s
@@ -29,7 +29,11 @@ _kept_stores: list[TCPStore] = []
 
 
 def start(
-    folder: Path, store: TCPStore | Served, *own: dict[str, Any], ranks: int | list[int] = 1, **common: Any
+    folder: Path,
+    store: TCPStore | StoreProcess,
+    *own: dict[str, Any],
+    ranks: int | list[int] = 1,
+    **common: Any,
 ) -> list[Process]:
     """Two regions; what is said of each in turn, then of both."""
     folder.mkdir(exist_ok=True)
@@ -229,36 +233,17 @@ def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_while_the_store_hangs(tmp_path: Path) -> None:
     """Its process is suspended. The request travels with a transfer, from a rank that is not the leader."""
-    served = tmp_path / "port.txt"
-    server = fork(serve_for_ever, str(served), log=tmp_path / "store.txt")
-    wait_until(served.exists, server, tmp_path / "store.txt")
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    try:
-        store = Served(int(served.read_text()))
+    with StoreProcess(tmp_path) as store:
         processes = start(tmp_path, store, ranks=2, step_s=0.1)
         wait_until(functools.partial(has_come_to, 6, journal), processes[3], tmp_path / "log.txt")
-        os.kill(server.pid, signal.SIGSTOP)
+        store.freeze()
         processes[3].terminate()
         found = outcomes(tmp_path, processes, ranks=2)
-    finally:
-        server.kill()
     [step] = {each["step"] for each in found}
     assert 6 <= step < STEPS
     assert all(each["error"].startswith("RunStopped") for each in found)
     assert [complete(tmp_path, region) for region in range(2)] == [[step]] * 2
-
-
-class Served(NamedTuple):
-    """A store in another process."""
-
-    port: int
-
-
-def serve_for_ever(path: str) -> None:
-    store = serve_store("127.0.0.1")
-    Path(f"{path}.new").write_text(str(store.port))
-    Path(f"{path}.new").rename(path)
-    time.sleep(TIMEOUT_S)
 
 
 def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
