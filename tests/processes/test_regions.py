@@ -78,10 +78,20 @@ def test_gradient_accumulation_counts_optimizer_steps(lockstep: list[dict]) -> N
         torch.testing.assert_close(ours["final"], theirs["final"], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["trainer", pytest.param("loop", marks=pytest.mark.slow)])
-def test_two_regions_of_one_rank_equal_lockstep(kind: str, lockstep: list[dict], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_launched"),
+    [("trainer", False), *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("trainer", "loop"))],
+)
+def test_two_regions_of_one_rank_equal_lockstep(
+    kind: str, is_launched: bool, lockstep: list[dict], tmp_path: Path
+) -> None:
     """gloo processes = lockstep, bitwise, and every region ends with the same model."""
-    found = run_regions(2, 1, [kind, str(tmp_path), json.dumps(CONFIG)], tmp_path)
+    arguments = [kind, str(tmp_path), json.dumps(CONFIG)]
+    found = (
+        run_regions(2, 1, arguments, tmp_path)
+        if is_launched
+        else fork_regions(worker.main, 1, arguments, tmp_path)
+    )
     assert sorted(found) == ["region0-rank0", "region1-rank0"]
     for name, theirs in zip(sorted(found), lockstep, strict=True):
         assert_same(found[name], theirs)

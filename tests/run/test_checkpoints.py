@@ -79,7 +79,7 @@ def save(region: Region, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("num_regions", [1, 2, 3])
+@pytest.mark.parametrize("num_regions", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_stopping_and_resuming_at_any_step_changes_no_bit(
     name: str, num_regions: int, tmp_path: Path

@@ -94,7 +94,7 @@ def test_trainer_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
         return params_of(trainer.model)
 
     def again(region: int, link: Link) -> tuple[Tensor, list[dict]]:
-        trainer = make(tmp_path / "again", link, name)
+        trainer = make(tmp_path / "again", link, name, save_strategy="no")
         trainer.train(resume_from_checkpoint=True)
         return params_of(trainer.model), read(
             tmp_path / "again" / f"region-{region}" / "cocodc" / "journal.jsonl"
@@ -370,7 +370,7 @@ def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCap
     """Two regions go on as three, then as one; who joins takes the global params, outer state and data share of its own."""
     step = stopped(tmp_path, 6, name=name)
     with caplog.at_level(logging.WARNING):
-        three = weights_of(resumed(tmp_path, 3, name))
+        three = weights_of(resumed(tmp_path, 3, name, save_steps=STEPS))
     assert "region 2 has no complete checkpoint of step" in caplog.text
     assert "resuming 2 regions as 3" in caplog.text
     assert torch.equal(three[0], three[1])
@@ -382,7 +382,7 @@ def test_regions_join_and_leave(name: str, tmp_path: Path, caplog: pytest.LogCap
                 shutil.rmtree(path)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        [alone] = resumed(tmp_path, 1, name)
+        [alone] = resumed(tmp_path, 1, name, save_strategy="no")
     assert "resuming 2 regions as 1" in caplog.text
     assert alone.state.global_step == STEPS
 
@@ -418,7 +418,7 @@ def test_a_checkpoint_that_one_region_has_only_partly_is_not_used(
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
     (checkpoint_of(tmp_path, 1, STEPS - 1) / "optimizer.pt").unlink()
     with caplog.at_level(logging.INFO):
-        again = weights_of(resumed(tmp_path))
+        again = weights_of(resumed(tmp_path, save_strategy="no"))
     assert "region 1: " in caplog.text
     assert "optimizer.pt is missing" in caplog.text
     assert f"region 0 resumes from {checkpoint_of(tmp_path, 0, STEPS - 2)}" in caplog.text
@@ -426,8 +426,8 @@ def test_a_checkpoint_that_one_region_has_only_partly_is_not_used(
 
 
 def test_a_run_that_has_finished_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = weights_of(resumed(tmp_path))
-    again = weights_of(resumed(tmp_path))
+    whole = weights_of(resumed(tmp_path, save_steps=STEPS))
+    again = weights_of(resumed(tmp_path, save_steps=STEPS))
     assert "nothing is left to train" in caplog.text
     assert torch.equal(torch.stack(again), torch.stack(whole))
 
@@ -438,7 +438,7 @@ def test_a_run_that_has_finished_goes_on_where_more_is_asked_for(tmp_path: Path)
     assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
     assert resumed(tmp_path, num_train_epochs=1, **epoch)[0].state.global_step == 8
     assert resumed(tmp_path, num_train_epochs=2, **epoch)[0].state.global_step == 16
-    assert resumed(tmp_path, max_steps=18)[0].state.global_step == 18
+    assert resumed(tmp_path, max_steps=18, save_strategy="no")[0].state.global_step == 18
 
 
 def test_the_time_of_the_process_before_is_not_counted(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_the_time_of_the_process_before_is_not_counted(tmp_path: Path) -> None:
         state.begin(checkpoint)
         state.write(checkpoint, saved)
         state.seal(checkpoint)
-    for trainer in resumed(tmp_path):
+    for trainer in resumed(tmp_path, save_strategy="no"):
         shares = [
             entry["outer/compute_utilization"] for entry in trainer.state.log_history if "loss" in entry
         ]
