@@ -28,3 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite tests/golden/*.json (see CONTRIBUTING for when that is allowed); write kept checkpoints that are missing",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Two processes share the tests where all are asked for: the cores are idle while a test waits. `-n` says otherwise."""
+    is_all = config.args == config.getini("testpaths") and not config.option.usepdb
+    is_worker = hasattr(config, "workerinput")
+    if is_all and not is_worker and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
