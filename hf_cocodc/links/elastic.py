@@ -240,7 +240,7 @@ class ElasticLink(DirectLink):
 
     def part(self) -> None:
         """Be lost to the others at once, so that they do not wait for this process: it comes back as another member."""
-        self._life.close(str(LeftBehind("it comes back")), 0.0)
+        self._life.part(str(LeftBehind("it comes back")))
 
     def begin_again(self, reach: Reach) -> None:
         """Be a newcomer, after the others have gone on without this process. `reach.members` is None."""

@@ -183,11 +183,25 @@ class Membership:
             self.ops.fail(LinkError("the link is closed."))
             if reason is None and self.state is State.MEMBER:
                 reason = f"calls of region {self.me.region} had not ended after {timeout_s:g} s"
+        self._end(reason)
+        self.wire.close(broken=not has_ended)
+
+    def part(self, reason: str) -> None:
+        """Leave the run at once, because this process comes back as another member.
+
+        A process may come back often: its connections are closed, each as soon as no thread of ours waits there any more. The
+        others close their ends when they hear that this member is lost, and thereby wake up such a thread.
+        """
+        self.ops.fail(LinkError("the link is closed."))
+        self._end(reason)
+        for region in self.wire.regions:
+            self.wire.drop(region)
+
+    def _end(self, reason: str | None) -> None:
         if self.following is not None:
             self.following.fail(LinkError("the link is closed."))
         self._agreement.close()
         self.presence.close(reason)
-        self.wire.close(broken=not has_ended)
 
     def _switch(self) -> tuple[int, ...]:
         """Let members come in and leave, as the trailers of the step that ends have said. Returns the tickets that came in."""

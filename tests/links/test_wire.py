@@ -174,7 +174,7 @@ def test_nothing_is_left_of_dropped_pairs() -> None:
     one, other = IDS[:2]
     gc.collect()  # connections of earlier tests
     wires = {region: Wire(region, 2, timeout_s=20.0) for region in (one, other)}
-    store, before, memories, threads = serve_store("127.0.0.1"), _sockets(), [], []
+    store, before, memories, threads = serve_store("127.0.0.1"), num_sockets(), [], []
     for turn in range(5):
         link(wires, one, other, str(turn), store)
         views = [wires[region].view((one, other), 0) for region in (one, other)]
@@ -190,7 +190,7 @@ def test_nothing_is_left_of_dropped_pairs() -> None:
         assert not thread.is_alive()
     for each in wires.values():
         each.close(broken=False)
-    assert _sockets() <= before
+    assert num_sockets() <= before
     gc.collect()
     assert [memory() for memory in memories] == [None] * len(memories)
 
@@ -287,7 +287,7 @@ def test_threads_do_not_grow_with_pairs() -> None:
     assert _threads() - before == len(wires)
 
 
-def _sockets() -> int:
+def num_sockets() -> int:
     return sum("socket" in os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
 
