@@ -134,11 +134,11 @@ class Best:
         if outer.verdict == "stop" or not self._is_due_at(step):
             return
         if self.averages and not outer.finished:
-            with outer.global_weights():
+            with outer.spare("the mean of the global weights"), outer.global_weights():
                 pass  # they evaluate the mean of all regions
         if self.metric is None:
             return
-        mean = mean_score(outer.link, Score(step, False, False, math.nan), self.metric)
+        mean = _mean(outer, Score(step, False, False, math.nan), self.metric)
         trainer = self._trainer
         state, control = trainer.state, trainer.control
         own_step, should_save = state.global_step, control.should_save
@@ -203,7 +203,7 @@ class Best:
         own = Score(
             self._trainer.state.global_step, True, name in metrics, float(metrics.get(name, math.nan))
         )
-        mean = mean_score(outer.link, own, name)
+        mean = _mean(outer, own, name)
         if name in metrics:
             metrics[name] = mean
 
@@ -255,3 +255,11 @@ class Best:
             "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",
             *(step, self.metric, state.best_metric),
         )
+
+
+def _mean(outer: OuterOptimizer, own: Score, name: str) -> float:
+    """The mean of a metric over the regions; this region's own if the others have gone on without it."""
+    mean = own.value
+    with outer.spare(f"the mean of {name}"):
+        mean = mean_score(outer.link, own, name)
+    return mean

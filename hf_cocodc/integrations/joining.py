@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..errors import InputError
 from ..links.base import Link
 from ..run.base import Received
+from ..run.checkpoint import PREFIX
 from ..run.donor import Inner
 from ..run.joining import get_base, joins
 from ..run.outer_optimizer import OuterOptimizer
@@ -50,7 +51,16 @@ def take_part(trainer: Trainer, outer: OuterOptimizer, agreed: Beginning, habits
     """Let newcomers begin as this Trainer would, and let it go along where its region has jumped to another inner step."""
     outer.inner = lambda: _inner_of(trainer)
     outer.has_jumped = lambda before, after: jump(trainer, before, after)
+    outer.takes_over = lambda base: take_best(trainer, base)
     outer.started = {"run": agreed.run, "Beginning": list(agreed), "Habits": list(habits)}
+
+
+def take_best(trainer: Trainer, base: Path) -> None:
+    """Know the best model so far as the region knows it that wrote a base: this one has missed evaluations."""
+    state, theirs = trainer.state, TrainerState.load_from_json(str(base / "trainer_state.json"))
+    state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
+    step, folder = theirs.best_global_step, Path(trainer.args.output_dir or ".")
+    state.best_model_checkpoint = str(folder / f"{PREFIX}{step}") if step else None
 
 
 def told(received: Received | None, kind: Callable[..., Any]) -> Mapping[int, Any]:

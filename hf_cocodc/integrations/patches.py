@@ -255,7 +255,7 @@ class Patches:
         trainer.accelerator.wait_for_everyone()
         limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
         try:
-            with saving(checkpoint):
+            with outer.spare(checkpoint.name), saving(checkpoint):
                 self._fill(checkpoint, outer, lambda: save_checkpoint(model, trial, *args, **kwargs))
         except CheckpointError:
             if trainer.args.should_save:
@@ -308,7 +308,13 @@ class Patches:
             return
         self._shows_global = True
         try:
-            with outer.global_weights():
+            with contextlib.ExitStack() as block:
+                is_shown = False
+                with outer.spare("the mean of the global weights"):
+                    block.enter_context(outer.global_weights())
+                    is_shown = True
+                if not is_shown:
+                    block.enter_context(outer.own_global_weights())
                 yield
         finally:
             self._shows_global = False

@@ -14,7 +14,7 @@ from ..links.log import Marker
 from ..links.terms import Reach, State, Terms
 from ..meeting import live
 from ..meeting.presence import Member
-from .base import Base, DonorLost, Received, receive
+from .base import Base, DonorLost, Received, RunOver, receive
 from .donor import Donation, Offer
 from .place import Agreeing, Place, alive, connected, ticket
 from .status import tell
@@ -153,6 +153,8 @@ class Company:
                     continue
                 self._from = member, base
                 return base.received
+            if not self.presence.members:
+                raise RunOver(f"all regions that region {own} has reached have ended, or are lost.")
             time.sleep(_POLL_S)
         raise LinkError(
             f"no region gave a base to region {self.place.region} within {self.place.regions.start_timeout_s:g} s "

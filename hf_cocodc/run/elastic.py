@@ -4,9 +4,10 @@ At the end of an inner step, after its events: newcomers get a base; a region th
 are too few wait for more. How a region comes in is in `newcomer`.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,6 +77,7 @@ class Elastic:
         self._outer, self._accelerator, self._company = outer, accelerator, company
         self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
         self._is_leaving = self._has_left = False
+        self._left_behind: LeftBehind | None = None
         self._newcomer = Newcomer(outer, company, folder, self._say)
         outer.journal.earlier = self._events
 
@@ -92,12 +94,34 @@ class Elastic:
     def guard(self, step: Callable[[], Words | None]) -> None:
         """Make an inner step, and do what comes after it. If the others have gone on without this region, it comes back."""
         try:
-            self._after(step())
+            words = step()
+            if self._left_behind is not None:
+                raise self._left_behind
+            self._after(words)
         except LeftBehind as error:
             if self._is_leaving:
                 self._outer.endings.end("leave", f"the others have gone on without this region: {error}")
                 return
-            self._is_in(self._newcomer.come_back(error))
+            self.come_back(error)
+
+    def come_back(self, error: LeftBehind) -> None:
+        """The others have gone on without this region: be a member again, at an inner step of theirs.
+
+        Raises:
+            LinkError: there is no run to come back to.
+        """
+        self._is_in(self._newcomer.come_back(error))
+
+    @contextlib.contextmanager
+    def spare(self, what: str) -> Iterator[None]:
+        """Around what a region can do without: if the others have gone on without it, it comes back at its next inner step."""
+        try:
+            yield
+        except LeftBehind as error:
+            self._left_behind = error
+            said = f"region {self._outer.link.region} goes without {what}, and comes back at its next inner step: {error}"
+            logger.warning(said)
+            self._outer.journal.write("note", step=self._outer.inner_step, message=said)
 
     def close(self) -> None:
         """Before the link is closed."""
@@ -125,6 +149,7 @@ class Elastic:
 
     def _is_in(self, marker: Marker) -> None:
         """This region has become a member at a step at which the others may wait for more regions."""
+        self._left_behind = None
         if marker.held and len(marker.members) < self._least:
             self._hold()
 

@@ -1,10 +1,12 @@
 """How an outer optimizer ends its run: alone or with the other regions, at the last inner step or before it."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ..engine.saving import wait_for_transfers
 from ..engine.synchronizer import Synchronizer
+from ..errors import LeftBehind, LinkError
 from ..links.base import Link
 from ..links.trailer import Ending, Words
 from .elastic import Elastic
@@ -101,11 +103,39 @@ class Finishing(ABC):
         self._finish()
 
     def _finish(self) -> None:
-        if not self.finished and self.verdict not in ("stop", "leave"):
-            self.endings.note_saved_everywhere(self.synchronizer.finish(self.endings.word))
+        while not self.finished and self.verdict not in ("stop", "leave"):
+            try:
+                words = self.synchronizer.finish(self.endings.word)
+            except LeftBehind as error:
+                self._go_on_to_the_end(error)
+                continue
+            self.endings.note_saved_everywhere(words)
             self.finished = True
             if not self.endings.keep_link:
                 self.close()
+
+    def _go_on_to_the_end(self, error: LeftBehind) -> None:
+        """The others have gone on without this region, which had come to its end: come back, and keep step with them to theirs.
+
+        Raises:
+            LinkError: they have ended, too.
+        """
+        assert self.elastic is not None
+        step = self.inner_step
+        try:
+            self.elastic.come_back(error)
+        except LinkError as gone:
+            raise LinkError(
+                f"region {self.link.region} came to its end at step {step}, but the other regions had gone on without it, and it "
+                f"cannot come back ({gone}) Its model lacks what they exchanged last: take the model from the folder of another "
+                "region, which has the global weights. If they have not ended either, start this region again with the same "
+                "command: it joins them."
+            ) from gone
+        self.coast()
+
+    def spare(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what a region can do without, if the others have gone on without it; see `Elastic.spare`."""
+        return contextlib.nullcontext() if self.elastic is None else self.elastic.spare(what)
 
     @property
     def is_at_the_end(self) -> bool:

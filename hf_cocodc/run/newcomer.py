@@ -133,4 +133,5 @@ class Newcomer:
                 *(outer.link.region, rounds),
             )
         outer.synchronizer.catch_up(saved.state, keep and rounds <= MAX_MISSED)
+        outer.takes_over(base.folder)
         self._say(Company.forget_base, "the end of the base")

@@ -160,6 +160,7 @@ class OuterOptimizer(Finishing):
         self.started: dict[str, Any] = {}
         self.inner: Callable[[], Inner] = partial(inner_of, accelerator)
         self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
+        self.takes_over: Callable[[Path], object] = lambda base: None
         self.elastic: Elastic | None = None
         if link.is_elastic:
             company = company_of(link)
@@ -245,6 +246,7 @@ class OuterOptimizer(Finishing):
 
         Raises:
             CheckpointError: the disk refuses.
+            LeftBehind: the others have gone on without this region; nothing is written, and the next `step` comes back.
         """
         self._tell_unread(self.inner_step)
         facts = facts_of(self)

@@ -1,6 +1,7 @@
 """What the parts of an elastic run need of a region's outer optimizer, and how its ranks act as one."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..engine.synchronizer import Synchronizer
@@ -21,6 +22,7 @@ class Runner(Savable, Protocol):
         inner: returns the rest of its training, for newcomers.
         started: what the regions agreed on before step 1, for newcomers; JSON-able.
         has_jumped: called with the inner step before and after, where steps were made without training.
+        takes_over: called with the folder of a base from which this region goes on in the same process.
     """
 
     synchronizer: Synchronizer
@@ -28,6 +30,7 @@ class Runner(Savable, Protocol):
     inner: Callable[[], Inner]
     started: dict[str, Any]
     has_jumped: Callable[[int, int], object]
+    takes_over: Callable[[Path], object]
 
     @property
     def should_stop(self) -> bool: ...

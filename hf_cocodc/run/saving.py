@@ -1,6 +1,7 @@
 """Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ class Savable(Protocol):
     def save(self, checkpoint: str | Path) -> None: ...
 
     def seal(self, checkpoint: str | Path) -> None: ...
+
+    def spare(self, what: str) -> AbstractContextManager[None]: ...
 
     def load(self, saved: Saved) -> None: ...
 
@@ -125,8 +128,10 @@ def hook_into_saving(
         read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
-        result = save_state(*args, **kwargs)
-        outer.seal(folder[0])
+        result = None
+        with outer.spare(f"a checkpoint of step {outer.inner_step}"):
+            result = save_state(*args, **kwargs)
+            outer.seal(folder[0])
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:

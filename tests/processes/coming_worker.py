@@ -25,8 +25,13 @@ HURRY = "hurry"
 """A file in the folder of a run whose regions shall go on to its end as fast as they can."""
 
 
-def loop(folder: str, steps: int, step_s: float, method: str, least: int, **regions: Any) -> None:
-    """A plain loop of `steps` inner steps, each of `step_s` seconds at least until HURRY lies in the folder."""
+def loop(
+    folder: str, steps: int, step_s: float, method: str, least: int, saves: int = 0, **regions: Any
+) -> None:
+    """A plain loop of `steps` inner steps, each of `step_s` seconds at least until HURRY lies in the folder.
+
+    It saves every `saves` steps.
+    """
     region = int(os.environ["HF_COCODC_REGION"])
     home = Path(folder)
     config = RegionConfig(min=least, run="elastic", **{"timeout_s": 10.0, **regions})
@@ -52,6 +57,8 @@ def loop(folder: str, steps: int, step_s: float, method: str, least: int, **regi
             (home / f"step-{region}").write_text(str(outer.inner_step))
             outer.step()
             schedule.step()
+            if saves and outer.inner_step % saves == 0:
+                accelerator.save_state(str(home / f"saved-{region}"))
         lr, count = schedule.get_last_lr()[0], outer.inner_step
     facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": outer.verdict, "why": outer.why}
     torch.save({"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"region-{region}.pt")
@@ -94,7 +101,7 @@ def trainer(
         dataloader_pin_memory=False,
         use_cpu=True,
     )
-    config = RegionConfig(min=least, run="elastic", timeout_s=10.0, **regions)
+    config = RegionConfig(min=least, run="elastic", **{"timeout_s": 10.0, **regions})
     callback, slow = CoCoDCCallback(METHODS[method], config), Slow(home, region, step_s)
     data = Tokens(64 + 8 * region)
     journal = home / f"region-{region}.jsonl"

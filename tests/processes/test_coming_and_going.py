@@ -17,6 +17,7 @@ from hf_cocodc.meeting.store import SteadyStore, serve_store
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, region_env, wait_until
+from tests.processes.pausing_worker import pausing
 
 TIMEOUT_S = 90
 
@@ -62,6 +63,18 @@ class Run:
     def kill(self, region: int) -> None:
         self.processes[region].kill()
         self.processes[region].join()
+
+    def wait_until_members(self, members: list[int], region: int) -> None:
+        """Until these regions take part, as this one sees it."""
+        wait_until(
+            lambda: events(self.folder, region, "epoch")[-1]["members"] == members,
+            *(self.processes[region], self.log(region)),
+        )
+
+    def wake_up(self, region: int) -> None:
+        pid = self.processes[region].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
 
     def results(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions, which hurry from now on, have at the end."""
@@ -144,6 +157,43 @@ def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> No
     assert first["lr"] == third["lr"]
     assert third["began_at"] == 0
     assert len(events(tmp_path, 2, "join")) == 1
+
+
+SPARED = [(loop, 1, ["a checkpoint of step 7"]), (trainer, 2, ["the mean of eval_loss", "checkpoint-10"])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("body", "number", "spared"), SPARED)
+def test_a_region_that_is_left_behind_before_a_save_comes_back(
+    body: Callable[..., None], number: int, spared: list[str], tmp_path: Path
+) -> None:
+    """And before an evaluation: it does without, and takes part again."""
+    more = {"saves": 7} if body is loop else {}
+    run = Run(
+        tmp_path, 3, partial(pausing, body, "send", number, grace_s=4.0, **more), 120, 0.1, "streaming", 1
+    )
+    wait_until((tmp_path / "paused").exists, run.processes[2], run.log(2))
+    run.wait_until_members([0, 1], 0)
+    run.wake_up(2)
+    first, second, third = run.results(0, 1, 2)
+    assert torch.equal(first["weights"], second["weights"])
+    assert torch.equal(first["weights"], third["weights"])
+    said = run.log(2).read_text()
+    assert all(f"region 2 goes without {what}, and comes back" in said for what in spared)
+    assert body is loop or first["best"] == third["best"]
+
+
+@pytest.mark.slow
+def test_a_region_that_is_left_behind_at_the_end_says_where_the_model_is(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3, partial(pausing, loop, "end", 1, grace_s=4.0), 20, 0.05, "streaming", 1)
+    wait_until((tmp_path / "paused").exists, run.processes[2], run.log(2))
+    run.results(0, 1)
+    run.wake_up(2)
+    run.processes[2].join(TIMEOUT_S)
+    assert run.processes[2].exitcode == 1
+    said = run.log(2).read_text().splitlines()[-1]
+    assert "region 2 came to its end at step 20, but the other regions had gone on without it" in said
+    assert "take the model from the folder of another region" in said
 
 
 @pytest.mark.slow

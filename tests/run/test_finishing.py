@@ -1,0 +1,67 @@
+"""A region at its end without which the others have gone on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_cocodc.errors import LeftBehind, LinkError
+from hf_cocodc.links.trailer import Words
+from hf_cocodc.run.finishing import Finishing
+
+
+class Region(Finishing):
+    """A region of which only the end is real."""
+
+    _max_steps = 8
+    finished = False
+
+    def __init__(self, come_back: Any) -> None:
+        self.calls: list[str] = []
+        self.synchronizer: Any = SimpleNamespace(inner_step=8, finish=self._end)
+        self.endings: Any = SimpleNamespace(
+            verdict=None, word=None, keep_link=True, while_coasting=lambda: None, note_saved_everywhere=print
+        )
+        self.link: Any = SimpleNamespace(region=2, num_regions=3, is_elastic=True)
+        guard = SimpleNamespace(come_back=lambda error: come_back(self), guard=lambda step: step())
+        self.elastic: Any = guard
+
+    def _end(self, word: Any) -> None:
+        self.calls.append(f"finish at {self.inner_step}")
+        if len(self.calls) == 1:
+            raise LeftBehind("the others have gone on")
+
+    def _step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:
+        assert not trained
+        self.synchronizer.inner_step += 1
+        return None
+
+    def close(self, reason: str | None = None) -> None:
+        raise AssertionError
+
+
+def test_a_region_comes_back_and_ends_with_the_others() -> None:
+    """It makes the inner steps up to their end without training, and the end once more."""
+
+    def come_back(region: Region) -> None:
+        region.synchronizer.inner_step = 5
+
+    region = Region(come_back)
+    region.finish()
+    assert region.finished
+    assert region.calls == ["finish at 8", "finish at 8"]
+    assert region.inner_step == 8
+
+
+def test_a_region_whose_run_is_over_says_where_the_model_is() -> None:
+    def come_back(region: Region) -> None:
+        raise LinkError("the run has ended.")
+
+    region = Region(come_back)
+    with pytest.raises(
+        LinkError, match=r"cannot come back \(the run has ended\.\).* folder of another region"
+    ):
+        region.finish()
+    assert not region.finished
