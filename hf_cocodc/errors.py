@@ -9,7 +9,8 @@
     |-- LinkError               exit code 1   the link, the store or another region failed during the run (also a RuntimeError)
     |   |-- MeetingError        exit code 2   the store failed before regions had met; nothing was trained
     |   |-- RegionLostError     exit code 1   one named region is gone or silent
-    |   `-- LeftBehind          exit code 1   the other regions have gone on without this one
+    |   |-- LeftBehind          exit code 1   the other regions have gone on without this one
+    |   `-- DonorLost           exit code 1   the region from which this one was to begin sends no more
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
         `-- RunLeft             exit code 0   this region has left in good order, and the others train on
 
@@ -66,6 +67,10 @@ class RegionLostError(LinkError):
 
 class LeftBehind(LinkError):
     """The other regions have gone on without this one: it was late, or they could not reach it. It may come back."""
+
+
+class DonorLost(LinkError):
+    """The region that sent a base, or the log after it, sends no more: another one may."""
 
 
 class RunStopped(CocodcError):

@@ -114,5 +114,6 @@ _WITH_A_MESSAGE = (
     errors.CheckpointError,
     errors.MeetingError,
     errors.LeftBehind,
+    errors.DonorLost,
 )
 """Errors that a rank raises as its leader did; any other failure of the leader is a LinkError."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, LinkError
+from ..errors import CheckpointError, DonorLost, LinkError
 from ..links.log import Item, from_plain
 from . import checkpoint as disk
 from . import manifest
@@ -23,10 +23,6 @@ NAME = ".base"
 _LARGEST_ITEM = 1 << 40
 _SIGNS = 4
 """A donor is not given up before so many of its signs of life are due."""
-
-
-class DonorLost(LinkError):
-    """The region that sent the base, or the log, sends no more: another one may."""
 
 
 class RunOver(LinkError):

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import LinkError
+from ..errors import DonorLost, LinkError
 from ..links.elastic import ElasticLink
 from ..links.log import Marker
 from ..links.terms import Reach, State, Terms
 from ..meeting import live
 from ..meeting.presence import Member
-from .base import Base, DonorLost, Received, RunOver, receive
+from .base import Base, Received, RunOver, receive
 from .donor import Donation, Offer
 from .place import Agreeing, Place, alive, connected, ticket
 from .status import tell

@@ -78,7 +78,7 @@ class Elastic:
         self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
         self._is_leaving = self._has_left = False
         self._left_behind: LeftBehind | None = None
-        self._newcomer = Newcomer(outer, company, folder, self._say)
+        self._newcomer = Newcomer(outer, accelerator, company, folder, self._say)
         outer.journal.earlier = self._events
 
     def begin(self, joined: Callable[[int, int], object] | None = None) -> None:

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import LeftBehind
+from accelerate import Accelerator
+
+from ..errors import DonorLost, LeftBehind
 from ..links.log import Marker
-from .base import DonorLost, RunOver
+from .base import RunOver
 from .checkpoint import read
 from .company import Company
 from .runner import Runner, Say
@@ -28,18 +30,22 @@ class Newcomer:
 
     Args:
         outer: of this rank.
+        accelerator: of this region.
         company: the leader's side; None on other ranks.
         folder: where bases lie for a while; the same for all ranks of the region.
         say: see `runner.Say`.
     """
 
-    def __init__(self, outer: Runner, company: Company | None, folder: Path, say: Say) -> None:
-        self._outer, self._company, self._folder, self._say = outer, company, folder, say
+    def __init__(
+        self, outer: Runner, accelerator: Accelerator, company: Company | None, folder: Path, say: Say
+    ) -> None:
+        self._outer, self._accelerator, self._company = outer, accelerator, company
+        self._folder, self._say = folder, say
         self._admitted_at: int | None = None
 
     def begin(self, joined: Callable[[int, int], object]) -> Marker:
         """Come into the run for the first time; the base is loaded. See `follow`."""
-        self._say(Company.forget_base, "the end of the base")
+        self._forget_base()
         self._say(Company.follow, "the log of another region")
         return self.follow(joined)
 
@@ -134,4 +140,8 @@ class Newcomer:
             )
         outer.synchronizer.catch_up(saved.state, keep and rounds <= MAX_MISSED)
         outer.takes_over(base.folder)
+        self._forget_base()
+
+    def _forget_base(self) -> None:
+        self._accelerator.wait_for_everyone()  # all ranks read it
         self._say(Company.forget_base, "the end of the base")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_cocodc.errors import LeftBehind
+from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
 from hf_cocodc.links.base import Arrival, Here, Link, Parcel
 from hf_cocodc.links.ranks import SharedLink
 from hf_cocodc.links.spreading import gather, spread_all
@@ -29,6 +29,13 @@ class Told(NamedTuple):
     """A number."""
 
     number: int
+
+
+ENDS: dict[str, Exception] = {
+    "too late": LeftBehind("the others have gone on without region 2"),
+    "in vain": DonorLost("region 0 sends its log no more"),
+}
+"""Transfers that end with an error."""
 
 
 class Scripted:
@@ -49,8 +56,8 @@ class Scripted:
         self.landings.append(arrival)
 
     def mean(self, parcel: Parcel) -> Any:
-        if parcel.what == "too late":
-            return Left()
+        if parcel.what in ENDS:
+            return Ended(ENDS[parcel.what])
         mean = torch.full((parcel.numel,), float(sum(self.members)))
         trailers = tuple(Trailer(admits=region) for region in self.members)
         return Here(Arrival(Result(mean, mean.clone, {}), trailers, 5, 0.0, 1.0, self.members, changes=4))
@@ -67,9 +74,14 @@ class Scripted:
         flat.view(torch.uint8).fill_(65 + (source or 0))
 
 
-class Left:
+class Ended:
+    """The handle of a transfer that ends with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     def wait(self) -> Arrival:
-        raise LeftBehind("the others have gone on without region 2")
+        raise self._error
 
 
 def live(store: str, rank: int, folder: str) -> None:
@@ -97,10 +109,11 @@ def live(store: str, rank: int, folder: str) -> None:
     said.append({region: text.decode() for region, text in told.items()})
     change(lambda found: setattr(found, "is_member", False))
     said.append(link.takes_part())
-    try:
-        mean("too late")
-    except LeftBehind as error:
-        said.append(str(error))
+    for what in ENDS:
+        try:
+            mean(what)
+        except LinkError as error:
+            said.append([type(error).__name__, str(error)])
     if leader is not None:
         assert len(leader.landings) == 2 and (link.admits, link.most_regions) == (7, 5)
     else:
@@ -111,7 +124,8 @@ def live(store: str, rank: int, folder: str) -> None:
 
 def test_all_ranks_know_who_takes_part(tmp_path: Path) -> None:
     """Transfers and records of two, four and three regions, in processes of their own. Region 0 is lost between two calls that
-    belong together: all ranks make them again. That the others have gone on without this region, all ranks hear as well."""
+    belong together: all ranks make them again. All ranks hear as well that the others have gone on without this region, or that a
+    newcomer's donor is lost."""
     store, master = serve_store("127.0.0.1"), serve_store("127.0.0.1")
     ranks = [
         fork(
@@ -138,6 +152,7 @@ def test_all_ranks_know_who_takes_part(tmp_path: Path) -> None:
         [[0, [0]], [2, [20]], [3, [30]], [9, [90]]],
         {"2": "CCCC", "3": "DDDD", "9": "JJJJ"},
         False,
-        "the others have gone on without region 2",
+        ["LeftBehind", "the others have gone on without region 2"],
+        ["DonorLost", "region 0 sends its log no more"],
     ]
     assert others == [first] * (RANKS - 1)

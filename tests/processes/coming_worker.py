@@ -32,7 +32,7 @@ def loop(
 
     It saves every `saves` steps.
     """
-    region = int(os.environ["HF_COCODC_REGION"])
+    region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
     home = Path(folder)
     config = RegionConfig(min=least, run="elastic", **{"timeout_s": 10.0, **regions})
     accelerator = Accelerator(
@@ -49,19 +49,22 @@ def loop(
     ) as outer:
         began_at = outer.inner_step
         while outer.inner_step < steps and not outer.should_stop:
-            tokens = batch(region, outer.inner_step)
+            tokens = batch(region + 10 * rank, outer.inner_step)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
             take_time(home, step_s)
-            (home / f"step-{region}").write_text(str(outer.inner_step))
+            if not rank:
+                (home / f"step-{region}").write_text(str(outer.inner_step))
             outer.step()
             schedule.step()
             if saves and outer.inner_step % saves == 0:
                 accelerator.save_state(str(home / f"saved-{region}"))
         lr, count = schedule.get_last_lr()[0], outer.inner_step
     facts = {"lr": lr, "inner_step": count, "began_at": began_at, "verdict": outer.verdict, "why": outer.why}
-    torch.save({"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"region-{region}.pt")
+    torch.save(
+        {"weights": params_of(accelerator.unwrap_model(model)), **facts}, home / f"{_name(region, rank)}.pt"
+    )
 
 
 class Slow(TrainerCallback):
@@ -124,6 +127,10 @@ def trainer(
 def take_time(home: Path, step_s: float) -> None:
     if not (home / HURRY).exists():
         time.sleep(step_s)
+
+
+def _name(region: int, rank: int) -> str:
+    return f"region-{region}-rank-{rank}" if rank else f"region-{region}"
 
 
 def step_of(folder: Path, region: int) -> int:

@@ -16,7 +16,7 @@ from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
-from tests.processes.forks import Process, fork, region_env, wait_until
+from tests.processes.forks import Process, fork, rank_env, region_env, wait_until
 from tests.processes.pausing_worker import pausing
 
 TIMEOUT_S = 90
@@ -36,16 +36,22 @@ class Run:
         self.folder, self._count = folder, count
         self._body, self._arguments = body, arguments
         self.store = serve_store("127.0.0.1")
+        self._masters = [self.store]
         self.processes: dict[int, Process] = {}
+        self._ranks: dict[int, list[Process]] = {}
         for region in range(count):
             self.start(region)
 
-    def start(self, region: int) -> None:
+    def start(self, region: int, ranks: int = 1) -> None:
         """Start a region, for the first time or again."""
-        env = region_env(self.store, region, self._count)
-        self.processes[region] = fork(
-            self._body, str(self.folder), *self._arguments, log=self.log(region), **env
-        )
+        env, master = region_env(self.store, region, self._count), serve_store("127.0.0.1")
+        whole = (self._body, str(self.folder), *self._arguments)
+        self._ranks[region] = [
+            fork(*whole, log=self.log(region), **env, **rank_env(master, rank, ranks))
+            for rank in range(ranks)
+        ]
+        self._masters.append(master)
+        self.processes[region] = self._ranks[region][0]
 
     def log(self, region: int) -> Path:
         return self.folder / f"log-{region}.txt"
@@ -54,35 +60,39 @@ class Run:
         """Until a region has begun this inner step."""
         wait_until(lambda: step_of(self.folder, region) >= step, self.processes[region], self.log(region))
 
-    def wait_for_join(self, region: int) -> None:
-        """Until a region knows that it has come in."""
+    def wait_for_join(self, region: int, times: int = 1) -> None:
+        """Until a region knows that it has come in, so often."""
         wait_until(
-            lambda: bool(events(self.folder, region, "join")), self.processes[region], self.log(region)
+            lambda: len(events(self.folder, region, "join")) >= times,
+            *(self.processes[region], self.log(region)),
         )
 
     def kill(self, region: int) -> None:
-        self.processes[region].kill()
-        self.processes[region].join()
+        for process in self._ranks[region]:
+            process.kill()
+            process.join()
+
+    def send(self, region: int, number: int) -> None:
+        """Send a signal to all processes of a region."""
+        for process in self._ranks[region]:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def wait_until_members(self, members: list[int], region: int) -> None:
         """Until these regions take part, as this one sees it."""
         wait_until(
-            lambda: events(self.folder, region, "epoch")[-1]["members"] == members,
+            lambda: [each["members"] for each in events(self.folder, region, "epoch")][-1:] == [members],
             *(self.processes[region], self.log(region)),
         )
-
-    def wake_up(self, region: int) -> None:
-        pid = self.processes[region].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGCONT)
 
     def results(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions, which hurry from now on, have at the end."""
         (self.folder / HURRY).touch()
         found = []
         for region in regions:
-            self.processes[region].join(TIMEOUT_S)
-            assert self.processes[region].exitcode == 0, self.log(region).read_text()[-6000:]
+            for process in self._ranks[region]:
+                process.join(TIMEOUT_S)
+                assert process.exitcode == 0, self.log(region).read_text()[-6000:]
             found.append(torch.load(self.folder / f"region-{region}.pt", weights_only=False))
         return found
 
@@ -141,15 +151,11 @@ def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> None:
     """In the same process: the others have gone on without it."""
-    run = Run(tmp_path, 3, loop, 200, 0.1, "streaming", 1)
+    run = Run(tmp_path, 3, partial(loop, timeout_s=4.0), 200, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
-    pid = run.processes[2].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: len(events(tmp_path, 0, "epoch")) > 1, run.processes[0], run.log(0))
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    run.send(2, signal.SIGSTOP)
+    run.wait_until_members([0, 1], 0)
+    run.send(2, signal.SIGCONT)
     run.wait_for_join(2)
     first, second, third = run.results(0, 1, 2)
     assert torch.equal(first["weights"], second["weights"])
@@ -174,7 +180,8 @@ def test_a_region_that_is_left_behind_before_a_save_comes_back(
     )
     wait_until((tmp_path / "paused").exists, run.processes[2], run.log(2))
     run.wait_until_members([0, 1], 0)
-    run.wake_up(2)
+    run.send(2, signal.SIGCONT)
+    run.wait_for_join(2)
     first, second, third = run.results(0, 1, 2)
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["weights"], third["weights"])
@@ -188,7 +195,7 @@ def test_a_region_that_is_left_behind_at_the_end_says_where_the_model_is(tmp_pat
     run = Run(tmp_path, 3, partial(pausing, loop, "end", 1, grace_s=4.0), 20, 0.05, "streaming", 1)
     wait_until((tmp_path / "paused").exists, run.processes[2], run.log(2))
     run.results(0, 1)
-    run.wake_up(2)
+    run.send(2, signal.SIGCONT)
     run.processes[2].join(TIMEOUT_S)
     assert run.processes[2].exitcode == 1
     said = run.log(2).read_text().splitlines()[-1]
@@ -249,3 +256,27 @@ def test_a_resumed_run_says_who_takes_part(tmp_path: Path) -> None:
         Run(tmp_path, count, trainer, steps, 0.0, "diloco", 1, True).results(*range(count))
     epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
     assert epochs == [[0, 1], [0, 1, 2]]
+
+
+@pytest.mark.slow
+def test_a_region_of_several_ranks_joins_and_comes_back(tmp_path: Path) -> None:
+    """Its ranks do it together: they join, begin anew as their donor dies, stand still, and come back."""
+    run = Run(tmp_path, 3, partial(silent, grace_s=4.0), 250, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_for_step(0, 14)
+    run._body = partial(loop, grace_s=4.0)
+    run.start(2, ranks=2)
+    wait_until((tmp_path / "admitted").exists, run.processes[0], run.log(0))
+    run.kill(0)
+    run.wait_for_join(2)
+    run.send(2, signal.SIGSTOP)
+    run.wait_until_members([1], 1)
+    run.send(2, signal.SIGCONT)
+    run.wait_for_join(2, times=2)
+    first, second = run.results(1, 2)
+    assert torch.equal(first["weights"], second["weights"])
+    other = torch.load(tmp_path / "region-2-rank-1.pt", weights_only=False)
+    assert torch.equal(first["weights"], other["weights"])
+    assert first["lr"] == second["lr"] == other["lr"]
+    assert events(tmp_path, 1, "epoch")[-1]["members"] == [1, 2]

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_cocodc.errors import CheckpointError
+from hf_cocodc.errors import CheckpointError, DonorLost
 from hf_cocodc.links.log import Entry, Marker, to_plain
 from hf_cocodc.links.records import ROW
 from hf_cocodc.meeting.callers import Member
 from hf_cocodc.run import base, donor, frames
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.base import Base, DonorLost, RunOver, receive
+from hf_cocodc.run.base import Base, RunOver, receive
 from hf_cocodc.run.donor import Donation, Inner, write_base
 from hf_cocodc.run.local_weights import weights_file
 from tests.run.test_checkpoints import FACTS
