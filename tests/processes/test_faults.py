@@ -61,29 +61,29 @@ def test_a_region_that_dies_costs_the_others_nothing_they_have_trained(
 
 def test_a_region_that_is_started_again_comes_back(tmp_path: Path) -> None:
     """The same command: it takes part again, ends with the others' params, and what it missed is reported as unread."""
-    with Regions(3, task(tmp_path, 400)) as regions:
+    with Regions(3, task(tmp_path, 200, pace_s=0.1)) as regions:
         regions.start()
-        regions.until_step(25)
+        regions.until_step(15)
         regions.kill(2)
         regions.until_members([0, 1], [0, 1])
         regions.start([2])
         regions.until_members([0, 1, 2], [0, 1])
         at = min(regions.step(region) for region in (0, 1))
-        assert at < 380, "there is time left"
+        assert at < 190, "there is time left"
         regions.end([0, 1, 2])
         regions.check()
         [unread] = [event for event in regions.journal(0) if event["kind"] == "unread"]
         assert unread["region"] == 2
-        assert 20 <= unread["from_step"] < unread["to_step"] <= at
+        assert 10 <= unread["from_step"] < unread["to_step"] <= at
         last = [event for event in regions.journal(2) if event["kind"] == "land"][-1]
         assert last["members"] == [0, 1, 2]
 
 
 def test_a_trainer_that_is_killed_comes_back(tmp_path: Path) -> None:
     """The same with Trainer, which begins with other weights and ends with the others' ones."""
-    with Regions(3, task(tmp_path, 300, kind="trainer", save_every=50)) as regions:
+    with Regions(3, task(tmp_path, 150, pace_s=0.1, kind="trainer", save_every=25)) as regions:
         regions.start()
-        regions.until_step(25)
+        regions.until_step(15)
         regions.kill(1)
         regions.until_members([0, 2], [0, 2])
         regions.start([1])
@@ -96,7 +96,7 @@ def test_a_freeze_shorter_than_grace_changes_nothing(tmp_path: Path) -> None:
     """The others wait."""
     with Regions(3, task(tmp_path, 80, regions={"grace_s": 15.0})) as regions:
         regions.start()
-        regions.until_step(25)
+        regions.until_step(15)
         regions.freeze(2)
         time.sleep(2)
         regions.thaw(2)
@@ -107,13 +107,13 @@ def test_a_freeze_shorter_than_grace_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_freeze_longer_than_grace(tmp_path: Path) -> None:
     """The others go on without the region; when it wakes up it catches up in its own process, and keeps its progress."""
-    with Regions(3, task(tmp_path, 500, regions={"grace_s": 2.0})) as regions:
+    with Regions(3, task(tmp_path, 250, pace_s=0.1, regions={"grace_s": 2.0})) as regions:
         regions.start()
-        regions.until_step(25)
+        regions.until_step(15)
         regions.freeze(2)
         regions.until_members([0, 1], [0, 1])
         before = regions.step(0)
-        regions.until_step(before + 30, [0, 1])
+        regions.until_step(before + 15, [0, 1])
         regions.thaw(2)
         regions.until_members([0, 1, 2], [0, 1, 2])
         regions.end([0, 1, 2])
@@ -150,7 +150,7 @@ def test_a_loss_waits_for_a_frozen_store(tmp_path: Path) -> None:
 
 def test_a_store_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
     """A region that is lost and one that comes back need it, and find it."""
-    with Regions(3, task(tmp_path, 500)) as regions:
+    with Regions(3, task(tmp_path, 250, pace_s=0.1)) as regions:
         regions.start()
         regions.until_step(15)
         regions.store.kill()
@@ -167,7 +167,7 @@ def test_a_store_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
 
 def test_two_regions_join_at_once(tmp_path: Path) -> None:
     """Regions 2 and 3 enter a run of two."""
-    with Regions(2, task(tmp_path, 600, regions={"max": 4})) as regions:
+    with Regions(2, task(tmp_path, 300, pace_s=0.1, regions={"max": 4})) as regions:
         regions.start()
         regions.until_step(15)
         regions.start([2, 3], join=True)
@@ -178,7 +178,7 @@ def test_two_regions_join_at_once(tmp_path: Path) -> None:
 
 def test_a_donor_that_dies_while_it_gives_its_base(tmp_path: Path) -> None:
     """The newcomer asks another member."""
-    with Regions(3, task(tmp_path, 600)) as regions:
+    with Regions(3, task(tmp_path, 300, pace_s=0.1)) as regions:
         regions.start([0], fault="while it gives its base:1")
         regions.start([1, 2])
         regions.until_step(15)
@@ -192,12 +192,12 @@ def test_a_donor_that_dies_while_it_gives_its_base(tmp_path: Path) -> None:
 
 
 def test_a_region_that_comes_and_goes(tmp_path: Path) -> None:
-    """Killed every 3 s, whatever it is doing, and started again at once: the others finish, nothing of theirs is lost."""
-    with Regions(3, task(tmp_path, 500)) as regions:
+    """Killed every 2 s, whatever it is doing, and started again at once: the others finish, nothing of theirs is lost."""
+    with Regions(3, task(tmp_path, 250, pace_s=0.1)) as regions:
         regions.start()
         regions.until_step(15)
-        while min(regions.step(0), regions.step(1)) < 400:
-            time.sleep(3)
+        while min(regions.step(0), regions.step(1)) < 150:
+            time.sleep(2)
             regions.kill(2)
             regions.start([2])
         regions.end([0, 1])
@@ -209,13 +209,16 @@ def test_a_region_that_comes_and_goes(tmp_path: Path) -> None:
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_a_region_that_is_cut_off(tmp_path: Path) -> None:
     """It reaches neither the others nor the store: the others go on, it trains into no other run, and it comes back."""
-    with Wan(4) as wan, Regions(3, task(tmp_path, 700, regions={"timeout_s": 4.0}), wan) as regions:
+    with (
+        Wan(4) as wan,
+        Regions(3, task(tmp_path, 350, pace_s=0.1, regions={"timeout_s": 4.0}), wan) as regions,
+    ):
         regions.start()
-        regions.until_step(25)
+        regions.until_step(15)
         regions.cut_off(2, [0, 1, 3])
         regions.until_members([0, 1], [0, 1])
         before = regions.step(0)
-        regions.until_step(before + 30, [0, 1])
+        regions.until_step(before + 15, [0, 1])
         regions.cut_off(2, [0, 1, 3], cut=False)
         regions.until_members([0, 1, 2], [0, 1, 2])
         regions.end([0, 1, 2])
@@ -225,7 +228,7 @@ def test_a_region_that_is_cut_off(tmp_path: Path) -> None:
 def churn(regions: Regions, events: int, seed: int) -> int:
     """Kill, start and freeze regions at random, but never so many that fewer than two are well; the number of events."""
     rng, well, dead, frozen, done = random.Random(seed), {0, 1, 2, 3}, set[int](), set[int](), 0
-    while done < events and regions.step(min(well)) < regions.task.steps - 100:
+    while done < events and regions.step(min(well)) < regions.task.steps - 50:
         time.sleep(rng.uniform(0.3, 1.2))
         what = rng.choice(["kill", "freeze", "back", "back"])
         if what == "back" and dead | frozen:
@@ -255,7 +258,7 @@ def test_fifty_events(tmp_path: Path) -> None:
     for events in (0, 50):
         folder = tmp_path / str(events)
         folder.mkdir()
-        with Regions(4, task(folder, 1200, pace_s=0.04, lr=3e-3, regions={"grace_s": 1.0})) as regions:
+        with Regions(4, task(folder, 600, pace_s=0.08, lr=3e-3, regions={"grace_s": 1.0})) as regions:
             regions.start()
             regions.until_step(10)
             assert churn(regions, events, seed=1) >= min(events, 30)

@@ -34,7 +34,6 @@ Run = Callable[[int, list[str], Path], dict[str, dict]]
         ("loop", 1, fork_regions),
         ("loop", 2, fork_regions),
         ("trainer", 2, fork_regions),
-        pytest.param("loop", 1, launch_regions, marks=pytest.mark.slow),
         pytest.param("trainer", 2, launch_regions, marks=pytest.mark.slow),
     ],
 )
