@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ..errors import short
 from ..run.status import LEFT, heard
 
 LINE_S = 60.0
@@ -235,9 +236,9 @@ class Display:
         """Say a change of the members once, although the journal of each of them has it."""
         if event["epoch"] > self._epoch:
             self._epoch, self._members = event["epoch"], event["members"]
-            why = f" ({event['why']})" if event.get("why") else ""
+            why = f" ({short(event['why'], 200)})" if event.get("why") else ""
             members = event["members"]
-            who = "region" if len(members) == 1 else f"{len(members)} regions:"
+            who = "only region" if len(members) == 1 else f"{len(members)} regions:"
             self._say(f"step {event['step']}: from here on {who} {', '.join(map(str, members))}{why}")
 
     def _say_evaluation(self, event: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MeetingError
+from .checks import import_torch
 
 if TYPE_CHECKING:
     from ..meeting.live import Record
@@ -55,10 +56,12 @@ def reach(address: str) -> "SteadyStore":
         InputError: this is no address.
         MeetingError: no store answers there.
     """
-    from ..meeting.store import SteadyStore, connect_store
     from ..settings import RegionConfig
 
     RegionConfig(store=address)
+    import_torch()
+    from ..meeting.store import SteadyStore, connect_store
+
     try:
         connect_store(address, PATIENCE_S)
     except MeetingError as error:

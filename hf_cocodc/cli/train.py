@@ -23,6 +23,7 @@ from ..settings import (
     from_env,
     warn_alone,
 )
+from .checks import import_torch
 from .display import Display
 from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
 from .report import report
@@ -103,7 +104,8 @@ def run(options: argparse.Namespace) -> int:
             f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
         )
-    from ..meeting.store import connect_store, serve_store  # torch takes seconds to import
+    import_torch()
+    from ..meeting.store import connect_store, serve_store
     from ..training import launch
     from ..training.building import output_dir
     from ..training.preflight import preflight

@@ -173,7 +173,7 @@ class Membership:
         self.ops.begin_after(marker.submitted)
         self._roster = Roster(marker.members, marker.number - marker.losses, self._terms.limit)
         self.state = State.MEMBER
-        self._tell_epoch("this region has come in")
+        self._tell_epoch(f"region {self.me.region} has come in")
         return True
 
     def close(self, reason: str | None, timeout_s: float) -> None:

@@ -176,7 +176,7 @@ def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[
     run.after(61)
     said = capsys.readouterr().out
     assert "region 0 is lost\n" in said
-    assert "step 12: from here on region 1 (region 0 lost)" in said
+    assert "step 12: from here on only region 1 (region 0 lost)" in said
     assert "step 40/100  loss region 1: 3.000" in said
     assert run.display.step == 40
     for journal in run.journals:

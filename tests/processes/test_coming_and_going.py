@@ -132,6 +132,7 @@ def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tm
     assert came["base"] <= came["step"] == third["began_at"]
     epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
     assert epochs == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert events(tmp_path, 2, "epoch")[-1]["why"] == "region 2 has come in"
 
 
 @pytest.mark.slow
