@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from hf_cocodc.parts.codecs import without_residuals
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.flat import digest, tensors_in
-from tests.engine.changing import ChangingLink, run_changing
+from tests.engine.changing import ChangingLink, Sets, run_changing
 from tests.toys import Blocks, params_of
 
 START = [torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(0, 1, 24).view(4, 6), torch.linspace(-2, 0, 7)]
@@ -51,6 +51,27 @@ def move(model: Blocks, region: int, step: int) -> None:
             param.add_(torch.sin(waves * (region + 1) + step + index), alpha=0.01)
 
 
+def base_of(synchronizer: Synchronizer, link: ChangingLink) -> tuple[dict[str, Any], int]:
+    """What a newcomer begins from, and after how many calls."""
+    return copy.deepcopy(synchronizer.state_dict()), link.calls
+
+
+def come_in(
+    link: ChangingLink, model: Blocks, method: Method, base: tuple[dict[str, Any], int]
+) -> Synchronizer:
+    """Begin from a member's state, and follow the calls that came after it."""
+    link.is_joining = True
+    synchronizer = Synchronizer(model, method, link, state=base[0])
+    synchronizer.take_over()
+    link.follow_from(base[1])
+    return synchronizer
+
+
+def assert_all_end_alike(sets: Sets, live: Callable[[int, ChangingLink], Tensor]) -> None:
+    zero, one, two = run_changing(3, sets, live)
+    assert torch.equal(zero, one) and torch.equal(one, two)
+
+
 def facts(synchronizer: Synchronizer) -> list[Any]:
     """Everything that must be equal in all members, and in one that follows them."""
     states = [each.codec for each in synchronizer.fragments]
@@ -76,11 +97,9 @@ def test_a_newcomer_follows_and_comes_in(name: str) -> None:
         model = Blocks([vector + region for vector in START])
         first = 0
         if region == 2:
-            link.wait_until(lambda: "state" in box)
-            link.is_joining, link.now = True, box["now"]
-            synchronizer = Synchronizer(model, method_of(name), link, state=box["state"])
-            synchronizer.take_over()
-            link.follow_from(box["calls"])
+            link.wait_until(lambda: "base" in box)
+            link.now = box["now"]
+            synchronizer = come_in(link, model, method_of(name), box["base"])
             first = BASE
         else:
             synchronizer = Synchronizer(model, method_of(name), link)
@@ -94,8 +113,7 @@ def test_a_newcomer_follows_and_comes_in(name: str) -> None:
             synchronizer.step(1.0 if is_in else 0.0, trained=is_in)
             seen[region][step] = facts(synchronizer)
             if region == 0 and step == BASE:
-                box["state"] = copy.deepcopy(synchronizer.state_dict())
-                box["calls"], box["now"] = link.calls, link.now
+                box["now"], box["base"] = link.now, base_of(synchronizer, link)
             if region == 0 and step == ADMITTED:
                 box["admitted"] = link.calls
             if region == 0 and step == END - 4:
@@ -153,11 +171,8 @@ def test_every_step_lands_once_with_its_share(name: str, comes_back: bool) -> No
         if region == 2:
             if not comes_back:
                 return None
-            link.wait_until(lambda: "state" in box)
-            link.is_joining = True
-            synchronizer = Synchronizer(model, method, link, state=box["state"])
-            synchronizer.take_over()
-            link.follow_from(box["calls"])
+            link.wait_until(lambda: "base" in box)
+            synchronizer = come_in(link, model, method, box["base"])
             first = base
         else:
             synchronizer = Synchronizer(model, method, link)
@@ -174,7 +189,7 @@ def test_every_step_lands_once_with_its_share(name: str, comes_back: bool) -> No
                 box["lost"] = link.calls
                 link.lose()
             if region == 0 and step == base:
-                box["state"], box["calls"] = copy.deepcopy(synchronizer.state_dict()), link.calls
+                box["base"] = base_of(synchronizer, link)
             if region == 0 and step == admitted and comes_back:
                 box["admitted"] = link.calls
         synchronizer.finish()
@@ -220,11 +235,12 @@ def test_a_region_that_was_left_behind_comes_back(name: str, keep: bool, has_end
         for step in range(13, alone + 1):
             move(model, 1, step)
             synchronizer._traffic.shares.count(None)
-        link.wait_until(lambda: "state" in box)
+        link.wait_until(lambda: "base" in box)
+        state, calls = box["base"]
         link.is_out = True
-        synchronizer.catch_up(box["state"], keep)
+        synchronizer.catch_up(state, keep)
         link.is_out = False
-        link.follow_from(box["calls"])
+        link.follow_from(calls)
         assert synchronizer.inner_step == base
         steps = Blocks([torch.zeros_like(vector) for vector in START])
         for step in range(13 if has_ended else 7, alone + 1):
@@ -262,14 +278,13 @@ def test_a_region_that_was_left_behind_comes_back(name: str, keep: bool, has_end
                 box["lost"] = link.calls
                 link.lose()
             if region == 0 and step == base:
-                box["state"], box["calls"] = copy.deepcopy(synchronizer.state_dict()), link.calls
+                box["base"] = base_of(synchronizer, link)
             if region == 0 and step == admitted:
                 box["admitted"] = link.calls
         synchronizer.finish()
         return params_of(model)
 
-    zero, one, two = run_changing(3, sets, live)
-    assert torch.equal(zero, one) and torch.equal(one, two)
+    assert_all_end_alike(sets, live)
 
 
 def follow(synchronizer: Synchronizer, steps: int) -> None:
@@ -295,18 +310,14 @@ def test_a_newcomer_that_misses_an_adoption_takes_a_newer_state() -> None:
         parameters[1].requires_grad_(False)
         first = 0
         if region == 2:
-            link.wait_until(lambda: "state 8" in box)
-            link.is_joining = True
-            state, calls = box["state 8"]
-            synchronizer = Synchronizer(model, method, link, state=state)
-            synchronizer.take_over()
-            link.follow_from(calls)
+            link.wait_until(lambda: "base 8" in box)
+            synchronizer = come_in(link, model, method, box["base 8"])
             with torch.no_grad():
                 parameters[0].add_(0.5)  # its own steps
             with pytest.raises(LeftBehind, match="from a state that has them"):
                 follow(synchronizer, end - base)
-            link.wait_until(lambda: "state 20" in box)
-            state, calls = box["state 20"]
+            link.wait_until(lambda: "base 20" in box)
+            state, calls = box["base 20"]
             synchronizer.catch_up(state, keep=True)
             link.follow_from(calls)
             own = params_of(model) - global_of(synchronizer)
@@ -325,11 +336,10 @@ def test_a_newcomer_that_misses_an_adoption_takes_a_newer_state() -> None:
                 move(model, region, step)
             synchronizer.step(1.0, trained=is_in)
             if region == 0 and step in (base, newer):
-                box[f"state {step}"] = copy.deepcopy(synchronizer.state_dict()), link.calls
+                box[f"base {step}"] = base_of(synchronizer, link)
             if region == 0 and step == admitted:
                 box["admitted"] = link.calls
         synchronizer.finish()
         return params_of(model)
 
-    zero, one, two = run_changing(3, sets, live)
-    assert torch.equal(zero, one) and torch.equal(one, two)
+    assert_all_end_alike(sets, live)
