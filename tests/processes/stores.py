@@ -53,7 +53,10 @@ class StoreProcess:
         self.port = int(self._said.read_text())
 
     def freeze(self) -> None:
+        """Returns when all its threads stand still: until then it may answer."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        stats = list(Path(f"/proc/{self._process.pid}/task").glob("*/stat"))
+        wait_until(lambda: all(") T " in path.read_text() for path in stats), self._process, self._log)
 
     def thaw(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
