@@ -4,6 +4,7 @@ If an operation fails or times out, gloo closes all connections of its group. A 
 dropped, and connected again, while the connections to other regions work on. It has no thread of its own.
 """
 
+import atexit
 import ctypes
 import math
 import threading
@@ -34,6 +35,11 @@ _ADDRESS_BYTES = 1024
 _LONGEST_POLL_S = 0.02
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
+
+_EXIT_S = 5.0
+"""How long the end of the interpreter waits for threads that wait in gloo."""
+_waiting: set[threading.Thread] = set()
+"""Threads that wait in gloo. One that wakes up while the interpreter ends would abort the process."""
 
 _abandoned: list[Any] = []
 """Connections that failed, for which a thread may still wait. They are kept for ever: their destructors would wait, too."""
@@ -75,9 +81,11 @@ class Connection:
         """Wait for an operation. Raises RuntimeError if it fails or does not end in time: then the connection has failed."""
         with self._lock:
             self._num_waiting += 1
+        _waiting.add(threading.current_thread())
         try:
             work.wait(timeout)
         finally:
+            _waiting.discard(threading.current_thread())
             with self._lock:
                 self._num_waiting -= 1
                 self._release()
@@ -257,6 +265,14 @@ def abandon(things: Iterable[Any]) -> None:
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         _abandoned.append(thing)
+
+
+@atexit.register
+def _let_waits_end() -> None:
+    """Most threads that wait for a region wake up soon after this region has left it: when that one ends, too."""
+    until = time.monotonic() + _EXIT_S
+    while _waiting and time.monotonic() < until:
+        time.sleep(_LONGEST_POLL_S)
 
 
 def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
