@@ -162,8 +162,7 @@ class Membership:
         """Note that all inner steps up to a marker are made. Returns whether this process is a member from now on."""
         assert self.following is not None and self.state is State.FOLLOWING
         self._marker = marker
-        self.ops.lost |= frozenset(marker.lost)
-        self.ops.losses = max(self.ops.losses, marker.losses)
+        self.ops.hear_of(marker.losses, marker.lost)
         self._agreement.expect(marker.losses)
         self.following.skip(marker.submitted)
         if self.me.ticket not in marker.admitted:

@@ -15,6 +15,7 @@ from hf_cocodc.links.log import Log, Marker
 from hf_cocodc.links.terms import State
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.meeting.presence import Member
+from hf_cocodc.meeting.verdict import Decision
 from tests.links.memory import PATIENCE_S, Died, FakePresence, Fault, Regions, wait_until
 from tests.links.training import METHODS, Trained, check, method_of
 
@@ -123,7 +124,7 @@ def train_with_newcomer(name: str, faults: list[Fault] | None = None) -> tuple[R
                 if region == 0:
                     desk.serve(trained)
                 if trained.sync.inner_step >= 6:
-                    wait_until(lambda: link.admits or 2 in link.members or hub.dead)
+                    wait_until(lambda: link.admits or 2 in link.members or has_died(late) or has_died(link))
         return trained, trained.finish()
 
     def end_log() -> None:
@@ -244,4 +245,23 @@ def test_a_newcomer_connects_anew_to_a_member_that_was_restarted() -> None:
     late.pair_with(late.strangers)
     assert late.strangers == []
     assert late._life.wire._pairs[1].members == {me.ticket, restarted.ticket}  # type: ignore[attr-defined]
+    regions.hub.end()
+
+
+def test_a_newcomer_that_hears_of_a_loss_from_the_log_first_goes_on() -> None:
+    """It has frozen until the decision. The log tells it the same, and the decision comes when it is a member already."""
+    regions = Regions(2)
+    late = regions.newcomer(2)
+    life, lost = late._life, tuple(regions.first)
+    decision = Decision(number=0, members=(life.me,), lost=lost, done=6)
+    regions.hub.decisions.append(decision)
+    late.follow(Log(1 << 20))
+    life._freeze()
+    tickets = tuple(member.ticket for member in lost)
+    assert late.apply(Marker(4, 6, 2, 1, (life.me,), tickets, (life.me.ticket,)))
+    life._decided(decision)
+    found: list[Any] = []
+    threading.Thread(target=lambda: found.append(late.gather(Trailer(), "who is there")), daemon=True).start()
+    wait_until(lambda: found)
+    assert len(found[0]) == 1
     regions.hub.end()
