@@ -267,6 +267,8 @@ class Membership:
         if decision.number < self.ops.losses:
             return
         lost = [member for member in decision.lost if member.ticket not in self.ops.lost]
+        # afterwards, another process of the region may be there
+        seen = {member: self.presence.seen(member.region) for member in lost}
         for member in lost:
             self.wire.drop(member.region)
         tickets = [member.ticket for member in lost]
@@ -274,8 +276,7 @@ class Membership:
             self._fall_out(left_behind(self.me.region))
             return
         for member in lost:
-            seen = self.presence.seen(member.region)
-            if seen is not None and seen.lost == "late":
+            if getattr(seen[member], "lost", "") == "late":
                 facts = {"epoch": self.epoch.number, "region": member.region}
                 self._events.append(("late", {**facts, "why": self._whys.get(member, "it was late")}))
             self.presence.drop(member)
