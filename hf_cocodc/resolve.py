@@ -3,14 +3,17 @@
 import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .errors import InputError, nearest, shown
+from .errors import InputError, nearest, short, shown
 from .methods import METHODS, Method
-from .parts import choose
+from .parts import choose, own
 from .parts.fragments import kept
+from .parts.guard import Guard
 from .settings import OuterConfig
+from .settings.outer import GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +27,77 @@ NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
 )
 """(setting, other setting, values): the setting has an effect only if the other setting has one of these values."""
 
-OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows")
+PART = "part."
+"""How the descriptions of parts begin, among the settings."""
+
+OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows", "part.fragments")
 """Settings that say what travels together."""
-BEFORE = {"split_rows": False, "weights": "equal"}
-"""What older versions did that did not have these settings yet; as `weights` does, where a checkpoint says nothing of it."""
+BEFORE = {"split_rows": False, "weights": "equal", "mean": "average"}
+"""What older versions did that did not have these settings yet; as `weights` and `mean` do, where a checkpoint says nothing of
+them."""
+
+
+class _Composer(NamedTuple):
+    """What composes a method.
+
+    Attributes:
+        name: of the method, in logs, checkpoints and for other regions.
+        takes: its settings with their defaults.
+        compose: makes the method of its settings.
+        is_own: whether it is a user's.
+    """
+
+    name: str
+    takes: dict[str, Any]
+    compose: Callable[..., Method]
+    is_own: bool = False
+
+
+def as_config(given: OuterConfig | Method | None) -> OuterConfig:
+    """The settings of a run, for which a method may stand that has settings of its own."""
+    return OuterConfig(method=given) if isinstance(given, Method) else given or OuterConfig()
+
+
+def _composer(config: OuterConfig) -> _Composer:
+    chosen: Any = config.method
+    if isinstance(chosen, str) and chosen in METHODS:
+        parameters = inspect.signature(METHODS[chosen]).parameters.items()
+        return _Composer(chosen, {name: each.default for name, each in parameters}, METHODS[chosen])
+    if isinstance(chosen, Method):
+        if not chosen.name or chosen.name in METHODS:
+            fault = "a name of ours" if chosen.name else "no name"
+            raise InputError(
+                f"the Method that is given has {fault}: {chosen.name!r}. Other regions and checkpoints call it by its name: "
+                "dataclasses.replace(method, name='my-method')."
+            )
+        return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
+    if not own.is_own(chosen):
+        hint = nearest(chosen, list(METHODS)) if isinstance(chosen, str) else f" Known: {', '.join(METHODS)}."
+        raise InputError(
+            f"outer.method={shown(chosen)} is not known.{hint} Or MODULE:NAME, for one of your own."
+        )
+    where, thing = f"outer.method={shown(chosen)}", own.found("outer.method", chosen)
+    if isinstance(thing, Method):
+        return _Composer(chosen, {}, lambda: thing, is_own=True)
+    return _Composer(
+        chosen, own.takes(where, thing), lambda **given: own.made(where, thing, given), is_own=True
+    )
+
+
+def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options for a method that takes settings, and those for its codec: what the method does not take."""
+    options: dict[str, Any] = config.options or {}  # type: ignore[assignment]
+    mine = {name: value for name, value in options.items() if name in takes}
+    others = {name: value for name, value in options.items() if name not in takes}
+    known = own.options_of_codec(config.codec) if others and own.is_own(config.codec) else {}
+    for name, value in others.items():
+        if name not in known:
+            taken = ", ".join([*takes, *known]) or "nothing"
+            raise InputError(
+                f"outer.options: {name}={shown(value)} has no meaning for method={getattr(config.method, 'name', config.method)} "
+                f"and codec={config.codec or 'its default'}, which take {taken}. Only those of your own have options."
+            )
+    return mine, others
 
 
 def from_config(config: OuterConfig) -> Method:
@@ -36,19 +106,33 @@ def from_config(config: OuterConfig) -> Method:
     Raises:
         InputError: the method or a part is unknown, the method does not use a setting, or two values contradict each other.
     """
-    if config.method not in METHODS:
-        raise InputError(
-            f"outer.method={shown(config.method)} is not known.{nearest(config.method, list(METHODS))}"
-        )
-    method = METHODS[config.method]
-    takes = {name: parameter.default for name, parameter in inspect.signature(method).parameters.items()}
-    given = config.given()
+    composer = _composer(config)
+    takes, given = composer.takes, config.given()
     for name, value in given.items():
         if name not in takes:
+            way_out = "choose a method that uses it"
+            uses = f"This method takes {', '.join(takes)}."
+            if not takes:
+                uses, way_out = "It is composed already.", "compose the method with it"
             raise InputError(
-                f"outer.{name}={shown(value)} has no meaning for method={config.method}. This method takes {', '.join(takes)}. "
-                f"Remove outer.{name} (--set outer.{name}=null), or choose a method that uses it."
+                f"outer.{name}={shown(value)} has no meaning for method={composer.name}. {uses} "
+                f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
+    mine, for_codec = _options(config, takes)
+    if not composer.is_own:
+        _check_together(takes, given)
+    if own.is_own(given.get("codec")):
+        given["codec"] = own.codec(given["codec"], for_codec)
+    method = composer.compose(**given, **mine)
+    if not isinstance(method, Method):
+        raise InputError(
+            f"outer.method={composer.name} returns {short(repr(method))}, and no Method (see hf_cocodc/methods.py)."
+        )
+    return dataclasses.replace(method, name=composer.name) if composer.is_own else method
+
+
+def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Check the settings of one of our methods against each other. Raises InputError if one would have no effect."""
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and part in takes and settings[part] not in needed:
@@ -65,21 +149,63 @@ def from_config(config: OuterConfig) -> Method:
             f"{num_fragments}, but each fragment is sent once every sync_interval inner steps. "
             "Raise sync_interval or lower num_fragments."
         )
-    return method(**given)
 
 
 def settings(config: OuterConfig) -> dict[str, object]:
-    """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them."""
-    takes = inspect.signature(METHODS[config.method]).parameters
-    defaults = {name: parameter.default for name, parameter in takes.items()}
-    found: dict[str, Any] = {"method": config.method, **defaults, **config.given()}
+    """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
+
+    Of a method of a user's own also its parts, in words: `part.schedule` and so on; of a codec of a user's own `part.codec`.
+    """
+    composer = _composer(config)
+    found: dict[str, Any] = {"method": composer.name, **composer.takes, **config.given()}
     found["digest_interval"] = config.digest_interval
     if config.weights != BEFORE["weights"]:
         found["weights"] = config.weights
+    if config.guard not in (None, GUARD):
+        found["guard"] = config.guard
+    has_own_codec = own.is_own(config.codec)
+    if composer.is_own or has_own_codec:
+        mine, for_codec = _options(config, composer.takes)
+        known = own.options_of_codec(str(config.codec)) if has_own_codec else {}
+        named = {**known, **for_codec, **found, **mine}
+        found = {_in_recipe(name): own.told(value) for name, value in named.items()}
+        method = from_config(config)
+        parts = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
+        found |= {
+            f"{PART}{name}": own.described(getattr(method, name))
+            for name in (parts if composer.is_own else ["codec"])
+        }
+    if composer.is_own:
+        return found
+    if found.get("mean") == BEFORE["mean"]:
+        del found["mean"]
     if "mixing_alpha" in found:
         found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
     idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}
     return {name: value for name, value in found.items() if name not in idle}
+
+
+def _in_recipe(name: str) -> str:
+    """The name of a setting in the section `outer` of a recipe."""
+    return name if name in {each.name for each in dataclasses.fields(OuterConfig)} else f"options.{name}"
+
+
+def paper_of(method: str) -> tuple[str, str] | None:
+    """The name of a method and the arXiv number of its paper, as the docstring of its function has them; None if it has none.
+
+    >>> paper_of("streaming")
+    ('Streaming DiLoCo', '2501.18512')
+    """
+    function = own.found("outer.method", method) if own.is_own(method) else METHODS.get(method)
+    lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
+    number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
+    return None if number is None else (lines[0].partition(":")[0], number[0])
+
+
+def guard_of(config: OuterConfig) -> Guard | None:
+    """The norm guard; None if there is none."""
+    given = GUARD if config.guard is None else config.guard
+    return Guard(**given) if isinstance(given, dict) else None  # type: ignore[arg-type]
 
 
 def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:

@@ -1,6 +1,7 @@
 """Network addresses of this machine."""
 
 import fcntl
+import ipaddress
 import socket
 import struct
 
@@ -33,6 +34,15 @@ def own_address(store_address: str, interface: str | None) -> str:
                 f"({error.strerror}). Set it to one of this machine's interfaces: {known}."
             ) from error
     return socket.inet_ntoa(packed[20:24])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`; False where nobody knows."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return False
+    return bool(host) and all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
 def free_port() -> int:

@@ -12,13 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import MeetingError
-from .store import peek
+from .heard import MOST
+from .store import SteadyStore, peek
+from .values import foreign, number_of, read_json
 
 TICKETS = "hf_cocodc/tickets"
 """The key of a number that each process takes one higher."""
 SIGN_S = 0.5
 STALE_S = 5.0
 """A process that has not signed the board for so long no longer exists: ten signs are missing."""
+_LONGEST = 1000
 LOOK_BACK = 24
 """How many earlier tickets a process looks at: enough for the regions of a few runs."""
 
@@ -81,7 +84,7 @@ class Board:
         self._store = store
         self._entry = Entry(run=run, region=region, count=count, host=platform.node())
         self._signed_at = 0.0
-        self.ticket = store.add(TICKETS, 1)
+        self.ticket = take_ticket(store)
         """Number of this process; no other process at this store ever has it."""
         self.seen: dict[int, Sighting] = {}
         self._to_look_at: deque[int] = deque()
@@ -112,7 +115,7 @@ class Board:
         """Look at other processes on the board for some seconds, at one at least. Further calls continue with the next."""
         deadline = time.monotonic() + seconds
         if not self._to_look_at:
-            newest = self._store.add(TICKETS, 0)
+            newest = newest_ticket(self._store)
             # a process that has just taken its ticket is not on the board yet
             first = self.ticket - LOOK_BACK if time.monotonic() - self._began_at < STALE_S else self.ticket
             others = self.seen.keys() | set(range(max(first, 1), newest + 1)) - {self.ticket}
@@ -153,27 +156,30 @@ class Board:
         self._signed_at = time.monotonic()
 
 
-def read_json(text: bytes, key: str) -> Any:
-    """Parse what the store holds under `key`. Raises MeetingError if no region of ours has written it."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise foreign(key, text) from None
+def take_ticket(store: dist.Store) -> int:
+    """A number that no other process at the store has. Raises MeetingError if what the store counts is no number."""
+    newest_ticket(store)  # a store closes the connection of a process that adds to what is no number
+    return store.add(TICKETS, 1)
 
 
-def foreign(key: str, found: object) -> MeetingError:
-    """The error for a value that no region of this version writes."""
-    return MeetingError(
-        f"the store holds {str(found)[:60]!r} under {key}, which no region of this version of hf_cocodc writes. Another program "
-        "or another version uses the same store: start a store of your own (hf-cocodc store), and the same version everywhere."
-    )
+def newest_ticket(store: dist.Store | SteadyStore) -> int:
+    """The number of the newest process at the store. Raises like `take_ticket`."""
+    text = store.peek(TICKETS) if isinstance(store, SteadyStore) else peek(store, TICKETS)
+    return number_of(text, TICKETS)
 
 
 def _read_entry(text: bytes) -> Entry:
     content = read_json(text, "hf_cocodc/waiting")
     kinds = {field.name: field.type for field in fields(Entry)}
-    if not isinstance(content, dict) or any(
-        type(content.get(name)) is not kind for name, kind in kinds.items()
+    if not isinstance(content, dict) or not all(
+        _fits(content.get(name), kind) for name, kind in kinds.items()
     ):
         raise foreign("hf_cocodc/waiting", text)
     return Entry(**{name: content[name] for name in kinds})
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of its field's type, and no longer or larger than a region writes it."""
+    if type(value) is not kind:
+        return False
+    return not isinstance(value, int) or 0 <= value < MOST if kind is not str else len(value) <= _LONGEST

@@ -7,12 +7,15 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..errors import RegionLostError
-from .channel import Channel, keep_from_forks, line_of
+from ..errors import RegionLostError, short
+from .caller import Caller, Member, member_in
+from .channel import LONGEST_SEALED, Channel, keep_from_forks, line_of
 from .handshake import PROTOCOL
+from .heard import host_and_port
+from .proof import Proof, Refused
+from .secret import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -20,41 +23,13 @@ _GREET_S = 10.0
 _AGAIN_S = 0.2
 _FAREWELL_S = 1.0
 _MOST = 128
-"""More connections that have not greeted are closed at once."""
-
-
-class Member(NamedTuple):
-    """A process of a region that takes part.
-
-    Attributes:
-        region: the region's id.
-        ticket: a number that no other process of this run has.
-    """
-
-    region: int
-    ticket: int
-
-    def calls(self, other: "Member") -> bool:
-        """Whether this member calls the other one, and not the other this one."""
-        return (self.ticket, self.region) > (other.ticket, other.region)
-
-
-@dataclass
-class Caller:
-    """A connection of no member.
-
-    Attributes:
-        member: whom we call, or who has called us; None before it has greeted.
-        stage: "connects" and "asks" if we call; "came", "waits" and "welcomed" if we are called; "leaves".
-        until: it is closed then.
-        greeting: what it has said, once it has.
-    """
-
-    channel: Channel
-    member: Member | None
-    stage: str
-    until: float
-    greeting: dict[str, Any] = field(default_factory=dict)
+"""Connections of others that belong to no member at most: for one more, the oldest that was not welcomed is closed."""
+_TALKS = "came", "asks", "welcomed"
+"""Stages in which the other end says something, one message in each."""
+_WARN_S = 1.0
+_LONGEST_REASON = 1000
+_FIRST_LINE = 4 << 10
+"""Bytes that a caller may say before it has greeted."""
 
 
 class Callers:
@@ -66,6 +41,7 @@ class Callers:
         knows: whether a member is, or was, connected.
         judge: called with the hello of a newcomer; returns why it is refused, or None.
         adopt: called with a connection that is complete, the other's hello, and the messages that have come with it.
+        keys, encrypt: see Presence.
 
     Attributes:
         address: where other members call.
@@ -83,7 +59,10 @@ class Callers:
         knows: Callable[[Member], bool],
         judge: Callable[[dict[str, Any]], str | None],
         adopt: Callable[[Caller, dict[str, Any], list[dict[str, Any]]], None],
+        keys: Keys | None = None,
+        encrypt: bool = False,
     ) -> None:
+        self._keys, self._encrypt = keys, encrypt
         self._run, self._me, self._selector = run, me, selector
         self._knows, self._judge_newcomer, self._adopt = knows, judge, adopt
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -97,6 +76,7 @@ class Callers:
         self._expected: dict[Member, str] | None = None  # None: we cannot judge those that call us yet
         self._again_at: dict[Member, float] = {}
         self._all: list[Caller] = []
+        self._warns_at = 0.0
         self._hears_at: float | None = 0.0  # it listens from then on; None: it does
 
     def expect(self, peers: Mapping[Member, str], hello: dict[str, Any], refused: dict[Member, str]) -> None:
@@ -135,17 +115,25 @@ class Callers:
         if caller is None:
             self._answer()
             return
+        if caller not in self._all:  # closed, or complete, since the selector has looked
+            return
         if caller.stage == "connects":
             if caller.channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 self._end(caller)
                 return
             caller.stage, caller.until = "asks", math.inf
-            greeting = {"to": list(caller.member or ()), **self._greeting()}
-            caller.channel.write(line_of(greeting))
+            assert caller.member is not None
+            greeting = {"to": list(caller.member), **self._greeting()}
+            caller.proof = self._proof(self._me, caller.member)
+            caller.channel.write(line_of(caller.proof.say(greeting)))
         elif events & selectors.EVENT_READ:
-            messages = caller.channel.read()
-            if messages and caller.stage != "leaves":
-                self._hear(caller, messages)
+            caller.channel.receive()
+            if caller.channel.has_skipped and caller.stage == "came":
+                self._end(caller)
+                return
+            while messages := caller.channel.take(1):  # who says too much is not heard
+                if caller.stage in _TALKS:
+                    self._hear(caller, messages[0])
                 if caller not in self._all:
                     return
         if events & selectors.EVENT_WRITE:
@@ -192,12 +180,15 @@ class Callers:
         }
 
     def _call(self, member: Member, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        channel = Channel(connection)
+        with contextlib.suppress(ValueError):
+            host, port = host_and_port(address)
+            connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            self._begin_to_call(member, Channel(connection), (host, port))
+
+    def _begin_to_call(self, member: Member, channel: Channel, address: tuple[str, int]) -> None:
+        connection = channel.socket
         with contextlib.suppress(OSError, ValueError):
-            connection.connect_ex((host, int(port)))  # the error of an address without a host comes later
+            connection.connect_ex(address)  # the error of an address without a host comes later
             caller = Caller(channel, member, "connects", time.monotonic() + _GREET_S)
             self._all.append(caller)
             self._selector.register(connection, selectors.EVENT_WRITE, caller)
@@ -205,68 +196,107 @@ class Callers:
         channel.close()
 
     def _answer(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # too many files are open: the listener would wake us again at once
-            self._selector.unregister(self._listener)
-            self._hears_at = time.monotonic() + 1.0
-            return
-        if sum(caller.stage == "came" for caller in self._all) >= _MOST:
-            connection.close()
-            return
-        caller = Caller(Channel(connection), None, "came", time.monotonic() + _GREET_S)
-        self._all.append(caller)
-        self._selector.register(connection, selectors.EVENT_READ, caller)
+        """Accept all that have called."""
+        for _ in range(_MOST):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # too many files are open: the listener would wake us again at once
+                self._selector.unregister(self._listener)
+                self._hears_at = time.monotonic() + 1.0
+                return
+            self._make_room()
+            caller = Caller(Channel(connection), None, "came", time.monotonic() + _GREET_S, is_theirs=True)
+            caller.channel.longest = _FIRST_LINE
+            self._all.append(caller)
+            self._selector.register(connection, selectors.EVENT_READ, caller)
 
-    def _hear(self, caller: Caller, messages: list[dict[str, Any]]) -> None:
-        first, *rest = messages
+    def _make_room(self) -> None:
+        """For one more caller. Who is ours and has waited for long calls again; but who was welcomed may take itself for in."""
+        theirs = [caller for caller in self._all if caller.is_theirs]
+        if len(theirs) >= _MOST:
+            self._end(min(theirs, key=lambda caller: caller.stage == "welcomed"))
+
+    def _proof(self, caller: Member, callee: Member) -> Proof:
+        about = {"for": "presence", "run": self._run, "from": caller, "to": callee}
+        return Proof(self._keys, about, self._encrypt)
+
+    def _hear(self, caller: Caller, said: dict[str, Any]) -> None:
         if caller.stage == "came":
-            member = _member(first.get("from"))
-            if member is None or "hf_cocodc" not in first:  # a stranger
+            member = member_in(said.get("from"))
+            if member is None or "hf_cocodc" not in said:  # a stranger
                 self._end(caller)
                 return
-            caller.member, caller.greeting = member, first
+            caller.member, caller.greeting = member, said
             caller.stage, caller.until = "waits", math.inf
             self._judge(caller)
         elif caller.stage == "welcomed":
-            self._finish(caller, messages)
-        elif caller.stage == "asks" and caller.member is not None:
-            caller.greeting = first
-            if first.get("refused") is None and _member(first.get("from")) == caller.member:
-                caller.channel.write(line_of({"kind": "here"}))
-                self._finish(caller, rest)
+            assert caller.proof is not None
+            try:
+                caller.proof.hear(said)
+            except Refused as error:
+                self._warn(f"ends a call: {error}")
+                self._end(caller)
             else:
-                self._refused[caller.member] = str(
-                    first.get("refused") or "what answers there is another member"
-                )
+                self._finish(caller)
+        elif caller.stage == "asks" and caller.member is not None and caller.proof is not None:
+            caller.greeting = said
+            reason = said.get("refused")
+            if reason is None and member_in(said.get("from")) != caller.member:
+                reason = "what answers there is another member"
+            if reason is None:
+                try:
+                    caller.proof.hear(said)
+                except Refused as error:
+                    reason = (
+                        f"what answers there does not prove that it is region {caller.member.region}: {error}"
+                    )
+            if reason is None:
+                caller.channel.write(line_of(caller.proof.say({"kind": "here"})))
+                self._finish(caller)
+            else:
+                self._refused[caller.member] = short(reason, _LONGEST_REASON)
                 self._end(caller)
 
     def _judge(self, caller: Caller) -> None:
         """Welcome a caller that has greeted, or refuse it; neither as long as we do not know whom we expect."""
         assert caller.member is not None
-        reason = self._reason_to_refuse(caller.member, caller.greeting)
+        reason = self._reason_to_refuse(caller, caller.member, caller.greeting)
         if reason is None and self._expected is None:
             return
         if reason is None:
             caller.stage, caller.until = "welcomed", time.monotonic() + _GREET_S
-            caller.channel.write(line_of(self._greeting()))
+            # behind its last word may come what members tell each other
+            caller.channel.longest = LONGEST_SEALED
+            assert caller.proof is not None
+            caller.channel.write(line_of(caller.proof.say(self._greeting())))
         else:
-            logger.warning(
-                "region %d refuses a caller as region %d: %s", *self._me[:1], caller.member.region, reason
-            )
+            self._warn(f"refuses a caller as region {caller.member.region}: {reason}")
             caller.channel.write(line_of({"refused": reason}))
             caller.stage, caller.until = "leaves", time.monotonic() + _FAREWELL_S
             caller.channel.finish()
 
-    def _reason_to_refuse(self, member: Member, said: dict[str, Any]) -> str | None:
+    def _reason_to_refuse(self, caller: Caller, member: Member, said: dict[str, Any]) -> str | None:
         if said.get("hf_cocodc") != PROTOCOL:
-            return f"it speaks protocol {said.get('hf_cocodc')}, this region {PROTOCOL}: use the same version everywhere"
-        if said.get("run") != self._run or _member(said.get("to")) != self._me:
+            theirs = short(said.get("hf_cocodc"))
+            return f"it speaks protocol {theirs}, this region {PROTOCOL}: use the same version everywhere"
+        if said.get("run") != self._run or member_in(said.get("to")) != self._me:
             return "it calls another run, or another process of this run"
-        if self._knows(member) or any(c.member == member and c.stage == "welcomed" for c in self._all):
+        try:
+            if caller.proof is None:
+                caller.proof = self._proof(member, self._me)
+                caller.proof.hear(said)
+        except Refused as error:
+            return str(error)
+        # a greeting can be put back: with a secret, who is welcome twice has yet to prove that it is the one
+        is_welcome = any(c.member == member and c.stage == "welcomed" for c in self._all)
+        if self._knows(member) or (is_welcome and self._keys is None):
             return "it has been connected before"
+        try:
+            host_and_port(said.get("address"))
+        except ValueError as error:
+            return f"it gives no address at which it can be called: {error}"
         if self._expected is None or member in self._expected:
             return None
         try:
@@ -275,14 +305,15 @@ class Callers:
             logger.exception("region %d cannot judge a newcomer", self._me.region)
             return f"{type(error).__name__}: {error}"
 
-    def _finish(self, caller: Caller, messages: list[dict[str, Any]]) -> None:
-        assert caller.member is not None
+    def _finish(self, caller: Caller) -> None:
+        assert caller.member is not None and caller.proof is not None
         if self._knows(caller.member):
             self._end(caller)
             return
         self._all.remove(caller)
+        caller.channel.seal(caller.proof.ciphers())
         self._expected = {each: at for each, at in (self._expected or {}).items() if each != caller.member}
-        self._adopt(caller, self._hello_in(caller.greeting, caller.member), messages)
+        self._adopt(caller, self._hello_in(caller.greeting, caller.member), caller.channel.take())
 
     def _hello_in(self, said: dict[str, Any], member: Member) -> dict[str, Any]:
         hello = said.get("hello")
@@ -293,14 +324,13 @@ class Callers:
             "address": str(said.get("address")),
         }
 
+    def _warn(self, what: str) -> None:
+        """Say what became of a caller; not of each, if there are many: strangers must not fill the log."""
+        if time.monotonic() >= self._warns_at:
+            self._warns_at = time.monotonic() + _WARN_S
+            logger.warning("region %d %s", self._me.region, what)
+
     def _end(self, caller: Caller) -> None:
         self._all.remove(caller)
         self._selector.unregister(caller.channel.socket)
         caller.channel.close()
-
-
-def _member(said: Any) -> Member | None:
-    """The member that a message names, if it is one."""
-    if isinstance(said, list) and len(said) == 2 and all(type(each) is int for each in said):
-        return Member(*said)
-    return None

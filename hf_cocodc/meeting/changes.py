@@ -26,12 +26,14 @@ from ..errors import LinkError
 from .orders import attempt
 from .presence import Member, Presence
 from .store import SteadyStore, StoreAwayError
+from .values import Reader, read_json
 from .verdict import Decision, Report, are_all_in, decision_from, report_from, settle, to_plain
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 _SAY_S = 60.0
+_TRIES = 10
 _MORE = 5
 """Times the patience with a member that is there, and that nobody misses, but that has not reported yet: it is busy."""
 
@@ -76,6 +78,7 @@ class Changes:
         self._ahead = number
         """Others know so many decisions."""
         self._written: Report | None = None
+        self._reader = Reader()
         self._since = self._said_at = 0.0
         self._ready_at: float | None = None
         self._closed = False
@@ -113,9 +116,7 @@ class Changes:
         if born == self._born or self.is_settling:
             return
         for number, decision in sorted(self.decisions.items()):
-            text = self._store.compare_set(self._key(number), "", json.dumps(to_plain(decision)))
-            found = decision_from(_parsed(text))
-            if found != decision:
+            if self._written_at(number, decision) != decision:
                 why = (
                     "its store came back empty, and other regions have decided there without it who goes on."
                 )
@@ -185,9 +186,9 @@ class Changes:
         if self._ahead == self.number:
             self._report()
         try:
-            known = self._store.peek(self._key(self.number))
-            if known:
-                self._take(decision_from(_parsed(known)))
+            known = self._decision_in(self._store.peek(self._key(self.number)), self.number)
+            if known is not None:
+                self._take(known)
             elif self._ahead == self.number:
                 self._collect()
                 if self._inbox.empty() and self._is_my_turn():  # a report may have come meanwhile
@@ -219,9 +220,10 @@ class Changes:
             self._presence.members
         )
         for member in sorted(unheard - {self._me}):
-            text = self._store.peek(f"{self._key(self.number)}/{member.ticket}")
-            if text:
-                self._reports[member] = report_from(_parsed(text))
+            key = f"{self._key(self.number)}/{member.ticket}"
+            report = self._reader.read(_report_in, self._store.peek(key), key)
+            if report is not None and (report.member, report.number) == (member, self.number):
+                self._reports[member] = report
 
     def _is_my_turn(self) -> bool:
         """Whether to write the decision now. The lowest member that reports is first."""
@@ -250,8 +252,23 @@ class Changes:
                 "more reports",
             )
             return
-        decision = json.dumps(to_plain(settle(self._reports.values())))
-        self._take(decision_from(_parsed(self._store.compare_set(self._key(self.number), "", decision))))
+        decision = settle(self._reports.values())
+        self._take(self._written_at(self.number, decision))
+
+    def _written_at(self, number: int, decision: Decision) -> Decision:
+        """Write a decision, unless the store holds one; returns the one that counts. Raises StoreAwayError."""
+        held = b""
+        for _ in range(_TRIES):
+            found = self._store.compare_set(self._key(number), held, json.dumps(to_plain(decision)))
+            counts = self._decision_in(found, number)
+            if counts is not None:
+                return counts
+            held = b"" if found == held else found
+        raise StoreAwayError(f"somebody overwrites {self._key(number)!r} at the store all the time.")
+
+    def _decision_in(self, found: bytes, number: int) -> Decision | None:
+        decision = self._reader.read(_decision_in, found, self._key(number))
+        return decision if decision is not None and decision.number == number else None
 
     def _take(self, decision: Decision) -> None:
         """A decision counts from now on. One that comes too early is found at the store when it is time."""
@@ -294,8 +311,9 @@ class Changes:
         return " and ".join(f"region {region}" for region in regions) or "a decision of the others"
 
 
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _report_in(found: bytes, key: str) -> Report:
+    return report_from(read_json(found, key))
+
+
+def _decision_in(found: bytes, key: str) -> Decision:
+    return decision_from(read_json(found, key))

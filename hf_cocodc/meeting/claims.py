@@ -46,8 +46,8 @@ class Claim:
         while not self._closed.wait(RENEW_S):
             count += 1
             with contextlib.suppress(StoreAwayError):
-                held = self._store.peek(self._key).decode()
-                if not held or held.startswith(self._token):  # of another holder it stays as it is
+                held = self._store.peek(self._key)
+                if not held or _holder(held) == self._token:  # of another holder it stays as it is
                     self._store.compare_set(self._key, held, f"{self._token} {count}")
 
 
@@ -72,7 +72,7 @@ def claim(
         StoreAwayError: the store does not answer.
     """
     token = uuid.uuid4().hex
-    seen: dict[int, tuple[str, float]] = {}
+    seen: dict[int, tuple[bytes, float]] = {}
     deadline = time.monotonic() + timeout_s
     while True:
         members = taken()
@@ -80,14 +80,14 @@ def claim(
             key = f"hf_cocodc/claim/{quote(run)}/{region}"
             if region in members:
                 continue
-            held = store.compare_set(key, "", f"{token} 0").decode()
-            if held.split(" ")[0] != token:
-                if held != seen.get(region, ("", 0.0))[0]:
+            held = store.compare_set(key, "", f"{token} 0")
+            if _holder(held) != token:
+                if held != seen.get(region, (b"", 0.0))[0]:
                     seen[region] = (held, time.monotonic())
                 if time.monotonic() - seen[region][1] < STALE_S:
                     continue
-                held = store.compare_set(key, held, f"{token} 0").decode()
-            if held.split(" ")[0] == token:
+                held = store.compare_set(key, held, f"{token} 0")
+            if _holder(held) == token:
                 return Claim(store, key, region, token)
         if time.monotonic() > deadline:
             raise InputError(
@@ -95,3 +95,8 @@ def claim(
                 "left, or raise regions.max when you start the run anew."
             )
         time.sleep(RENEW_S)
+
+
+def _holder(held: bytes) -> str:
+    """Whose claim it is. What nobody of ours has written is of a holder that does not renew it."""
+    return held.partition(b" ")[0].decode(errors="replace")

@@ -21,7 +21,7 @@ from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.contents import bytes_of, contents
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 
@@ -111,7 +111,8 @@ def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
 
 def compare_two(first: int, mine: Mapping[str, Any], second: int, theirs: Mapping[str, Any]) -> None:
     """Check that the hellos of two regions agree. Raises HandshakeError like `compare`."""
-    allowed = mine.get("regions.may_differ", ())
+    named = mine.get("regions.may_differ")
+    allowed = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     for field, own, other, free in differences(mine, theirs):
         if free and may_differ(field, allowed):
             continue
@@ -154,11 +155,13 @@ def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
     for region, other in enumerate(hellos[1:], start=1):
         for field, mine, theirs, _ in differences(hellos[0], other):
             said.append(f"{field}, which may differ: {mine} in region 0, {theirs} in region {region}.")
-        for name, mine in hellos[0]["versions"].items():
-            theirs = other["versions"].get(name)
-            if mine != theirs:
-                said.append(f"other versions of {name}: {mine} in region 0, {theirs} in region {region}.")
-    samples = [each["first samples"] for each in hellos]
+        versions = _versions(other)
+        for name, version_there in _versions(hellos[0]).items():
+            if version_there != versions.get(name):
+                said.append(
+                    f"other versions of {name}: {version_there} in region 0, {versions.get(name)} in region {region}."
+                )
+    samples = [str(each.get("first samples", "")) for each in hellos]
     for sample in sorted(set(samples) - {""}):
         same = [region for region, each in enumerate(samples) if each == sample]
         if len(same) > 1:
@@ -168,6 +171,12 @@ def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
                 "a RegionConfig, not the environment, says which region this is."
             )
     return said
+
+
+def _versions(hello: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What another region may have written in any way: regions need not agree in it."""
+    versions = hello.get("versions")
+    return versions if isinstance(versions, Mapping) else {}
 
 
 def _in_recipe(setting: str) -> str:

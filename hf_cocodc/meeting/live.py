@@ -14,13 +14,20 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from urllib.parse import quote
 
-from .board import TICKETS, foreign, read_json
+from ..errors import LinkError, MeetingError, short
+from .board import TICKETS, newest_ticket
+from .heard import MOST, host_and_port
+from .sealed import mark, mark_again
 from .store import SteadyStore, StoreAwayError
+from .values import Reader, foreign, read_json, text_of
 
 BEAT_S = 2.0
 ALIVE_S = 8.0
 """A record that does not change for so long is of a run that no longer exists: four beats are missing."""
 _NAMES = "hf_cocodc/runs"
+_MOST_BYTES = 1 << 16
+_LONGEST = 200
+_MOST_MEMBERS = 1024
 _APART = 1000
 """A store that has come back empty counts tickets on from so far behind the newest member's: no newcomer had a higher one."""
 
@@ -94,7 +101,7 @@ class Publisher:
     Args:
         store: where newcomers look.
         name: of the run.
-        region: this member's.
+        process: returns the run (see `Record`) and the ticket of this process.
         content: returns the record to write, or None if another member writes it. Called in the thread.
         on_leave: called with the reason when somebody asks this region to leave the run; once.
     """
@@ -103,14 +110,14 @@ class Publisher:
         self,
         store: SteadyStore,
         name: str,
-        region: int,
+        process: Callable[[], tuple[str, int]],
         content: Callable[[], Record | None],
         on_leave: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._store, self._name, self._region = store, name, region
+        self._store, self._name, self._process = store, name, process
         self._content, self._on_leave = content, on_leave
-        self._run: str | None = None
         self._beat = 0
+        self._reader = Reader()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-live", daemon=True)
         self._thread.start()
@@ -125,32 +132,50 @@ class Publisher:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(StoreAwayError):  # training goes on without a store
-                self._write()
-                self._listen()
+            for call in (self._write, self._listen):
+                try:
+                    call()
+                except StoreAwayError:  # training goes on without a store
+                    break
+                except LinkError as error:
+                    self._reader.warn(error)
             self._closed.wait(BEAT_S)
 
     def _write(self) -> None:
         record = self._content()
         if record is None:
             return
-        self._run = record.run
         self._beat += 1
         self._store.set(_key(self._name), json.dumps(asdict(replace(record, beat=self._beat))))
-        known = self._store.peek(_NAMES).decode()
-        if self._name not in known.split("\n"):
-            self._store.compare_set(_NAMES, known, f"{known}\n{self._name}".strip("\n"))
-        newest = max(member.ticket for member in record.members)
-        missing = newest - self._store.add(TICKETS, 0)
+        self._note_name()
+        self._count_on(max(member.ticket for member in record.members))
+
+    def _note_name(self) -> None:
+        """Note the run's name, so that people find its record, and the secret of the store."""
+        self._store.ask(mark_again)
+        found = self._store.peek(_NAMES)
+        known = self._reader.read(_names_in, found, _NAMES) or []
+        if self._name not in known:
+            self._store.ask(mark)  # it may have come back empty
+            self._store.compare_set(_NAMES, found, "\n".join([*known, self._name]))
+
+    def _count_on(self, newest: int) -> None:
+        """Let the store count tickets on from the newest member's at least."""
+        try:
+            missing = newest - newest_ticket(self._store)
+        except MeetingError as error:
+            self._reader.warn(error)
+            self._store.delete_key(TICKETS)
+            missing = newest
         if missing > 0:
             self._store.add(TICKETS, missing + _APART)
 
     def _listen(self) -> None:
-        key = _leave_key(self._name, self._region)
-        why = self._store.peek(key).decode()
+        key = _leave_key(*self._process())
+        why = self._store.peek(key)
         if why:
             self._store.delete_key(key)
-            self._on_leave(why)
+            self._on_leave(short(text_of(why, key), _LONGEST))
 
 
 def read(store: SteadyStore, name: str) -> Record | None:
@@ -186,32 +211,49 @@ def ended(store: SteadyStore) -> list[str]:
     return [name for name in _known(store) if not store.peek(_key(name))]
 
 
-def ask_to_leave(store: SteadyStore, name: str, region: int, why: str) -> None:
-    """Ask a member to leave a run; it hears of it within seconds. Raises like `read`."""
-    store.set(_leave_key(name, region), why)
+class Request:
+    """What a member of a run is asked: to leave. Its process is meant: an old request that is put back has no effect on the next.
 
+    Args:
+        store: of the run.
+        record: of the run.
+        region: the member's.
+    """
 
-def has_heard(store: SteadyStore, name: str, region: int) -> bool:
-    """Whether the member has heard what it was asked. Raises like `read`."""
-    return not store.peek(_leave_key(name, region))
+    def __init__(self, store: SteadyStore, record: Record, region: int) -> None:
+        [ticket] = [member.ticket for member in record.members if member.region == region]
+        self._store, self._key = store, _leave_key(record.run, ticket)
 
+    def write(self, why: str) -> None:
+        """The member hears of it within seconds. Raises like `read`."""
+        self._store.set(self._key, why)
 
-def take_back(store: SteadyStore, name: str, region: int) -> None:
-    """Ask no longer. Raises like `read`."""
-    store.delete_key(_leave_key(name, region))
+    @property
+    def is_heard(self) -> bool:
+        """Whether the member has heard it. Raises like `read`."""
+        return not self._store.peek(self._key)
+
+    def take_back(self) -> None:
+        """Ask no longer. Raises like `read`."""
+        self._store.delete_key(self._key)
 
 
 def _known(store: SteadyStore) -> list[str]:
-    known = store.peek(_NAMES).decode(errors="replace").split("\n")
-    return sorted(name for name in known if name)
+    return sorted(_names_in(store.peek(_NAMES), _NAMES))
+
+
+def _names_in(found: bytes, key: str) -> list[str]:
+    if len(found) > _MOST_BYTES:
+        raise foreign(key, found)
+    return [name for name in text_of(found, key).split("\n") if name]
 
 
 def _key(name: str) -> str:
     return f"hf_cocodc/live/{quote(name, safe='')}"
 
 
-def _leave_key(name: str, region: int) -> str:
-    return f"hf_cocodc/leave/{quote(name, safe='')}/{region}"
+def _leave_key(run: str, ticket: int) -> str:
+    return f"hf_cocodc/leave/{run}/{ticket}"
 
 
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -231,19 +273,20 @@ def _parsed(text: bytes, key: str) -> Record:
         record = Record(**_checked(content, Record))
     except (TypeError, KeyError, ValueError):
         raise foreign(key, text) from None
-    if not record.members:
+    if not 0 < len(record.members) <= _MOST_MEMBERS:
         raise foreign(key, text)
     return record
 
 
 def _checked(content: Any, kind: type) -> dict[str, Any]:
-    """What a store holds, if each value is of the type of its field; raises TypeError if not, or if it is no mapping."""
+    """What a store holds, if each value is of the type of its field; raises TypeError or ValueError if not."""
     given = dict(content)
     for each in fields(kind):
-        if (
-            each.name in given
-            and each.name != "members"
-            and not isinstance(given[each.name], _KINDS[each.type])
-        ):
+        value = given.get(each.name)
+        if each.name in given and each.name != "members" and not isinstance(value, _KINDS[each.type]):
             raise TypeError(each.name)
+        if isinstance(value, (int, float)) and not -MOST < value < MOST:
+            raise ValueError(each.name)
+        if isinstance(value, str) and each.name == "address":
+            host_and_port(value)
     return given

@@ -11,23 +11,23 @@ import math
 import selectors
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from ..errors import MeetingError
-from .callers import Caller, Callers, Member
+from .caller import Caller, Member
+from .callers import Callers
 from .channel import line_of
+from .handlers import Handler, Handlers
 from .orders import Orders, attempt
+from .secret import Keys
 from .signs import Patience, Peer, Seen, Waits
 
 logger = logging.getLogger(__name__)
 
 _FAREWELL_S = 1.0
 _OWN_PAUSE_S = 1.0
-_MOST_UNHEARD = 1000
-Handler = Callable[[Member, dict[str, Any]], None]
 
 
 class Presence:
@@ -42,6 +42,9 @@ class Presence:
         timeout_s: seconds of silence after which a member is lost.
         stuck_timeout_s: a member that is waited for, and alive, but makes no inner step for so many seconds is lost.
         patient: count a member as lost only while it is waited for.
+        keys: of the run's secret: who has not proven that it has them is refused, and what members tell each other cannot be
+            altered. None without a secret.
+        encrypt: whether it cannot be read either.
 
     Attributes:
         me: this member.
@@ -67,6 +70,8 @@ class Presence:
         stuck_timeout_s: float = math.inf,
         *,
         patient: bool = False,
+        keys: Keys | None = None,
+        encrypt: bool = False,
     ) -> None:
         self.me = me
         self.inner_step = self.done = 0
@@ -79,8 +84,7 @@ class Presence:
         self._peers: dict[Member, Peer] = {}  # replaced, never changed: any thread may read it
         self._dropped: set[Member] = set()
         self._note: str | None = None
-        self._handlers: dict[str, list[Handler]] = {}
-        self._unheard: deque[tuple[str, Member, dict[str, Any]]] = deque(maxlen=_MOST_UNHEARD)
+        self._handlers = Handlers()
         self._on_lost: list[Callable[[Member, str], None]] = []
         self._changed = threading.Condition()
         self._asleep_s = 0.0
@@ -89,7 +93,8 @@ class Presence:
         self._selector = selectors.DefaultSelector()
         self._orders = Orders(self._selector)
         self._callers = Callers(
-            run, me, host, self._selector, self._knows, lambda h: self.accept(h), self._adopt
+            *(run, me, host, self._selector, self._knows, lambda h: self.accept(h), self._adopt),
+            *(keys, encrypt),
         )
         self.address = self._callers.address
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-presence", daemon=True)
@@ -149,7 +154,7 @@ class Presence:
         The first handler of a kind is also called for what came before; but not of "connected" (its hello; the connection is
         complete), "alive" and "note", which are kinds of ours, as are "left" and "closed" (last words).
         """
-        self._orders.give(partial(self._register, kind, handler))
+        self._orders.give(partial(self._handlers.on, kind, handler))
 
     def on_lost(self, handler: Callable[[Member, str], None]) -> None:
         """Call handler(member, why) in presence's thread, once for each member that is lost. It must return at once.
@@ -263,18 +268,8 @@ class Presence:
         self._call(kind, peer.member, message)
 
     def _call(self, kind: Any, member: Member, content: dict[str, Any]) -> None:
-        if not isinstance(kind, str):
-            return
-        if kind not in self._handlers and kind not in ("alive", "note", "connected"):
-            self._unheard.append((kind, member, content))
-        for handler in self._handlers.get(kind, []):
-            attempt(handler, member, content)
-
-    def _register(self, kind: str, handler: Handler) -> None:
-        self._handlers.setdefault(kind, []).append(handler)
-        waiting, self._unheard = list(self._unheard), deque(maxlen=_MOST_UNHEARD)
-        for each in waiting:  # those of other kinds wait on
-            self._call(*each)
+        if isinstance(kind, str):
+            self._handlers.call(kind, member, content, keep=kind not in ("alive", "note", "connected"))
 
     def _watch(self, peer: Peer) -> None:
         """See whether a member is lost, and tell of it."""
@@ -300,7 +295,7 @@ class Presence:
             )
 
     def _beat(self) -> None:
-        if time.monotonic() - self._beat_at < self._period_s:
+        if self._closes_at is not None or time.monotonic() - self._beat_at < self._period_s:
             return
         self._beat_at = time.monotonic()
         for peer in self._peers.values():
@@ -313,7 +308,7 @@ class Presence:
 
     def _write(self, member: Member, line: bytes) -> None:
         peer = self._peers.get(member)
-        if peer is not None and peer.ended_at is None:
+        if peer is not None and peer.ended_at is None and self._closes_at is None:
             peer.channel.write(line)
             self._settle(peer)
 

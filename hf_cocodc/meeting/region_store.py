@@ -7,14 +7,16 @@ region's own until the leader is ready, and only then all ranks enter the collec
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .. import errors
-from ..errors import CocodcError, LinkError
+from ..errors import CocodcError, LinkError, MeetingError
+from .sealed import check
+from .secret import Keys
 from .store import connect_store
+from .values import foreign, read_json
 
 T = TypeVar("T")
 
@@ -31,24 +33,35 @@ class RegionStore:
         rank: this rank in its region.
         num_ranks: ranks of the region.
         server: the store itself, on the leader. It lives as long as this object.
+        keys: of the secret that all ranks of the region have; None if there is none.
 
     Attributes:
         heard: what the leader has told with its last call.
 
     Raises:
         LinkError: the store cannot be reached.
+        MeetingError: the ranks do not have the same secret.
     """
 
-    def __init__(self, address: str, rank: int, num_ranks: int, server: dist.TCPStore | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        num_ranks: int,
+        server: dist.TCPStore | None = None,
+        keys: Keys | None = None,
+    ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._address, self._server = address, server
+        self._keys = None if keys is None else keys.of("inside")
         self._store = self.connect()
+        check(self._store)
         self._turn = 0
         self.heard: Any = None
 
-    def connect(self) -> dist.TCPStore:
+    def connect(self) -> dist.Store:
         """Another connection, for another thread: a call that waits on a connection keeps all other calls on it waiting."""
-        return connect_store(self._address, _CONNECT_S)
+        return connect_store(self._address, _CONNECT_S, self._keys)
 
     def lead(
         self, call: Callable[[], T], what: str, news: Callable[[T], Any] = lambda result: None
@@ -73,9 +86,7 @@ class RegionStore:
             result = call()
             self.heard = news(result)
         except BaseException as error:
-            kind = type(error).__name__
-            message = str(error) if isinstance(error, CocodcError) else f"{kind}: {error}"
-            self._tell({"failure": {"kind": kind, "message": message}})
+            self._tell({"failure": failure_of(error)})
             raise
         self._tell({"news": self.heard})
         return result
@@ -94,26 +105,47 @@ class RegionStore:
             while not self._store.check([key]):
                 # a short wait is ended in time, and a long one costs nothing
                 time.sleep(min((time.monotonic() - since) / 16 + 1e-4, _LONGEST_POLL_S))
-            said = json.loads(self._store.get(key))
+            said = _said_in(self._store.get(key), key)
             if self._store.add(f"heard/{self._turn}", 1) == self.num_ranks - 1:
                 for done in (key, f"heard/{self._turn}"):
                     self._store.delete_key(done)
+        except MeetingError:
+            raise
         except RuntimeError as error:
             raise LinkError(
                 f"the leader (rank 0) of this region has ended while rank {self.rank} waited for {what}. Look at its last output."
             ) from error
         failure, self.heard = said.get("failure"), said.get("news")
         if failure:
-            kind = getattr(errors, failure["kind"], LinkError)
-            raise (kind if kind in _WITH_A_MESSAGE else LinkError)(failure["message"])
+            raise error_of(failure)
 
 
-_WITH_A_MESSAGE = (
-    errors.InputError,
-    errors.HandshakeError,
-    errors.CheckpointError,
-    errors.MeetingError,
-    errors.LeftBehind,
-    errors.DonorLost,
-)
-"""Errors that a rank raises as its leader did; any other failure of the leader is a LinkError."""
+def failure_of(error: BaseException) -> dict[str, str]:
+    """An error that another rank raises as `error_of`."""
+    kind = type(error).__name__
+    message = str(error) if isinstance(error, CocodcError) else f"{kind}: {error}"
+    return {"kind": kind, "message": message}
+
+
+def error_of(failure: dict[str, str]) -> CocodcError:
+    """The failure of the leader, in another rank: of its kind if that is ours and takes a message, else a LinkError."""
+    kinds = {kind.__name__: kind for kind in _kinds(CocodcError) if "__init__" not in vars(kind)}
+    return kinds.get(failure["kind"], LinkError)(failure["message"])
+
+
+def _kinds(kind: type[CocodcError]) -> Iterator[type[CocodcError]]:
+    """A kind of error, and all that are of it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
+
+
+def _said_in(found: bytes, key: str) -> dict[str, Any]:
+    """What the leader has told. Raises MeetingError if it is not the leader's."""
+    said = read_json(found, key)
+    failure = said.get("failure", {}) if isinstance(said, dict) else None
+    if not isinstance(failure, dict) or (failure and set(map(type, failure.values())) != {str}):
+        raise foreign(key, found)
+    if failure and failure.keys() != {"kind", "message"}:
+        raise foreign(key, found)
+    return said

@@ -13,13 +13,16 @@ from urllib.parse import quote
 import torch.distributed as dist
 
 from ..errors import HandshakeError, LinkError, MeetingError, RegionLostError
-from .board import Board, Sighting, foreign, read_json
+from .board import Board, Sighting
 from .handshake import compare, compare_two, differences
+from .sealed import address_of, within
 from .store import peek
+from .values import foreign, number_of, read_json, text_of
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
+_LONGEST = 100
 NAME_THEM = "give each run a name of its own (regions.run, --run or HF_COCODC_RUN, equal in its regions)"
 
 
@@ -78,7 +81,7 @@ def rendezvous(
         raise
     except RuntimeError as error:
         raise MeetingError(
-            f"the store at {_address(store)} failed while region {region} of run {run!r} waited for the other regions "
+            f"the store at {address_of(store)} failed while region {region} of run {run!r} waited for the other regions "
             f"({str(error).splitlines()[0][:200]}). Nothing was trained. Start the store again, then all regions."
         ) from error
 
@@ -88,8 +91,8 @@ class _Meeting:
         self, store: dist.Store, run: str, region: int, num_regions: int, hello: dict[str, Any]
     ) -> None:
         self._run, self._region, self._num_regions, self._hello = run, region, num_regions, hello
-        self._where = _address(store)
-        self._store = dist.PrefixStore(f"hf_cocodc/run/{quote(run, safe='')}", store)
+        self._where = address_of(store)
+        self._store = within(f"hf_cocodc/run/{quote(run, safe='')}", store)
         self._board = Board(store, run, region, num_regions, hello)
         self._holds_place = False
         self._differs_from = 0
@@ -146,13 +149,11 @@ class _Meeting:
             HandshakeError: another process that is alive holds it.
         """
         own, place = str(self._board.ticket), self._place(self._region)
-        holder = self._store.compare_set(place, "", own).decode(errors="replace")
+        holder = text_of(self._store.compare_set(place, "", own), place)
         if holder == own:
             self._holds_place = True
             return True
-        if not holder.isdigit():
-            raise foreign(place, holder)
-        other = self._board.look(int(holder))
+        other = self._board.look(number_of(holder.encode(), place))
         if other is None or other.entry.left or other.stale:
             self._store.compare_set(
                 place, holder, own
@@ -172,9 +173,12 @@ class _Meeting:
         holders = [peek(self._store, self._place(region)) for region in range(self._num_regions)]
         if b"" in holders:
             return None
-        tickets = [int(holder) for holder in holders if holder.isdigit()]
-        if len(tickets) < len(holders):
-            raise foreign("place", holders)
+        tickets = [number_of(holder, self._place(region)) for region, holder in enumerate(holders)]
+        if len(set(tickets)) < len(tickets):
+            raise MeetingError(
+                f"two regions of run {self._run!r} have got the same ticket at the store {self._where}: it has lost its count. "
+                "It was started again, or somebody deletes what lies there. Start all regions again."
+            )
         if tickets != self._called:
             hellos = [self._board.hello_of(ticket) for ticket in tickets]
             self._roster = Roster(f"run-{uuid.uuid4().hex[:12]}", [hello for hello in hellos if hello])
@@ -196,11 +200,7 @@ class _Meeting:
         text = peek(self._store, "roster")
         if not text:
             return None
-        content = read_json(text, "roster")
-        try:
-            run, tickets, hellos = content["run"], list(content["tickets"]), list(content["hellos"])
-        except (TypeError, KeyError):
-            raise foreign("roster", content) from None
+        run, tickets, hellos = _roster_in(text)
         has_us = len(tickets) == self._num_regions and tickets[self._region] == self._board.ticket
         if has_us and (self._roster is None or self._roster.run != run):
             self._roster = Roster(run, hellos)
@@ -267,5 +267,15 @@ class _Meeting:
         return f"place/{region}"
 
 
-def _address(store: dist.Store) -> str:
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "in this process"
+def _roster_in(text: bytes) -> tuple[str, list[int], list[dict[str, Any]]]:
+    """Name, tickets and hellos of a roster. Raises MeetingError if no region of ours has written it."""
+    content = read_json(text, "roster")
+    given = content if isinstance(content, dict) else {}
+    run, tickets, hellos = given.get("run"), given.get("tickets"), given.get("hellos")
+    if not isinstance(tickets, list) or not isinstance(hellos, list) or len(tickets) != len(hellos):
+        raise foreign("roster", text)
+    if not isinstance(run, str) or len(run) > _LONGEST:
+        raise foreign("roster", text)
+    if any(type(each) is not int for each in tickets) or any(not isinstance(each, dict) for each in hellos):
+        raise foreign("roster", text)
+    return run, tickets, hellos

@@ -1,16 +1,19 @@
 """The signs of life of another member, and what they mean: it is late, or it is lost."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .callers import Member
+from .caller import Member
 from .channel import Channel
+from .heard import whole
 
 LINGER_S = 0.5
 """Seconds that a patient member waits for what a member that has left has sent on other connections."""
+_LONGEST_NOTE = 2000
 
 
 class Seen(NamedTuple):
@@ -81,18 +84,23 @@ class Peer:
         """Learn from a message: a sign of life, a note or a last word. `own_step`: inner steps that this member has made."""
         self.heard_at = now
         if kind == "alive":
-            step, done, awaits = content.get("step"), content.get("done"), content.get("awaits")
-            if isinstance(step, int) and isinstance(done, int) and isinstance(awaits, int | None):
-                passed = max(own_step - self.own_step, step - self.inner_step)
-                self.behind = own_step - step if abs(own_step - step) > passed else 0
-                self.own_step = own_step
-                self.moved_at = now if step != self.inner_step else self.moved_at
-                self.inner_step, self.done, self.awaits = step, done, awaits
-                self.doing = str(content.get("doing", ""))[:200]
+            with contextlib.suppress(ValueError):  # another version, or mad: it is alive
+                self._learn(content, now, own_step)
         elif kind == "note":
-            self.note = str(content.get("text"))
+            self.note = str(content.get("text"))[:_LONGEST_NOTE]
         elif kind in ("left", "closed"):
             self.word = kind
+
+    def _learn(self, content: dict[str, Any], now: float, own_step: int) -> None:
+        awaits = content.get("awaits")
+        step, done = whole(content.get("step")), whole(content.get("done"))
+        self.awaits = None if awaits is None else whole(awaits)
+        passed = max(own_step - self.own_step, step - self.inner_step)
+        self.behind = own_step - step if abs(own_step - step) > passed else 0
+        self.own_step = own_step
+        self.moved_at = now if step != self.inner_step else self.moved_at
+        self.inner_step, self.done = step, done
+        self.doing = str(content.get("doing", ""))[:200]
 
 
 class Loss(NamedTuple):

@@ -23,18 +23,24 @@ import json
 import logging
 import threading
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from .promises import NO, decision_in, decision_of, promise_in, reason_in
 from .region_store import RegionStore
+from .sealed import within
+from .store import peek
+from .values import Reader, number_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_S = 0.2
 PATIENCE_S = 10.0
 """Seconds to wait for all promises."""
-_NO: dict[str, Any] = {"step": 0, "reasons": []}
 
 
 class Circle(NamedTuple):
@@ -63,7 +69,7 @@ class StopAgreement:
         self._regions, self._ranks = regions, None
         self._inside = inside  # on the leader, the store lives as long as it is referenced
         if inside is not None:
-            self._ranks = Circle(dist.PrefixStore("stop", inside.connect()), inside.rank, inside.num_ranks)
+            self._ranks = Circle(within("stop", inside.connect()), inside.rank, inside.num_ranks)
         self._num_forgotten = 0
         self._search = _Search(regions, self._ranks)
 
@@ -101,8 +107,7 @@ class StopAgreement:
             self._search.end()
             self._num_forgotten += 1
             found = [
-                circle
-                and circle._replace(store=dist.PrefixStore(f"again{self._num_forgotten}", circle.store))
+                circle and circle._replace(store=within(f"again{self._num_forgotten}", circle.store))
                 for circle in (self._regions, self._ranks)
             ]
             self._search = _Search(*found)
@@ -124,13 +129,14 @@ class _Search:
 
     def __init__(self, regions: Circle | None, ranks: Circle | None) -> None:
         self.asked = ""
-        self.decision = _NO
+        self.decision = NO
         self._regions, self._ranks = regions, ranks
         self._follows = ranks is not None and ranks.member > 0
         self._passed = 0
         self._promised: int | None = None
         self._until = 0.0  # the promise binds no longer
         self._attempt = 0  # the leader's attempts to agree with its ranks
+        self._reader = Reader()
         self._changed = threading.Condition()
         self._ended = threading.Event()
         calls = [self._work, *([self._listen] if ranks is not None and not self._follows else [])]
@@ -161,7 +167,7 @@ class _Search:
                 if rest_s > 0:
                     self._changed.wait(rest_s)
                 else:
-                    self._settle(_NO)
+                    self._settle(NO)
             if self.decision["step"] == inner_step:
                 return False
             self._passed = inner_step
@@ -175,20 +181,20 @@ class _Search:
                 self._lead()
                 while self._regions is None and not self.decision["step"] and not self._ended.is_set():
                     self._lead()
-        self._settle(_NO)
+        self._settle(NO)
 
     def _listen(self) -> None:
         """On the leader: learn that another rank of the region must stop."""
         assert self._ranks is not None
         with contextlib.suppress(RuntimeError):
-            while not self._ranks.store.check(["asked"]):
+            while not (why := self._read(reason_in, self._ranks, "asked")):
                 if self._ended.wait(POLL_S):
                     return
-            self.asked = self.asked or self._ranks.store.get("asked").decode()
+            self.asked = self.asked or why
 
     def _lead(self) -> None:
         """On the leader: wait for a request, and find the decision of all."""
-        while not self.asked and not (self._regions is not None and self._regions.store.check(["asked"])):
+        while not self.asked and not self._is_asked():
             if self._ended.wait(POLL_S):
                 return
         if self._regions is not None:
@@ -206,13 +212,19 @@ class _Search:
             own = {"step": max(each["step"] for each in told), "reason": self.asked}
             told = [own]
         if self._regions is None:
-            self._settle(_decision_of(told))
+            self._settle(decision_of(told))
             return
         if told is not None:
             _tell(self._regions, "promise", own)
             told = self._told(self._regions, "promise", deadline)
-        found = self._regions.store.compare_set("decision", "", json.dumps(_decision_of(told)))
-        self._settle(json.loads(found))
+        found = self._regions.store.compare_set("decision", "", json.dumps(decision_of(told)))
+        decision = self._reader.read(decision_in, found, "decision") or NO
+        fits = decision["step"] >= own["step"] and len(decision["reasons"]) == self._regions.num_members
+        self._settle(decision if fits else NO)
+
+    def _is_asked(self) -> bool:
+        """Whether another region has asked all to stop."""
+        return self._regions is not None and bool(self._read(number_of, self._regions, "asked"))
 
     def _follow(self) -> None:
         """On the other ranks: promise when the leader asks for it, and do what it has decided; until it decides to stop."""
@@ -221,9 +233,14 @@ class _Search:
             if not self._hears(f"{attempt}/begin", POLL_S):
                 return
             _tell(self._ranks, f"{attempt}/promise", self._promise(3 * PATIENCE_S))
-            if not self._hears(f"{attempt}/decision", POLL_S / 4):
-                return
-            self._settle(json.loads(self._ranks.store.get(f"{attempt}/decision")))
+            decision = None
+            while decision is None:
+                if not self._hears(f"{attempt}/decision", POLL_S / 4):
+                    return
+                decision = self._read(decision_in, self._ranks, f"{attempt}/decision")
+                if decision is None and self._ended.wait(POLL_S):
+                    return
+            self._settle(decision)
             if self.decision["step"]:
                 return
 
@@ -254,7 +271,7 @@ class _Search:
                     "stop or the others have left. The store (regions.store) has not answered for a while; check its machine.",
                     decision["step"],
                 )
-                decision = _NO
+                decision = NO
             if self._promised is None:
                 return
             if decision["step"]:
@@ -275,19 +292,19 @@ class _Search:
     def _told(self, circle: Circle, name: str, deadline: float) -> list[dict[str, Any]] | None:
         """What all members have told under this name; None if one is missing at the deadline, or the answer was late."""
         keys = [f"{name}/{member}" for member in range(circle.num_members)]
-        while not circle.store.check(keys):
+        while True:
+            if circle.store.check(keys):
+                found = [self._read(promise_in, circle, key) for key in keys]
+                told = [each for each in found if each is not None]
+                if len(told) == len(keys):
+                    return None if time.monotonic() > deadline else told
             if time.monotonic() > deadline or self._ended.wait(POLL_S / 4):
                 return None
-        told = [json.loads(circle.store.get(key)) for key in keys]
-        return None if time.monotonic() > deadline else told
+
+    def _read(self, parse: Callable[[bytes, str], T], circle: Circle, key: str) -> T | None:
+        """What a member has written; None if nothing is there, or what no member writes."""
+        return self._reader.read(parse, peek(circle.store, key), key)
 
 
 def _tell(circle: Circle, name: str, what: dict[str, Any]) -> None:
     circle.store.set(f"{name}/{circle.member}", json.dumps(what))
-
-
-def _decision_of(told: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """What all do after these promises; not to stop, if promises are missing."""
-    if told is None:
-        return _NO
-    return {"step": max(each["step"] for each in told), "reasons": [each["reason"] for each in told]}

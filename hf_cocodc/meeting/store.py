@@ -12,6 +12,9 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import InputError, LinkError, MeetingError, reason
+from .addresses import is_loopback
+from .sealed import sealed
+from .secret import Keys
 
 T = TypeVar("T")
 
@@ -47,8 +50,8 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> dist.TCPStore:
     )
 
 
-def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store at HOST:PORT.
+def connect_store(address: str, timeout_s: float, keys: Keys | None = None) -> dist.Store:
+    """Connect to the store at HOST:PORT; sealed, if there are keys.
 
     Raises:
         InputError: the host name is unknown.
@@ -67,9 +70,10 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             ) from error
         except OSError as error:
             if time.monotonic() + 0.5 > deadline:
+                secret = "" if is_loopback(host) else " --secret-file FILE"
                 raise MeetingError(
                     f"no store answers at {address} ({error.strerror or error}). Start one there with `hf-cocodc store "
-                    f"--host {host} --port {port}`, and check that no firewall keeps a region from it."
+                    f"--host {host} --port {port}{secret}`, and check that no firewall keeps a region from it."
                 ) from error
             time.sleep(0.5)
     # TCPStore would wait for ever for another kind of server to answer
@@ -91,7 +95,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
             f"what listens at {address} is not a store ({str(found).splitlines()[0][:200]}). Correct the address "
             "(regions.store, --store), or start a store there with `hf-cocodc store`."
         )
-    return found
+    return sealed(found, keys)
 
 
 def peek(store: dist.Store, key: str) -> bytes:
@@ -110,11 +114,13 @@ class SteadyStore:
     Args:
         address: HOST:PORT.
         timeout_s: seconds that a call waits for an answer.
+        keys: of a sealed store.
     """
 
-    def __init__(self, address: str, timeout_s: float = 3.0) -> None:
+    def __init__(self, address: str, timeout_s: float = 3.0, keys: Keys | None = None) -> None:
         self.address, self.timeout_s = address, timeout_s
-        self._idle: list[dist.TCPStore] = []  # connections that no call uses now
+        self._keys = keys
+        self._idle: list[dist.Store] = []  # connections that no call uses now
         self._num_hanging = 0
         self._again_at = 0.0
         self._lock = threading.Lock()
@@ -126,15 +132,15 @@ class SteadyStore:
     def set(self, key: str, value: str) -> None:
         """Returns when the store has the value."""
 
-        def call(store: dist.TCPStore) -> None:
+        def call(store: dist.Store) -> None:
             store.set(key, value)
             store.check([key])  # `set` alone awaits no answer
 
         self.ask(call)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Replace the value if it is as expected ("": there is none); returns what the store then holds."""
-        return self.ask(lambda store: store.compare_set(key, expected, desired))
+        return self.ask(lambda store: store.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; returns the sum."""
@@ -144,7 +150,7 @@ class SteadyStore:
         """Forget a key; returns whether there was one."""
         return self.ask(lambda store: store.delete_key(key))
 
-    def ask(self, call: Callable[[dist.TCPStore], T]) -> T:
+    def ask(self, call: Callable[[dist.Store], T]) -> T:
         """What `call` returns for a connection to the store.
 
         Raises:
@@ -182,11 +188,12 @@ class SteadyStore:
             self._again_at = time.monotonic() + min(2.0**self._num_hanging, _RARELY_S)
         raise StoreAwayError(f"the store at {self.address} does not answer.")
 
-    def _connect(self) -> dist.TCPStore:
+    def _connect(self) -> dist.Store:
         host, _, port = self.address.rpartition(":")
         host = host.strip("[]")
         socket.create_connection((host, int(port)), timeout=self.timeout_s).close()
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        return sealed(store, self._keys)
 
     def _value(self, answer: "tuple[T] | BaseException") -> T:
         if not isinstance(answer, BaseException):

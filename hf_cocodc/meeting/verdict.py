@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import LinkError
-from .callers import Member
+from .caller import Member
+from .heard import whole
+
+_MOST_MEMBERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +123,27 @@ def _from(kind: Any, plain: Any) -> Any:
     try:
         found = dict(plain)
         for name in ("lost", "members"):
-            found[name] = tuple(Member(int(region), int(ticket)) for region, ticket in found[name])
+            if len(found[name]) > _MOST_MEMBERS:
+                raise ValueError(name)
+            found[name] = tuple(_member(each) for each in found[name])
         if "member" in found:
-            region, ticket = found["member"]
-            found["member"] = Member(int(region), int(ticket))
-        for name in ("number", "done"):
-            found[name] = int(found[name])
+            found["member"] = _member(found["member"])
+        for name in {"number", "done", "first", "last"} & found.keys():
+            if name != "last" or found[name] is not None:
+                found[name] = whole(found[name])
+        for name in {"has", "sure"} & found.keys():
+            if type(found[name]) is not bool:
+                raise TypeError(name)
         return kind(**found)
     except (TypeError, ValueError, KeyError) as error:
         raise LinkError(
             f"{str(plain)[:80]!r} is no {kind.__name__.lower()} of a region of this version."
         ) from error
+
+
+def _member(plain: Any) -> Member:
+    region, ticket = plain
+    return Member(whole(region), whole(ticket))
 
 
 def are_all_in(reports: Iterable[Report]) -> bool:

@@ -164,6 +164,7 @@ ENVIRONMENTS = [
     {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": "127.0.0.1:1"},
     {"HF_COCODC_STORE": "h:99999"},
     {"HF_COCODC_RUN": "r" * 1000},
+    {"HF_COCODC_SECRET": "short"},
 ]
 WORDS = [
     *(
@@ -247,14 +248,17 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **dict.fromkeys(("--regions", "--step-time", "--latency", "--bandwidth"), NUMBERS),
         **{"--json": FILES},
     },
-    "store": {"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
+    "store": {
+        **{"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
+        **{"--secret-file": FILES, "--insecure": []},
+    },
     "bench outer": {**_BENCH, "--millions": NUMBERS, "--threads": NUMBERS},
     "bench codec": {**_BENCH, "--millions": NUMBERS, "--only": NAMES},
     "bench link": {
         **_BENCH,
         **dict.fromkeys(("--megabytes", "--regions", "--region", "--rate-mbit", "--rate-limit"), NUMBERS),
         **dict.fromkeys(("--codec", "--interface", "--run"), NAMES),
-        **{"--connections": [*NUMBERS, "auto"], "--store": ADDRESSES},
+        **{"--connections": [*NUMBERS, "auto"], "--store": ADDRESSES, "--secret-file": FILES},
     },
     "bench wan": {
         "--json": FILES,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_cocodc.meeting import live
 
 RECORD = live.Record(
@@ -22,3 +24,8 @@ RECORD = live.Record(
     landed_s=1.2,
     hello={"model": {"x": [1]}},
 )
+
+
+def process(region: int) -> Callable[[], tuple[str, int]]:
+    """A member as its publisher knows it."""
+    return lambda: (RECORD.run, RECORD.members[region].ticket)

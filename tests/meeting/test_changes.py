@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -247,8 +248,13 @@ def test_a_store_that_came_back_empty_serves_no_minority(caplog: pytest.LogCaptu
 
 
 def test_nonsense_changes_nothing() -> None:
-    """Reports and decisions that are none, and reports in the name of another."""
-    with parties(Place().address, A, B) as everyone:
+    """Reports and decisions that are none, and reports in the name of another. Also such at the store."""
+    place = Place()
+    store = SteadyStore(place.address)
+    decision = {"number": 3, "members": [[0, 10]], "lost": [], "done": 5}
+    store.set("run-7/change/0", json.dumps(decision))
+    store.set("run-7/change/0/11", "[1, 2")
+    with parties(place.address, A, B) as everyone:
         tell = everyone[B].presence.tell
         for said in ({}, {"report": 3}, {"report": {"number": 0}}):
             tell(A, "report", **said)
@@ -258,6 +264,13 @@ def test_nonsense_changes_nothing() -> None:
         everyone[A].changes.begin({B: "late"})
         eventually(lambda: everyone[A].decisions and everyone[B].decisions)
         assert everyone[A].decisions[0].members == (A,)
+        store.set("run-7/change/0", "\udc80".encode("utf-8", "surrogateescape"))  # type: ignore[arg-type]
+        everyone[A].changes._born = b"another store"
+        everyone[A].changes.refill()
+        assert len(everyone[A].decisions) == 1
+        assert b'"members": [[0, 10]]' in store.peek("run-7/change/0"), (
+            "what all know replaces what nobody wrote"
+        )
 
 
 def test_threads_end() -> None:

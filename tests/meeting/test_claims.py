@@ -9,6 +9,7 @@ import pytest
 from hf_cocodc.errors import InputError
 from hf_cocodc.meeting import claims
 from hf_cocodc.meeting.store import SteadyStore, serve_store
+from tests.meeting.waiting import eventually
 
 
 def test_newcomers_at_the_same_time_get_different_numbers() -> None:
@@ -46,4 +47,9 @@ def test_a_number_that_was_given_back_or_left_is_claimed_again(monkeypatch: pyte
     second.close()
     third = claims.claim(store, "run", 1, list, timeout_s=0)
     assert third.region == 0
+    store.ask(lambda found: found.set("hf_cocodc/claim/run/0", b"\xff"))
+    eventually(lambda: store.peek("hf_cocodc/claim/run/0") == b"\xff" and third._thread.is_alive())
+    fourth = claims.claim(store, "run", 1, list, timeout_s=30)
+    assert fourth.region == 0, "a claim that nobody renews"
     third.close()
+    fourth.close()

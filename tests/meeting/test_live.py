@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,9 +11,11 @@ import pytest
 
 from hf_cocodc.errors import MeetingError
 from hf_cocodc.meeting import live
-from hf_cocodc.meeting.board import TICKETS
+from hf_cocodc.meeting.board import TICKETS, newest_ticket
+from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, serve_store
 from tests.meeting import records
+from tests.meeting.records import process
 from tests.meeting.waiting import eventually
 
 RECORD = replace(records.RECORD, name="a/run")
@@ -34,7 +37,7 @@ def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     """And not because it lies there. After a good end it does not."""
     assert live.read(store, "a/run") is None
     assert live.read_alive(store, "a/run") is None
-    publisher = live.Publisher(store, "a/run", 0, lambda: RECORD)
+    publisher = live.Publisher(store, "a/run", process(0), lambda: RECORD)
     eventually(lambda: live.read(store, "a/run") is not None)
     found = live.read_alive(store, "a/run")
     assert found is not None
@@ -44,7 +47,7 @@ def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     publisher.close()  # as if its process had been killed
     assert live.read(store, "a/run") is not None
     assert live.read_alive(store, "a/run", within_s=0.3) is None
-    publisher = live.Publisher(store, "a/run", 0, lambda: None)
+    publisher = live.Publisher(store, "a/run", process(0), lambda: None)
     publisher.close(ended=True)
     assert live.read(store, "a/run") is None
     assert (live.names(store), live.ended(store)) == ([], ["a/run"])
@@ -58,19 +61,21 @@ def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:
         return live.Publisher(
             store,
             "a/run",
-            region,
+            process(region),
             lambda: RECORD if region == 0 else None,
             lambda why: heard.append((region, why)),
         )
 
     publishers = [publisher(region) for region in (0, 2)]
     eventually(lambda: live.read(store, "a/run") is not None)
-    live.ask_to_leave(store, "a/run", 2, "the lease ends")
-    eventually(lambda: live.has_heard(store, "a/run", 2) and bool(heard))
-    live.ask_to_leave(store, "a/run", 5, "not there")
-    assert not live.has_heard(store, "a/run", 5)
-    live.take_back(store, "a/run", 5)
-    assert live.has_heard(store, "a/run", 5)
+    request = live.Request(store, RECORD, 2)
+    request.write("the lease ends")
+    eventually(lambda: request.is_heard and bool(heard))
+    absent = live.Request(store, RECORD, 1)
+    absent.write("not there")
+    assert not absent.is_heard
+    absent.take_back()
+    assert absent.is_heard
     for each in publishers:
         each.close()
     assert heard == [(2, "the lease ends")]
@@ -81,7 +86,7 @@ def test_a_store_that_comes_back_empty_is_filled_again() -> None:
     servers = [serve_store()]
     port = servers[0].port
     store = SteadyStore(f"127.0.0.1:{port}", timeout_s=0.5)
-    publisher = live.Publisher(store, "a/run", 0, lambda: RECORD)
+    publisher = live.Publisher(store, "a/run", process(0), lambda: RECORD)
     eventually(lambda: live.read(store, "a/run") is not None)
     servers.clear()
 
@@ -116,3 +121,49 @@ def test_what_no_region_has_written_is_said_so(text: str, store: SteadyStore) ->
     store.set(live._key("x"), text)
     with pytest.raises(MeetingError, match="which no region of this version"):
         live.read(store, "x")
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"abc", b"{}"], ids=str)
+def test_what_others_write_does_not_end_the_thread(
+    value: bytes, store: SteadyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under every name that a member uses: it goes on writing, counting tickets and hearing."""
+    heard: list[str] = []
+    for key in ("hf_cocodc/runs", TICKETS, "hf_cocodc/live/a%2Frun", "hf_cocodc/leave/run 7/3"):
+        store.ask(lambda found, key=key: found.set(key, value))  # type: ignore[misc]
+    publisher = live.Publisher(store, "a/run", process(0), lambda: RECORD, heard.append)
+    newest = max(member.ticket for member in RECORD.members)
+
+    def is_put_right() -> bool:
+        with contextlib.suppress(MeetingError):
+            return "a/run" in live.names(store) and newest_ticket(store) >= newest
+        return False
+
+    eventually(is_put_right)
+    assert live.read_alive(store, "a/run") is not None
+    request = live.Request(store, RECORD, 0)
+    eventually(lambda: request.is_heard)
+    request.write("really")
+    eventually(lambda: "really" in heard)
+    publisher.close()
+    assert "which no region of this version" in caplog.text
+
+
+def test_a_request_that_is_put_back_reaches_no_other_process() -> None:
+    """A stranger at a sealed store can put back an old request: the region that has come back meanwhile stays."""
+    server = serve_store()
+    store = SteadyStore(f"127.0.0.1:{server.port}", keys=Keys.from_secret("the secret of a run"))
+    live.Request(store, RECORD, 0).write("the lease ends")
+    old = {key: server.get(key) for key in server.list_keys()}
+    first: list[str] = []
+    second: list[str] = []
+    publisher = live.Publisher(store, "a/run", process(0), lambda: None, first.append)
+    eventually(lambda: first)
+    publisher.close()
+    for key, value in old.items():
+        server.set(key, value)
+    publisher = live.Publisher(store, "a/run", lambda: (RECORD.run, 77), lambda: RECORD, second.append)
+    eventually(lambda: live.read(store, "a/run") is not None)
+    eventually(lambda: live.read_alive(store, "a/run") is not None)
+    publisher.close()
+    assert (first, second) == (["the lease ends"], [])

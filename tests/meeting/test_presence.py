@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -18,9 +20,14 @@ from typing import Any
 import pytest
 
 from hf_cocodc.errors import MeetingError, RegionLostError
-from hf_cocodc.meeting.channel import MAX_LINE, Channel
+from hf_cocodc.meeting import callers
+from hf_cocodc.meeting import handlers as handlers_module
+from hf_cocodc.meeting.channel import MAX_LINE, Channel, line_of
+from hf_cocodc.meeting.handlers import Handlers
 from hf_cocodc.meeting.handshake import PROTOCOL
 from hf_cocodc.meeting.presence import Member, Presence
+from hf_cocodc.meeting.proof import Proof
+from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.meeting.signs import Peer
 from tests.meeting.test_stopping import Way
 from tests.meeting.waiting import eventually
@@ -72,6 +79,19 @@ def circle(*members: Member, **settings: Any) -> Iterator[Circle]:
 
 
 A, B, C, D = (Member(region, ticket) for region, ticket in ((0, 9), (1, 3), (2, 5), (3, 12)))
+
+
+def test_a_member_that_leaves_gives_no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One other end has closed at once, and one is slow: meanwhile a sign of life would be due."""
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with circle(A, B, C) as found:
+        may_go_on = threading.Event()
+        found.all[C]._orders.give(lambda: may_go_on.wait(PATIENCE_S))
+        found.all[A]._period_s = 0.02
+        found.all[A].close()
+        may_go_on.set()
+    assert not failed
 
 
 def test_members_hear_each_other() -> None:
@@ -170,18 +190,11 @@ def test_strangers_and_garbage_end_nothing() -> None:
     """Callers that say nothing, nonsense, or too much; of another run; members that send what no member sends."""
     with circle(A, B) as found:
         host, _, port = found.all[A].address.rpartition(":")
-        greeting = {
-            "hf_cocodc": PROTOCOL,
-            "run": "run-8",
-            "from": [1, 44],
-            "to": [0, 9],
-            "address": "",
-            "hello": {},
-        }
+        other_run = greeting(Member(1, 44), A, run="run-8")
         with contextlib.ExitStack() as kept:
             for says in (
                 *(b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4 * MAX_LINE, b"[" * MAX_LINE + b"\n", b"{}\n"),
-                *(b'{"from": 3, "hf_cocodc": 9}\n', json.dumps(greeting).encode() + b"\n"),
+                *(b'{"from": 3, "hf_cocodc": 9}\n', line_of(other_run)),
             ):
                 stranger = kept.enter_context(socket.create_connection((host, int(port))))
                 with contextlib.suppress(OSError):
@@ -200,6 +213,259 @@ def test_strangers_and_garbage_end_nothing() -> None:
             found.all[B].tell(A, "news", number=1)
             assert eventually(lambda: found.heard[A]) == [(B, {"number": 1})]
             assert not found.lost[A]
+
+
+def greeting(me: Member, to: Member, **changed: Any) -> dict[str, Any]:
+    """What a member says first."""
+    said = {"hf_cocodc": PROTOCOL, "run": "run-7", "from": list(me), "to": list(to)}
+    return {**said, "address": "127.0.0.1:1", "hello": {}, **changed}
+
+
+def test_callers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is closed for each that comes, also of those that wait to be judged. Nothing here ends by itself."""
+    monkeypatch.setattr(callers, "_GREET_S", math.inf)
+    with circle(timeout_s=PATIENCE_S) as found, contextlib.ExitStack() as kept:
+        me, other = found.add(B), found.add(A)  # A calls B
+        host, _, port = me.address.rpartition(":")
+
+        def stranger(says: bytes) -> socket.socket:
+            one = kept.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+            one.sendall(says)
+            return one
+
+        silent = [stranger(b"") for _ in range(callers._MOST + 10)]
+        eventually(lambda: len(me._callers._all) == callers._MOST)
+        assert silent[0].recv(1) == b"", "the oldest is closed"
+        waits = [line_of(greeting(Member(5, 100 + i), B)) for i in range(callers._MOST + 10)]
+        first, *_ = [stranger(line) for line in waits]
+        with contextlib.suppress(ConnectionResetError):  # it may not have been heard before
+            assert first.recv(1) == b""
+        eventually(lambda: len(me._callers._all) <= callers._MOST)
+        found.meet()
+        assert other.members == (B,)
+
+
+@pytest.mark.parametrize("keys", [None, Keys.from_secret("a long secret of ours")], ids=["open", "secret"])
+def test_callers_that_say_nothing_end_no_conversation(keys: Keys | None) -> None:
+    """However many come between two messages of it."""
+    with circle(timeout_s=PATIENCE_S, keys=keys) as found, contextlib.ExitStack() as kept:
+        me = found.add(B)
+        host, _, port = me.address.rpartition(":")
+        threading.Thread(target=lambda: me.connect({A: "127.0.0.1:1"}, time.monotonic() + PATIENCE_S)).start()
+        proof = Proof(keys, {"for": "presence", "run": "run-7", "from": A, "to": B})
+
+        def stranger() -> socket.socket:
+            return kept.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+
+        caller = stranger()
+        caller.sendall(line_of(proof.say(greeting(A, B))))
+        proof.hear(json.loads(caller.makefile().readline()))
+        silent = [stranger() for _ in range(callers._MOST + 10)]
+        assert silent[0].recv(1) == b"", "the oldest of those is closed"
+        # a member goes on in the same breath, and may say much
+        last, ciphers = line_of(proof.say({"kind": "here"})), proof.ciphers()
+        news = [line_of({"kind": "news", "text": text}) for text in ("y" * 5000, "z")]
+        if ciphers is not None:
+            news = [base64.b64encode(ciphers[0].seal(line)) + b"\n" for line in news]
+        caller.sendall(b"".join([last, *news]))
+        assert eventually(lambda: found.heard[B][1:] and found.heard[B]) == [
+            (A, {"text": "y" * 5000}),
+            (A, {"text": "z"}),
+        ]
+
+
+def test_a_caller_that_was_closed_a_moment_ago_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """It says something just when others come, for whom it makes room."""
+    with circle(timeout_s=PATIENCE_S) as found, contextlib.ExitStack() as kept:
+        me, go_on = found.add(B), threading.Event()
+        host, _, port = me.address.rpartition(":")
+
+        def strangers() -> list[socket.socket]:
+            calls = [
+                socket.create_connection((host, int(port)), timeout=PATIENCE_S) for _ in range(callers._MOST)
+            ]
+            return [kept.enter_context(each) for each in calls]
+
+        silent = strangers()
+        eventually(lambda: len(me._callers._all) == callers._MOST)
+        me._orders.give(go_on.wait)
+        strangers()
+        for each in silent:
+            each.sendall(b"x")
+        go_on.set()
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[-1].recv(1) == b""
+        eventually(lambda: len(me._callers._all) == callers._MOST)
+    assert "failed for" not in caplog.text
+
+
+def test_strangers_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """However often they call; and what they say is never more than a part of one line."""
+    with circle(A, B) as found:
+        host, _, port = found.all[A].address.rpartition(":")
+        for _ in range(50):
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+                stranger.sendall(line_of(greeting(D, A, hf_cocodc="9\nregion 1 has left" + "!" * 900)))
+                assert b"refused" in stranger.recv(4096)
+    said = [record.getMessage() for record in caplog.records if "refuses a caller" in record.getMessage()]
+    assert 0 < len(said) < 25
+    assert not any("\n" in each or len(each) > 500 for each in said)
+
+
+def test_a_first_line_is_short() -> None:
+    """Who has not greeted is heard for no more than a few kilobytes; a member may say more."""
+    with circle(A, B) as found:
+        host, _, port = found.all[A].address.rpartition(":")
+        for says in (b"x" * (callers._FIRST_LINE + 1), line_of(greeting(D, A, hello={"x": "y" * 5000}))):
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+                stranger.sendall(says)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        found.all[B].tell(A, "news", text="y" * 5000)
+        assert eventually(lambda: found.heard[A]) == [(B, {"text": "y" * 5000})]
+
+
+KEYS = Keys.from_secret("a long secret of ours")
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_members_with_a_secret_hear_each_other(encrypt: bool) -> None:
+    """In order, also what is said at once; and one altered line ends the connection."""
+    with circle(A, B, C, keys=KEYS, encrypt=encrypt) as found:
+        for number in range(50):
+            found.all[A].tell_all("news", number=number, text="y" * 5000)
+        eventually(lambda: len(found.heard[B]) == len(found.heard[C]) == 50)
+        assert [content["number"] for _, content in found.heard[B]] == list(range(50))
+        channel = found.all[A]._peers[C].channel
+        found.all[A]._orders.give(lambda: channel._unsent.extend(b"e30=\n") or channel.flush())
+        eventually(lambda: found.lost[C])
+        assert found.all[C].members == (B,)
+        assert not found.lost[B]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (KEYS, Keys.from_secret("a long secret of others"), "its secret is another one"),
+        (KEYS, None, "it has no secret"),
+        (None, KEYS, "it has a secret, and this region has none"),
+    ],
+)
+def test_another_secret_is_refused_with_the_reason(ours: Keys, theirs: Keys, reason: str) -> None:
+    with circle(keys=ours) as found:
+        called = found.add(B)
+        caller = Presence("run-7", A, "127.0.0.1", PATIENCE_S, keys=theirs)
+        with pytest.raises(MeetingError, match=f"region 1 refuses region 0: {reason}"):
+            caller.connect({B: called.address}, time.monotonic() + PATIENCE_S)
+        caller.close()
+
+
+class Recorder:
+    """Carries one call to a member, and keeps what the caller says."""
+
+    def __init__(self, address: str) -> None:
+        self.target = address.rpartition(":")[::2]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.said: list[bytes] = []
+        threading.Thread(target=self.carry, daemon=True).start()
+
+    def carry(self) -> None:
+        with contextlib.suppress(OSError):
+            caller, _ = self.listener.accept()
+            callee = socket.create_connection((self.target[0], int(self.target[1])))
+            threading.Thread(target=self.pump, args=(callee, caller, []), daemon=True).start()
+            self.pump(caller, callee, self.said)
+
+    def pump(self, source: socket.socket, sink: socket.socket, kept: list[bytes]) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := source.recv(1 << 16):
+                kept.append(chunk)
+                sink.sendall(chunk)
+        sink.close()
+
+
+def test_a_replayed_hello_is_of_no_use() -> None:
+    """Neither to come in for the one who said it, nor to keep that one out, nor once it was lost."""
+    with circle(keys=KEYS) as found:
+        called = found.add(B)
+        recorder = Recorder(called.address)
+        other = Presence("run-7", D, "127.0.0.1", PATIENCE_S, keys=KEYS)
+        called.accept = lambda hello: None
+        called.connect({}, time.monotonic())
+        other.connect({B: recorder.address}, time.monotonic() + PATIENCE_S)
+        eventually(lambda: b"".join(recorder.said).count(b"\n") >= 2)
+        lines = b"".join(recorder.said).split(b"\n")
+        assert b"proof" in lines[0] and b"here" in lines[1]
+
+        def replay() -> bytes:
+            host, _, port = called.address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+                stranger.sendall(b"\n".join(lines[:2]) + b"\n")
+                heard = b""
+                while chunk := stranger.recv(1 << 16):
+                    heard += chunk
+                return heard
+
+        assert b"connected before" in replay()
+        called.drop(D)
+        eventually(lambda: called.members == ())
+        assert b"connected before" in replay(), "a lost member comes back with a new ticket only"
+        other.close()
+        recorder.listener.close()
+        fresh = found.all[B] = Presence("run-7", B, "127.0.0.1", PATIENCE_S, keys=KEYS)
+        called.close()
+        called = fresh
+        called.accept = lambda hello: None
+        called.connect({}, time.monotonic())
+        assert b"proof" in replay(), "it is welcome, but its next message answers another number"
+        assert called.members == ()
+        found.add(A)
+        found.meet()
+        assert called.members == (A,)
+
+
+def test_an_address_without_a_port_is_none() -> None:
+    """Who says that it listens there is refused; who is told to call there is told that nobody answers."""
+    with circle(A) as found:
+        found.all[A].accept = lambda hello: None
+        host, _, port = found.all[A].address.rpartition(":")
+        for address in ("127.0.0.1:0", "127.0.0.1:70000", "127.0.0.1", "example.org:80", ""):
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+                stranger.sendall(line_of(greeting(D, A, address=address)))
+                assert b"no address" in stranger.recv(4096)
+            with pytest.raises(RegionLostError, match="region 0 could not connect to region 1"):
+                found.all[A].connect({B: address}, time.monotonic() + 0.1)
+        assert not [each for each in found.all[A]._callers._all if not each.is_theirs], "no socket is left"
+
+
+def test_what_nobody_listens_to_is_bounded() -> None:
+    """In messages and in bytes: the newest wait."""
+    heard: list[Any] = []
+    handlers = Handlers()
+    for number in range(handlers_module._MOST + 5):
+        handlers.call("few", A, {"number": number})
+    handlers.on("few", lambda who, content: heard.append(content["number"]))
+    assert heard == list(range(5, handlers_module._MOST + 5))
+    large = {"text": "x" * 200_000}
+    for _ in range(50):
+        handlers.call("large", A, large)
+    heard.clear()
+    handlers.on("large", lambda who, content: heard.append(content))
+    assert heard == [large] * (handlers_module._MOST_BYTES // 200_000)
+
+
+def test_a_sign_of_life_with_numbers_that_are_none_changes_nothing() -> None:
+    """But it is a sign of life. A note is cut."""
+    peer = Peer(B, Channel(socket.socket()), heard_at=0.0, moved_at=0.0)
+    peer.hear("alive", {"step": 3, "done": 2, "awaits": 1}, 1.0, 0)
+    for said in (2**60, -1, True, 1.5, [], "4", None):
+        for name in ("step", "done", "awaits")[: 2 if said is None else 3]:
+            peer.hear("alive", {"step": 4, "done": 4, "awaits": 4, name: said}, 2.0, 0)
+            assert (peer.inner_step, peer.done, peer.awaits, peer.heard_at) == (3, 2, 1, 2.0)
+    peer.hear("note", {"text": "x" * 99_999}, 3.0, 0)
+    assert peer.note == "x" * 2000
+    peer.channel.close()
 
 
 def test_a_handler_that_fails_silences_nobody(caplog: pytest.LogCaptureFixture) -> None:

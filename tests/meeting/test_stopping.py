@@ -211,6 +211,29 @@ def test_a_request_reaches_the_leader_without_the_runs_store(hangs: bool) -> Non
         agreement.close()
 
 
+@pytest.mark.parametrize("key", ["asked", "promise/0", "decision"])
+def test_what_others_write_ends_no_thread(
+    key: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody stops for it: either all agree in spite of it, or all train on until a transfer tells them."""
+    monkeypatch.setattr(stopping, "PATIENCE_S", 1.0)
+    place = Place(1, 1)
+    store = connect_store(f"127.0.0.1:{place.run.port}", 10)
+    for nonsense in (b"\xff", b'{"step": 1e999}', b"[" * 5000):
+        store.set(f"stop/{key}", nonsense)  # type: ignore[arg-type]
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(train, agreement, 0.01, 40 if who == (1, 0) else 0, 150)
+            for who, agreement in place.agreements.items()
+        ]
+        steps = [run.result(timeout=60) for run in runs]
+    assert steps[0] == steps[1]
+    assert steps[0] == 0 if key == "decision" else steps[0] >= 40
+    assert "no region of this version" in caplog.text or key == "promise/0"
+    for agreement in place.agreements.values():
+        agreement.close()
+
+
 def test_a_lone_region_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank was late with its promise: no transfer would stop its region."""
     monkeypatch.setattr(stopping, "PATIENCE_S", 0.3)

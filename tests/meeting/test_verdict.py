@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cocodc.errors import LinkError
-from hf_cocodc.meeting.callers import Member
+from hf_cocodc.meeting.caller import Member
 from hf_cocodc.meeting.verdict import (
     Decision,
     Report,

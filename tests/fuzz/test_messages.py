@@ -1,0 +1,253 @@
+"""Whatever arrives is what a region can have sent, or is refused in words: never another exception."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hf_cocodc.errors import CheckpointError, LinkError
+from hf_cocodc.links.introduction import Introduction
+from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
+from hf_cocodc.links.records import ROW, from_row, to_row
+from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.meeting.callers import Member
+from hf_cocodc.meeting.channel import Channel, line_of
+from hf_cocodc.meeting.cipher import AesGcm, Altered, Tagged
+from hf_cocodc.meeting.handlers import Handlers
+from hf_cocodc.meeting.heard import host_and_port
+from hf_cocodc.meeting.proof import Proof, Refused
+from hf_cocodc.meeting.secret import Keys
+from hf_cocodc.meeting.signs import Peer
+from hf_cocodc.run.donor import offered
+from hf_cocodc.run.facts import Facts
+from hf_cocodc.run.frames import Frames
+from hf_cocodc.run.greeting import _knows, _line_in
+from hf_cocodc.run.parcel import check_files
+from hf_cocodc.run.trees import put_together
+from tests.links.test_door import INTRODUCTION, Way
+
+ADDRESS = "127.0.0.1:29400"
+MOST_BYTES = 4 << 20
+NAMES = (
+    *(
+        "kind",
+        "step",
+        "done",
+        "awaits",
+        "text",
+        "doing",
+        "host",
+        "port",
+        "secret",
+        "from",
+        "to",
+        "hello",
+        "address",
+    ),
+    *("op", "epoch", "members", "rows", "values", "state", "seconds", "square", "what", "residual", "codec"),
+    *("$tensor", "$float", "x", "cocodc/state.json", "../x.json", "number", "losses", "submitted", "held"),
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats()
+    | st.text(st.characters(), max_size=8)
+    | st.sampled_from((*NAMES, "alive", "note", "left", "mean", "nan", "float32", "int8"))
+)
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    max_leaves=15,
+)
+TENSORS = st.builds(
+    torch.zeros,
+    st.lists(st.integers(0, 16), max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.int8, torch.uint8]),
+)
+WITH_TENSORS = st.recursive(
+    LEAVES | TENSORS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    max_leaves=15,
+)
+ENTRY = to_plain(
+    Entry(4, "mean", "a mean", 1, (0, 2), torch.zeros(2, ROW).double(), torch.zeros(6), {"residual": [6]})
+)["entry"]
+MARKER = to_plain(Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,)))["marker"]
+KEYS = Keys.from_secret("a secret of nobody")
+FACTS = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0).to_json()
+
+
+@contextlib.contextmanager
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        with one, other:
+            yield one, other
+
+
+@given(st.binary(max_size=300) | PLAIN.map(lambda said: json.dumps(said).encode() + b"\n"))
+@example(b"[" * 100_000 + b"\n")
+@example(b"9" * 5000 + b"\n")
+@example(b'{"kind": "note", "text": "\\ud800"}\n')
+def test_lines_of_presence(said: bytes) -> None:
+    """A dict that can be shown, or nothing; and a member that says it stays one."""
+    with ends() as (one, other):
+        channel, peer = Channel(other), None
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+        messages = []
+        while not channel.ended:
+            messages += channel.read()
+        peer = Peer(Member(1, 2), channel, heard_at=0.0, moved_at=0.0)
+        handlers = Handlers()
+        for message in messages:
+            json.dumps(message, ensure_ascii=False).encode()
+            kind = message.pop("kind", None)
+            peer.hear(kind, message, 1.0, 3)
+            handlers.call(str(kind), peer.member, message)
+        line_of({"step": peer.inner_step, "done": peer.done, "awaits": peer.awaits, "note": peer.note})
+        peer.seen(2.0)
+        channel.close()
+
+
+@given(st.dictionaries(st.sampled_from(("host", "port", "secret", "step")), LEAVES), LEAVES)
+def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
+    with contextlib.suppress(ValueError, KeyError):
+        assert offered({"host": "127.0.0.1", **said}, ADDRESS).host == "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        host, port = host_and_port(address)
+        assert host and 0 < port < 65536
+
+
+@given(st.binary(max_size=200) | PLAIN.map(lambda said: json.dumps(said).encode() + b"\n"))
+def test_greetings_of_a_donor(said: bytes) -> None:
+    """No line, or one that does not know the secret."""
+    line = _line_in(bytearray(said))
+    assert line is None or not _knows(None, line, "0123456789abcdef")
+
+
+@given(
+    st.dictionaries(st.sampled_from(("nonce", "public", "proof", "kind")) | st.text(max_size=3), PLAIN),
+    st.booleans(),
+    st.booleans(),
+)
+def test_proofs(said: dict[str, Any], is_caller: bool, encrypts: bool) -> None:
+    """Refused in words, at each end."""
+    proof = Proof(KEYS, {"run": "r"}, encrypts)
+    if is_caller:
+        proof.say({})
+    with pytest.raises(Refused):
+        proof.hear(said)
+
+
+@pytest.mark.parametrize("kind", [Tagged, AesGcm])
+@given(said=st.binary(max_size=100), place=st.integers(0, 59), bit=st.integers(0, 7))
+def test_sealed_messages(kind: type[Tagged | AesGcm], said: bytes, place: int, bit: int) -> None:
+    """What nobody sealed is none, nor is one of which a bit has changed."""
+    altered = bytearray(kind(KEYS).seal(b"x" * 36))
+    altered[place] ^= 1 << bit
+    for each in (said, altered):
+        with pytest.raises(Altered):
+            kind(KEYS).open(each)
+
+
+@given(
+    st.binary(max_size=300)
+    | st.tuples(PLAIN, st.dictionaries(st.text(max_size=3), PLAIN, max_size=3), st.binary(max_size=99)).map(
+        lambda said: (
+            json.dumps({"kind": "item", "tree": said[0], "tensors": said[1]}).encode() + b"\n" + said[2]
+        )
+    )
+)
+@example(b'{"kind": "item", "tree": {}, "tensors": {"x": ["float32", [1152921504606846976]]}}\n')
+def test_frames(said: bytes) -> None:
+    """A value, or LinkError."""
+    with ends() as (one, other):
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+        frames = Frames(other)
+        with contextlib.suppress(LinkError):
+            frames.receive_tree(frames.receive(), 1 << 20)
+
+
+def test_an_announcement_takes_no_memory() -> None:
+    """Only bytes that have come do, and no more than may come."""
+    shapes = {f"x{i}": ["float32", [1 << 24]] for i in range(16)}
+    with ends() as (one, other):
+        one.sendall(b"x" * 1000)
+        one.shutdown(socket.SHUT_WR)
+        tracemalloc.start()
+        try:
+            with pytest.raises(LinkError, match="has closed the connection"):
+                Frames(other).receive_tree({"kind": "item", "tree": {}, "tensors": shapes}, 1 << 40)
+            assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        finally:
+            tracemalloc.stop()
+
+
+@given(
+    WITH_TENSORS
+    | st.dictionaries(st.sampled_from([*ENTRY]), WITH_TENSORS).map(lambda more: {"entry": {**ENTRY, **more}})
+    | st.dictionaries(st.sampled_from([*MARKER]), WITH_TENSORS).map(
+        lambda more: {"marker": {**MARKER, **more}}
+    )
+)
+def test_items_of_the_log(plain: Any) -> None:
+    """An item that says the same, or LinkError."""
+    with contextlib.suppress(LinkError):
+        item = from_plain(plain)
+        assert to_plain(item).keys() == plain.keys()
+        assert all(each >= 0 for each in (item.members if isinstance(item, Entry) else item.lost))
+
+
+@given(WITH_TENSORS)
+def test_trees(value: Any) -> None:
+    with contextlib.suppress(KeyError, ValueError):
+        put_together(value, {"x": torch.zeros(1)})
+
+
+@given(PLAIN)
+def test_lists_of_files(said: Any) -> None:
+    """Names that a checkpoint has, and sizes; no file lies outside the folder."""
+    with contextlib.suppress(LinkError, CheckpointError):
+        found = check_files(said, 0)
+        assert all(size >= 0 and ".." not in name and name[0] != "/" for name, size in found.items())
+
+
+@given(st.dictionaries(st.sampled_from([*FACTS]), PLAIN))
+def test_facts_of_a_run(changed: dict[str, Any]) -> None:
+    with contextlib.suppress(ValueError):
+        facts = Facts.from_json({**FACTS, **changed})
+        assert facts.step >= 0 and all(region >= 0 for region in facts.writers)
+
+
+@given(st.binary(max_size=300) | st.integers(0, 170).map(lambda at: INTRODUCTION[:at]))
+def test_introductions_to_gloo(value: bytes) -> None:
+    """Lengths within the value, and an address like ours."""
+    introduction = Introduction(Way(value))
+    introduction.set("0/0", INTRODUCTION)
+    with contextlib.suppress(ValueError):
+        found = introduction.get("0/1")
+        assert int.from_bytes(found[:8], "little") + 8 <= len(found)
+
+
+@given(st.lists(st.floats(), min_size=ROW, max_size=ROW))
+def test_rows_of_records(numbers: list[float]) -> None:
+    """A record of another kind is refused in words. What its numbers may be, the trailer says (tests/links)."""
+    row = torch.tensor(numbers, dtype=torch.float64)
+    with pytest.raises(LinkError):
+        from_row(Trailer, row, 1)
+    assert math.isnan(from_row(Trailer, to_row(Trailer()), 1).loss)
