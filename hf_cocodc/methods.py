@@ -39,7 +39,11 @@ from .parts.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: one choice for each of the six parts."""
+    """A method: one choice for each of the six parts.
+
+    `name` is for a method of a user's own that is given as an object: logs, checkpoints and other regions call it so. Regions of
+    one process (`simulate`) share the object: parts keep their state in what `init` returns, and none in themselves.
+    """
 
     fragments: Pattern
     schedule: Schedule
@@ -47,6 +51,7 @@ class Method:
     outer: OuterTransform
     merge: Merge
     closing: Callable[[Merge], Closing]
+    name: str = ""
 
     @property
     def reads_lr(self) -> bool:
@@ -63,10 +68,11 @@ def diloco(
     overlap_steps: int = 0,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    codec: str = "fp32",
+    codec: str | Codec = "fp32",
     error_feedback: bool = False,
     rank: int = 64,
     merge: str = "replace",
+    mean: str = "average",
 ) -> Method:
     """DiLoCo: every H steps, all regions take one outer step together and restart from its result (2311.08105, alg. 1).
 
@@ -88,7 +94,7 @@ def diloco(
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, overlap_steps),
-        codec=choose.codec(codec, error_feedback, rank),
+        codec=choose.codec(codec, error_feedback, rank, mean=mean),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=chosen,
         closing=closings.one_more_round,
@@ -105,10 +111,11 @@ def streaming(
     mixing_alpha: float | None = None,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    codec: str = "fp4",
+    codec: str | Codec = "fp4",
     error_feedback: bool = False,
     rank: int = 64,
     merge: str = "mix",
+    mean: str = "average",
 ) -> Method:
     """Streaming DiLoCo: fragments take turns, travel during training, and are mixed into the local params (2501.18512, alg. 2).
 
@@ -128,7 +135,7 @@ def streaming(
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.staggered(sync_interval, overlap_steps),
-        codec=choose.codec(codec, error_feedback, rank),
+        codec=choose.codec(codec, error_feedback, rank, mean=mean),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=chosen,
         closing=closings.one_more_round,
@@ -143,7 +150,7 @@ def eager(
     split_rows: bool = False,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    codec: str = "fp32",
+    codec: str | Codec = "fp32",
     error_feedback: bool = False,
     rank: int = 64,
 ) -> Method:
@@ -184,9 +191,10 @@ def co2(
     outer_momentum: float = 0.0,
     staleness_penalty: float | str = "gap",
     clip_momentum: float | str = "none",
-    codec: str = "fp32",
+    codec: str | Codec = "fp32",
     error_feedback: bool = False,
     rank: int = 64,
+    mean: str = "average",
 ) -> Method:
     """CO2: the mean of one round travels during the next round; the outer step is SlowMo's, one round late (2401.16265).
 
@@ -212,7 +220,7 @@ def co2(
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, sync_interval),
-        codec=choose.codec(codec, error_feedback, rank),
+        codec=choose.codec(codec, error_feedback, rank, mean=mean),
         outer=outer.chain(
             per_lr=outer.scale(lambda info: 1 / info.round_lr if info.round_lr else 0.0),
             **penalty,
@@ -232,9 +240,10 @@ def dilocox(
     split_rows: bool = False,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
-    codec: str = "lowrank",
+    codec: str | Codec = "lowrank",
     error_feedback: bool = True,
     rank: int = 64,
+    mean: str = "average",
 ) -> Method:
     """DiLoCoX: the mean lands one round late, at low rank in int4 with error feedback; rounds follow the rank (2506.21263).
 
@@ -256,7 +265,7 @@ def dilocox(
     return Method(
         fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.rounds(sync_interval),
-        codec=choose.codec(codec, error_feedback, rank, adaptive_rank=True),
+        codec=choose.codec(codec, error_feedback, rank, adaptive_rank=True, mean=mean),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=merges.replace(),
         closing=closings.one_more_round,
@@ -277,10 +286,11 @@ def cocodc(
     mixing_alpha: float | None = None,
     outer_lr: float = 0.4,
     outer_momentum: float = 0.9,
-    codec: str = "fp32",
+    codec: str | Codec = "fp32",
     error_feedback: bool = False,
     rank: int = 64,
     merge: str = "compensate",
+    mean: str = "average",
 ) -> Method:
     """CoCoDC: fragments travel as often as the link allows, the fastest changing first; the merge compensates for the delay.
 
@@ -318,7 +328,7 @@ def cocodc(
             utilization,
             sends_per_interval,
         ),
-        codec=choose.codec(codec, error_feedback, rank),
+        codec=choose.codec(codec, error_feedback, rank, mean=mean),
         outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
         merge=chosen,
         closing=closings.one_more_round,

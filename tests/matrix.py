@@ -8,16 +8,19 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_cocodc.settings import OuterConfig
+from tests.methods import small
 
 STEPS = 7
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {},
-    "streaming": {"num_fragments": 2},
-    "eager": {"num_fragments": 2, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 2, "overlap_steps": 1, "sends_per_interval": 2},
-}
+SETTINGS = small(
+    {
+        "diloco": {},
+        "streaming": {"num_fragments": 2},
+        "eager": {"num_fragments": 2, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 2, "overlap_steps": 1, "sends_per_interval": 2},
+    }
+)
 
 
 def config(method: str) -> OuterConfig:

@@ -1,4 +1,4 @@
 """A WAN between regions, emulated on one Linux machine, and training over it.
 
-May import: bench, errors, meeting, resolve, run, settings, tensors, training.
+May import: bench, errors, meeting, methods, recipes, resolve, run, settings, tensors, training.
 """

@@ -15,6 +15,9 @@ from ..bench.report import Report
 from ..bench.workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
 from ..errors import InputError, nearest, shown
 from ..meeting.store import connect_store
+from ..methods import METHODS
+from ..recipes.files import shipped
+from ..recipes.recipe import Recipe
 from ..resolve import from_config
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.threads import cores
@@ -38,16 +41,6 @@ MODEL = {
 BATCH, LENGTH = 4, 64
 HELD_OUT = 128  # blocks of LENGTH bytes
 LEARNING_RATE, WARMUP_STEPS = 2e-3, 20
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
-    "streaming": {"num_fragments": 4, "outer_lr": 0.5, "outer_momentum": 0.5},
-    "eager": {"outer_lr": 0.5, "outer_momentum": 0.5},
-    "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
-    "dilocox": {"rank": 16, "outer_lr": 0.3, "outer_momentum": 0.0},
-    "cocodc": {"num_fragments": 4, "outer_lr": 0.5, "outer_momentum": 0.5},
-}
-"""As in recipes/quickstart. The papers' outer learning rates and momenta suit thousands of rounds, these suit tens."""
-
 NO_LINK = "no link"
 PACE_STEPS = 30
 COVERS = 4.0
@@ -78,16 +71,16 @@ class Plan:
     rate: float = 1e9
     loss: float = 0.0
     congestion: str | None = None
-    methods: Sequence[str] = tuple(SETTINGS)
+    methods: Sequence[str] = tuple(METHODS)
     steps: int = 240
     sync_interval: int = 20
     rate_limit: float | None = None
 
     def __post_init__(self) -> None:
         for name in self.methods:
-            if name not in SETTINGS:
-                raise InputError(f"--methods {shown(name)} is not known.{nearest(name, list(SETTINGS))}")
-            num_fragments = SETTINGS[name].get("num_fragments", 1)
+            if name not in METHODS:
+                raise InputError(f"--methods {shown(name)} is not known.{nearest(name, list(METHODS))}")
+            num_fragments = settings_of(name).get("num_fragments", 1)
             if self.sync_interval < num_fragments:
                 raise InputError(
                     f"--sync-interval {self.sync_interval} is too short for {name}, which sends {num_fragments} fragments in one "
@@ -100,11 +93,23 @@ class Plan:
 
     def outer(self, method: str) -> OuterConfig:
         """The configuration of a method."""
-        return OuterConfig(method=method, sync_interval=self.sync_interval, **SETTINGS[method])
+        return OuterConfig(method=method, sync_interval=self.sync_interval, **settings_of(method))
 
     def wan(self) -> Wan:
         """The emulated WAN, not up yet."""
         return Wan(self.regions, rtt_s=self.rtt_s, rate=self.rate, loss=self.loss, congestion=self.congestion)
+
+
+_OF_THE_LINK = ("sync_interval", "overlap_steps", "sends_per_interval")
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    """Settings of a method as in its quickstart, without those that follow from the link.
+
+    The papers' outer learning rates and momenta suit thousands of rounds, these suit tens.
+    """
+    given = Recipe.load(shipped()[f"quickstart/{method}"]).outer.given()
+    return {name: value for name, value in given.items() if name not in _OF_THE_LINK}
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:

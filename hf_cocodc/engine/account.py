@@ -4,10 +4,12 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..links.base import Arrival, Link
+from ..parts.guard import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,26 @@ class Totals:
     landings: int = 0
     bytes_sent: int = 0
     blocked_s: float = 0.0
+
+
+class Seconds(NamedTuple):
+    """What a landing took.
+
+    Attributes:
+        blocked: training waited for the mean.
+        took: all of the landing held training, waiting included.
+        rested: since the mean was here; None if unknown.
+    """
+
+    blocked: float
+    took: float
+    rested: float | None
+
+    @classmethod
+    def of(cls, arrival: Arrival, blocked_s: float, began: float, now: float) -> "Seconds":
+        """Of a landing that began and ends at these times of the link's clock."""
+        ended_at = arrival.ended_at
+        return cls(blocked_s, now - began, None if ended_at is None else max(now - ended_at, 0.0))
 
 
 class Account:
@@ -62,10 +84,20 @@ class Account:
         sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64))
         self.totals.bytes_sent += round(sent.item())
 
-    def sent(self, step: int, fragment: int, numel: int, blocked_s: float) -> None:
-        """A transfer has left."""
+    def sent(
+        self, step: int, fragment: int, numel: int, blocked_s: float, took_s: float, norm: float
+    ) -> None:
+        """A transfer has left. It held training for `took_s` seconds, of which training was blocked for `blocked_s`."""
         self.totals.sends += 1
-        self._record("send", step=step, fragment=fragment, numel=numel, blocked_s=round(blocked_s, 6))
+        self._record(
+            "send",
+            step=step,
+            fragment=fragment,
+            numel=numel,
+            blocked_s=round(blocked_s, 6),
+            took_s=round(took_s, 6),
+            norm=_shown([norm])[0],
+        )
 
     def sat_out(self, step: int, fragment: int, region: int) -> None:
         """This region sits a transfer out: its outer gradient is not finite."""
@@ -77,8 +109,12 @@ class Account:
         )
         self._record("sit_out", step=step, fragment=fragment)
 
-    def landed(self, step: int, fragment: int, sent_at: int, arrival: Arrival, blocked_s: float) -> None:
-        """A transfer has landed; training was blocked on it for `blocked_s` seconds."""
+    def landed(
+        self, step: int, fragment: int, sent_at: int, arrival: Arrival, seconds: Seconds, verdict: Verdict
+    ) -> None:
+        """A transfer has landed. A mean that is not finite is void."""
+        if any(verdict.fates):
+            self._guarded(step, fragment, sent_at, arrival, verdict)
         losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
         totals = self.totals
         totals.landings += 1
@@ -88,23 +124,52 @@ class Account:
             "staleness": step - sent_at,
             "blocked_s": totals.blocked_s,
             "bytes_sent": totals.bytes_sent,
+            "transfer_s": arrival.seconds,
+            "regions": sum(weight > 0 for weight in verdict.weights),
         }
+        if arrival.is_finite:
+            self.report["outer_grad_norm"] = math.sqrt(arrival.square)
         if losses:
             self.report["loss"] = sum(losses) / len(losses)
+        if not arrival.is_finite:
+            logger.warning(
+                "the mean of fragment %d sent at step %d is not finite, or far larger than what the regions sent: it changes "
+                "nothing, in any region. A number has overflowed, or was altered on its way; look at the losses of all regions.",
+                *(fragment, sent_at),
+            )
         self._record(
-            "land",
+            "land" if arrival.is_finite else "void",
             step=step,
             fragment=fragment,
             sent_at=sent_at,
             staleness=step - sent_at,
-            blocked_s=round(blocked_s, 6),
+            blocked_s=round(seconds.blocked, 6),
+            took_s=round(seconds.took, 6),
             transfer_s=round(arrival.seconds, 6),
+            rested_s=None if seconds.rested is None else round(seconds.rested, 6),
             bytes_sent=arrival.bytes_sent,
-            outer_grad_norm=math.sqrt(arrival.square),
-            regions=sum(trailer.weight > 0 for trailer in arrival.trailers),
+            outer_grad_norm=math.sqrt(arrival.square) if arrival.is_finite else None,
+            regions=self.report["regions"],
             members=list(arrival.members),
+            norms=_shown([trailer.norm for trailer in arrival.trailers]),
             **_common_digest(arrival),
         )
+
+    def _guarded(self, step: int, fragment: int, sent_at: int, arrival: Arrival, verdict: Verdict) -> None:
+        """Outer gradients were out of the ordinary, and counted less than their regions said."""
+        fates = {
+            str(region): fate for region, fate in zip(arrival.members, verdict.fates, strict=True) if fate
+        }
+        norms = [trailer.norm for trailer in arrival.trailers]
+        for region, norm, fate in zip(arrival.members, norms, verdict.fates, strict=True):
+            if fate:
+                logger.warning(
+                    "outer.guard has %s the outer gradient of region %d for fragment %d sent at step %d: its norm of %.3g is "
+                    "%.3g times the ordinary one. Look at the loss and the learning rate of that region.",
+                    *(fate, region, fragment, sent_at, norm, norm / verdict.limit),
+                )
+        facts = {"regions": fates, "norms": norms, "limit": verdict.limit}
+        self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
 
     def adopted(
         self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
@@ -136,6 +201,11 @@ class Account:
             sends=totals.sends,
             digest=digest,
         )
+
+
+def _shown(norms: Sequence[float]) -> list[float | None]:
+    """Norms as a journal has them: six digits, and None for what JSON cannot express."""
+    return [float(f"{norm:.6g}") if math.isfinite(norm) else None for norm in norms]
 
 
 def _common_digest(arrival: Arrival) -> dict[str, int]:

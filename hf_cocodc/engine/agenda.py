@@ -1,7 +1,10 @@
 """When a fragment is due: a method's schedule, and where it stands."""
 
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
-from .compatibility import same_structure
+from .compatibility import same_structure, sound_counts
+
+_LATE = 1 << 53
+"""No inner step is as late."""
 
 
 class Agenda:
@@ -14,10 +17,11 @@ class Agenda:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self.state: ScheduleState = {}
-        self._next_event = 0
+        self._next_event = self._num_fragments = 0
 
     def begin(self, num_fragments: int, inner_step: int) -> None:
         """From now on there are so many fragments, and none is in flight."""
+        self._num_fragments = num_fragments
         self._continue_from(self._schedule.init(num_fragments, inner_step))
 
     def events(self, inner_step: int, stats: AgreedStats) -> tuple[Send | Land, ...]:
@@ -29,8 +33,20 @@ class Agenda:
         return found
 
     def load(self, state: ScheduleState) -> None:
-        """Continue from a saved state. Raises CheckpointError if it is another schedule's."""
+        """Continue from a saved state.
+
+        Raises:
+            CheckpointError: it is another schedule's.
+            TypeError, ValueError: no schedule has it.
+        """
         same_structure(state, self.state, "the schedule's state")
+        sound_counts(list(state.values()), 3)
+        count = self._num_fragments
+        fits = {state.get("num_fragments", count), len(state.get("sent", range(count)))} == {count}
+        # everything in flight lands then
+        events = self._schedule.events(_LATE, AgreedStats(), state)[0] if fits else ()
+        if not fits or any(each.fragment >= count for each in events):
+            raise ValueError(f"the schedule's state is not one of {count} fragments")
         self._continue_from(state)
 
     def _continue_from(self, state: ScheduleState) -> None:

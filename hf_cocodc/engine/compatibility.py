@@ -1,13 +1,41 @@
 """Checks that a saved state fits the model and the method of this run."""
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CocodcError
 from ..parts.fragments import Fragment
+from ..parts.guard import LONGEST_HISTORY
+
+T = TypeVar("T")
+
+_OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_COUNTS = ("num_sends", "settled_at", "sent_at", "nonfinite_rounds")
+
+
+def loading(load: Callable[[T, dict[str, Any]], None]) -> Callable[[T, dict[str, Any]], None]:
+    """Let a method load a state, without gradients. It raises CheckpointError if the state is none that an engine saves."""
+
+    @functools.wraps(load)
+    def loads(owner: T, state: dict[str, Any]) -> None:
+        try:
+            with torch.no_grad():
+                load(owner, state)
+        except CocodcError:
+            raise
+        except _OF_DAMAGE as error:
+            raise CheckpointError(
+                f"the engine's state in the checkpoint is none that hf_cocodc saves ({type(error).__name__}: {error}). Resume "
+                "from another checkpoint of the run."
+            ) from error
+
+    return loads
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
@@ -22,8 +50,20 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
 
 
 def names_in(found: list) -> frozenset[str]:
-    """Names of the parameters in a saved layout."""
-    return frozenset(name for fragment in found for name, *_ in fragment)
+    """Names of the parameters in a saved layout. Raises TypeError or ValueError if it is none."""
+    names = [name for fragment in found for name, *_ in fragment]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("the layout has a parameter without a name")
+    return frozenset(names)
+
+
+def sound_counts(found: Any, levels: int = 0) -> None:
+    """Check a count, or lists of counts, in so many levels at most. Raises ValueError if something else is there."""
+    if levels and isinstance(found, list | tuple):
+        for each in found:
+            sound_counts(each, levels - 1)
+    elif type(found) is not int or found < 0:
+        raise ValueError(f"{str(found)[:80]!r} is no count")
 
 
 def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
@@ -84,3 +124,50 @@ def same_structure(found: Any, expected: Any, what: str) -> None:
             f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
             "and settings that wrote it."
         )
+
+
+def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
+    """Check the numbers of a saved fragment, and the lengths of its transfers in flight. Its keys are checked as they are read.
+
+    Raises:
+        CheckpointError: names the first that no engine saves.
+    """
+
+    def hold(is_sound: bool, name: str, found: Any) -> None:
+        if not is_sound:
+            raise CheckpointError(
+                f"{what}: the checkpoint has {name}={str(found)[:80]}, which no run saves. It is damaged: use another."
+            )
+
+    for name in _COUNTS:
+        count = state.get(name, 0)
+        hold(type(count) is int and count >= 0, name, count)
+    norms = state.get("norms", [])
+    hold(
+        isinstance(norms, list) and len(norms) <= LONGEST_HISTORY and all(map(_is_norm, norms)),
+        *("norms", norms),
+    )
+    lr_sum, before = state["lr_sum"], 0
+    hold(isinstance(lr_sum, float | int) and math.isfinite(lr_sum), "lr_sum", lr_sum)
+    for each in state["in_flight"]:
+        sent_at = each["sent_at"]
+        hold(type(sent_at) is int and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
+        before = sent_at
+        for name in ("norm", "reference"):
+            hold(_is_norm(each.get(name, 0.0)), f"{name} of a transfer", each.get(name))
+        for name in ("snapshot", "global_params", "mean", "outer_grad"):
+            flat = each[name]
+            if name == "outer_grad" and flat is None:
+                continue
+            seen = f"{list(flat.shape)} {flat.dtype}" if isinstance(flat, Tensor) else type(flat).__name__
+            hold(seen == f"[{numel}] torch.float32", f"{name} of a transfer", seen)
+        members = each.get("members", range(len(each["trailers"])))
+        hold(
+            len(members) == len(each["trailers"]) > 0 and list(members) == sorted(set(members)),
+            "members of a transfer",
+            members,
+        )
+
+
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, float) and 0 <= value < math.inf

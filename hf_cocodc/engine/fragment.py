@@ -16,7 +16,7 @@ from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
 from ..tensors.departures import Departure
-from ..tensors.flat import copy_all_, digest, flat_zeros, is_finite, tensors_in
+from ..tensors.flat import copy_all_, digest, flat_zeros, tensors_in
 from ..tensors.pieces import PIECE, Cut, cuts
 from ..tensors.pools import HOST, Pool, shared_lengths
 from ..tensors.sharding import local_shard
@@ -52,7 +52,8 @@ class FragmentState:
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at: inner step of the last send.
         lr_sum: sum of inner learning rates up to the last send.
-        nonfinite_rounds: sends in a row, up to the last one, whose outer gradient was not finite.
+        norms: the agreed norms of its last landings, oldest first (`parts.guard.agreed`).
+        nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
         trained: what this region had trained at the last send; later steps are in no transfer yet.
     """
 
@@ -71,6 +72,7 @@ class FragmentState:
     settled_at: int = 0
     sent_at: int = 0
     lr_sum: float = 0.0
+    norms: Sequence[float] = ()
     nonfinite_rounds: int = 0
     trained: Trained = Trained()
 
@@ -148,24 +150,28 @@ class FragmentState:
             ):
                 self.local.rounded(piece, index, into)
 
-    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """A snapshot of the local params, the outer gradient (base minus snapshot), and whether the latter is finite."""
+    def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, float]:
+        """A snapshot of the local params, the outer gradient (base minus snapshot), and the sum of squares of the latter.
+
+        That sum is not finite if a value is not.
+        """
         snapshot, outer_grad = self.take(), self.take()
         pieces = self.local.pieces if self.pool.device == HOST else None
         if pieces is None:
             self.local.gather(snapshot)
         locals_, grads, bases = map(self.cut, (snapshot, outer_grad, base))
 
-        def work(part: range) -> bool:
-            finite = True
+        def work(part: range) -> list[float]:
+            lengths = []
             for index in part:
                 if pieces is not None:
                     copy_all_(self.cuts[index].views(locals_[index]), pieces[index])
                 self._subtract(locals_[index], bases[index], index, grads[index])
-                finite = finite and is_finite(grads[index])
-            return finite
+                lengths.append(float(torch.linalg.vector_norm(grads[index])))
+            return lengths
 
-        return snapshot, outer_grad, all(divide(work, len(self.cuts), self.threads.in_training()))
+        found = divide(work, len(self.cuts), self.threads.in_training())
+        return snapshot, outer_grad, sum(length**2 for part in found for length in part)
 
     def _subtract(self, local: Tensor, base: Tensor, index: int, into: Tensor) -> None:
         """Outer gradient of a piece: base minus local, the base rounded as the model stores its params.
@@ -226,10 +232,14 @@ class FragmentState:
 
     def drop(self, transfer: Transfer) -> None:
         """Return the memory of a transfer that has ended and will not land; it is no longer in flight."""
-        step = transfer.outcome.step
+        self.forget_step(transfer)
+        self._retire(transfer)
+
+    def forget_step(self, transfer: Transfer) -> None:
+        """Give up the step of a transfer that was taken ahead, if there is one."""
+        step, transfer.outcome.step = transfer.outcome.step, None
         if step is not None:
             self.pool.give(step.global_params, *tensors_in(step.state))
-        self._retire(transfer)
 
     def transfer_of(self, sent_at: int) -> Transfer:
         """The transfer in flight that was sent at this inner step; for step 0, one that was never sent.

@@ -68,7 +68,8 @@ class Measurements:
         """Take in the measurements of a transfer: those of this region, and those of all regions from the trailers."""
         # a link without time of its own (lockstep) measures nothing; schedules must not follow this machine's speed there
         self.sync_time_s = arrival.seconds and arrival.seconds + outer_step_s
-        self.change[fragment] = math.sqrt(arrival.square) / self._lengths[fragment]
+        if arrival.is_finite:
+            self.change[fragment] = math.sqrt(arrival.square) / self._lengths[fragment]
         self.agreed = AgreedStats(
             step_time_s=max(trailer.step_time_s for trailer in arrival.trailers),
             sync_time_s=max(trailer.sync_time_s for trailer in arrival.trailers),
@@ -83,5 +84,6 @@ class Measurements:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
         for name in _SAVED:
-            setattr(self, name, state[name])
+            value = state[name]
+            setattr(self, name, list(map(float, value)) if name == "change" else float(value))
         self.agreed = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})

@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..methods import Method
+from ..parts.fragments import Fragment
 from ..tensors.flat import tensors_in
-from ..tensors.pools import HOST
-from .fragment import FragmentState
+from ..tensors.pools import HOST, Pool, shared_lengths
+from ..tensors.threads import HostThreads
+from .fragment import FragmentState, hold
 from .local_params import staged_bytes
+from .stepping import steps_ahead
 
 
 class Memory(NamedTuple):
@@ -55,6 +59,35 @@ def memory(
     if staged:
         found[params.device] = _add(found.get(params.device, Memory(0)), staged=staged)
     return found
+
+
+def forecast(
+    model: nn.Module, fragments: Sequence[Fragment], method: Method, num_regions: int, device: torch.device
+) -> dict[torch.device, Memory]:
+    """The memory that a run of one rank a region will take, from a model on the meta device. Nothing is allocated.
+
+    Args:
+        model: stands for one on an accelerator.
+        fragments: of the model.
+        method: of the run.
+        num_regions: number of regions M.
+        device: of the outer state: the host, or meta for that of the model.
+    """
+    ahead = steps_ahead(method, device, num_lanes=1)
+    with torch.device("meta"), torch.no_grad():
+        shards = dict(model.named_parameters())
+        lengths = shared_lengths(each.numel for each in fragments)
+        host = Pool(HOST, lengths)
+        pool = host if device == HOST else Pool(device, lengths)
+        threads = HostThreads(trains_on_host=False)
+        states = [
+            hold(each, shards, pool, host, threads, torch.empty(each.numel, dtype=torch.float32))
+            for each in fragments
+        ]
+        for state in states:
+            state.codec = method.codec.init(state.fragment)
+            state.outer = method.outer.init(state.global_params)
+    return memory(states, method, num_regions, ahead)
 
 
 def in_words(memory: Mapping[torch.device, Memory]) -> list[str]:

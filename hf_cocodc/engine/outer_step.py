@@ -99,6 +99,8 @@ class Outcome:
 class Ahead:
     """Takes the outer step of a transfer as soon as its mean is here, in the link's thread, while training goes on.
 
+    A mean that is not finite gets no step: its landing changes nothing.
+
     Args:
         prepare: makes the step: (arrival, global params, outer state) -> step.
         base: global params and outer state before the step; or the outcome of the fragment's transfer before this one. If
@@ -121,6 +123,8 @@ class Ahead:
 
     def __call__(self, arrival: Arrival) -> None:
         base, outcome = self._base, self._outcome
+        if not arrival.is_finite:
+            return
         if isinstance(base, Outcome):
             if base.step is None:
                 return

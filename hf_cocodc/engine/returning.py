@@ -1,5 +1,6 @@
 """What a region that was left behind keeps of its own when it takes over the others' state."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def give_up(fragments: Sequence[FragmentState], link: Link, merge: Merge) -> lis
 
 def _unsent(fragment: FragmentState, link: Link, merge: Merge) -> Unsent:
     base, trained = fragment.base(), fragment.trained
-    snapshot, outer_grad, finite = fragment.prepare(base)
+    snapshot, outer_grad, square = fragment.prepare(base)
     # after a landing since their send, local params have the steps of other transfers, or no longer
     has_them = base is fragment.global_params and merge.keeps_local_steps
     for transfer in reversed(fragment.in_flight):
@@ -66,7 +67,7 @@ def _unsent(fragment: FragmentState, link: Link, merge: Merge) -> Unsent:
         if transfer.is_own and not has_them and transfer.departure is not None:
             outer_grad.add_(transfer.departure.flat)
     fragment.pool.give(snapshot)
-    return Unsent(fragment.fragment, outer_grad if finite else outer_grad.zero_(), trained)
+    return Unsent(fragment.fragment, outer_grad if math.isfinite(square) else outer_grad.zero_(), trained)
 
 
 def _has_arrived(transfer: Transfer, link: Link) -> bool:

@@ -1,17 +1,18 @@
 """Saves and loads the state of a fragment and of its transfers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import CheckpointError, LinkError
 from ..links.base import Arrival, Here
 from ..links.records import from_numbers
-from ..links.trailer import Ending, Trailer
+from ..links.trailer import Ending, Trailer, checked
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
-from .compatibility import same_structure
+from .compatibility import same_structure, sound_fragment
 from .fragment import FragmentState
 from .shares import Trained
 from .transfer import Transfer
@@ -25,10 +26,13 @@ _OF_A_FRAGMENT = (
     "sent_at",
     "lr_sum",
     "nonfinite_rounds",
+    "norms",
 )
-_SINCE_FORMAT_1 = {"nonfinite_rounds": 0}
+_SINCE_FORMAT_1: dict[str, Any] = {"nonfinite_rounds": 0, "norms": []}
 """What a checkpoint without them has."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
+_SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "reference", "taken")
+"""Earlier versions did not say all of it."""
 
 
 def saved(fragment: FragmentState) -> dict[str, Any]:
@@ -37,7 +41,7 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
     Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
     """
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
-    kept["trained"] = list(fragment.trained)
+    kept |= {"trained": list(fragment.trained), "norms": list(fragment.norms)}
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
@@ -45,12 +49,13 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     """Continue from what `saved` returned. Transfers in flight belong to steps that are undone; they are dropped.
 
     Raises:
-        CheckpointError: the state belongs to another outer optimizer or codec.
+        CheckpointError: the state belongs to another outer optimizer or codec, or is damaged.
     """
     index = fragment.fragment.index
     forms = {"outer": fragment.outer, "codec": fragment.codec_form, "global_params": fragment.global_params}
     for part, form in forms.items():
         same_structure(state[part], form, f"the {part} state of fragment {index}")
+    sound_fragment(state, fragment.fragment.numel, f"fragment {index}")
     moved: dict[int, Tensor] = {}  # tensors that were shared stay shared
 
     def here(value: Any) -> Any:
@@ -70,7 +75,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
     # what an earlier version wrote has trained every inner step, on an unknown number of tokens
-    fragment.trained = Trained(*state.get("trained", (state["sent_at"], 0)))
+    fragment.trained = Trained.of(state.get("trained", (state["sent_at"], 0)))
     for each in state["in_flight"]:
         flats = {name: here(each[name]) for name in (*_OF_A_TRANSFER, "outer_grad", "mean")}
         fragment.in_flight.append(_loaded({**each, **flats}))
@@ -105,12 +110,18 @@ def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
 
 @torch.no_grad()
 def begin_anew(fragments: Sequence[FragmentState]) -> None:
-    """Give up the local params for the global ones, also for the transfers in flight when they land."""
+    """Give up the local params for the global ones, and count anew the rounds that do not count."""
     for fragment in fragments:
-        fragment.local.show(fragment.global_params)
+        take_global(fragment)
         fragment.nonfinite_rounds = 0
-        for transfer in fragment.in_flight:
-            fragment.local.gather(transfer.snapshot)
+
+
+@torch.no_grad()
+def take_global(fragment: FragmentState) -> None:
+    """Give up the local params for the global ones, also for the transfers in flight when they land."""
+    fragment.local.show(fragment.global_params)
+    for transfer in fragment.in_flight:
+        fragment.local.gather(transfer.snapshot)
 
 
 def _arrival(transfer: Transfer) -> Arrival:
@@ -130,8 +141,7 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "seconds": arrival.seconds,
         "square": arrival.square,
         "members": list(arrival.members),
-        "is_own": transfer.is_own,
-        "taken": transfer.taken,
+        **{name: getattr(transfer, name) for name in _SAID_OF_A_TRANSFER},
         "trained": list(transfer.trained),
     }
 
@@ -139,16 +149,26 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
 def _loaded(state: dict[str, Any]) -> Transfer:
     """A transfer whose result is here and waits for its landing."""
     mean = state["mean"]
-    # the region that announced its end here, and stopped the run, has come back
-    trailers = tuple(
-        from_numbers(Trailer, trailer)._replace(ending=Ending.NO) for trailer in state["trailers"]
-    )
+    members = tuple(
+        state.get("members", range(len(state["trailers"])))
+    )  # earlier versions had regions 0, 1, ...
+    trailers = tuple(map(_trailer, state["trailers"], members))
     result = Result(mean, lambda: mean, state["codec"])
-    members = tuple(state.get("members", range(len(trailers))))  # earlier versions had regions 0, 1, ...
     numbers = {name: state[name] for name in ("bytes_sent", "seconds", "square")}
     # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
     arrival = Arrival(result, trailers, **numbers, members=members)
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
-    is_own, taken = state.get("is_own", True), state.get("taken")  # earlier versions did not say it
-    trained = Trained(*state.get("trained", ()))
-    return Transfer(**kept, handle=Here(arrival), is_own=is_own, taken=taken, trained=trained)
+    said = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
+    trained = Trained.of(state.get("trained", ()))
+    return Transfer(**kept, **said, handle=Here(arrival), trained=trained)
+
+
+def _trailer(numbers: Mapping[str, float], region: int) -> Trailer:
+    """A saved trailer. The region that announced its end with it, and stopped the run, has come back."""
+    try:
+        return checked(from_numbers(Trailer, numbers), region)._replace(ending=Ending.NO)
+    except (ValueError, LinkError) as error:
+        raise CheckpointError(
+            f"the checkpoint has a transfer in flight that no region can have sent: {error}. It is damaged: go back "
+            "to an earlier one."
+        ) from error

@@ -1,8 +1,10 @@
 """What a region has trained, and how much its outer gradients count in the means."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import InputError
+from .compatibility import sound_counts
 
 TOKENS = 2**40
 """As many tokens since a send are a share of 1. A power of two: shares are exact, and so are their ratios."""
@@ -13,6 +15,12 @@ class Trained(NamedTuple):
 
     steps: int = 0
     tokens: int = 0
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> "Trained":
+        """What a checkpoint holds of it. Raises TypeError or ValueError if these are no such counts."""
+        sound_counts(counts, 1)
+        return cls(*counts)
 
 
 class Shares:

@@ -1,7 +1,7 @@
 """When outer steps are taken: ahead of the landing, in the link's thread, or at the landing, in the training thread."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +9,19 @@ from torch import Tensor
 
 from ..links.base import Arrival, Link
 from ..methods import Method
+from ..parts.guard import DROPPED
 from ..parts.info import OuterInfo
 from ..tensors.pools import HOST
 from .fragment import FragmentState
+from .guarding import Guarding
 from .outer_step import Ahead, Outcome, OuterStep
 from .transfer import Transfer
+
+
+def steps_ahead(method: Method, device: torch.device, num_lanes: int) -> bool:
+    """Whether outer steps are taken ahead of their landings: see `Stepping.is_ahead`."""
+    needs_nobody = method.outer.regions_agree and (num_lanes == 1 or not method.outer.asks_region)
+    return method.schedule.overlaps and device == HOST and needs_nobody
 
 
 class Stepping:
@@ -23,7 +31,8 @@ class Stepping:
         method: its outer optimizer is used, and its schedule tells whether there is time before the landing.
         link: reaches the other regions.
         device: device of the outer state.
-        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now.
+        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, and the norm of that.
+        guarding: says how much regions count.
 
     Attributes:
         is_ahead: whether steps are taken ahead. This has four conditions: transfers land later than they are sent; the outer
@@ -36,13 +45,16 @@ class Stepping:
         method: Method,
         link: Link,
         device: torch.device,
-        fresh_outer_grad: Callable[[FragmentState], Tensor],
+        fresh_outer_grad: Callable[[FragmentState], tuple[Tensor, float]],
+        guarding: Guarding,
     ) -> None:
         self._transform, self._link, self._fresh = method.outer, link, fresh_outer_grad
-        needs_nobody = method.outer.regions_agree and (link.num_lanes == 1 or not method.outer.asks_region)
-        self.is_ahead = method.schedule.overlaps and device == HOST and needs_nobody
+        self._guarding = guarding
+        self.is_ahead = steps_ahead(method, device, link.num_lanes)
 
-    def ahead(self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome) -> Ahead:
+    def ahead(
+        self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome, reference: float
+    ) -> Callable[[Arrival], None]:
         """Takes the outer step of a transfer that is sent now, as soon as it arrives; reuses the outer gradient's memory."""
         at_send = fragment.global_params
         base: Outcome | tuple[Tensor, dict[str, Any]] = (at_send, fragment.outer)
@@ -50,10 +62,15 @@ class Stepping:
             base = fragment.in_flight[-1].outcome
 
         def prepare(arrival: Arrival, global_params: Tensor, state: dict[str, Any]) -> OuterStep:
-            fragment.pool.give(outer_grad)
-            return self._in_new_memory(fragment, arrival, at_send, global_params, state)
+            return self._in_new_memory(fragment, arrival, reference, at_send, global_params, state)
 
-        return Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
+        step = Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
+
+        def then(arrival: Arrival) -> None:
+            fragment.pool.give(outer_grad)
+            step(arrival)
+
+        return then
 
     def of_loaded(self, fragment: FragmentState) -> None:
         """Take the steps of loaded transfers now: the steps of later transfers start from theirs."""
@@ -62,7 +79,10 @@ class Stepping:
         global_params, state = fragment.global_params, fragment.outer
         for transfer in fragment.in_flight:
             arrival = transfer.handle.wait()
-            step = self._in_new_memory(fragment, arrival, transfer.global_params, global_params, state)
+            if not arrival.is_finite:
+                return  # steps of later transfers are left to their landings
+            of_transfer = arrival, transfer.reference, transfer.global_params
+            step = self._in_new_memory(fragment, *of_transfer, global_params, state)
             step.run(fragment.threads.in_training)
             transfer.outcome.step = step
             global_params, state = step.global_params, step.state
@@ -72,54 +92,80 @@ class Stepping:
         if transfer.outcome.step is not None:
             return transfer.outcome.step
         at_send, now = transfer.global_params, fragment.global_params
-        info = self._info(fragment, arrival, at_send, now, transfer)
+        info = self._info(fragment, arrival, transfer.reference, at_send, now)
         if not self._transform.regions_agree:
+            info = self._with_own(info, fragment, transfer, arrival)
             for other in fragment.in_flight:  # the fresh outer gradient has theirs in it
-                other.taken = info.own_share if other.taken is None else other.taken
+                other.taken = info.fresh_share if other.taken is None else other.taken
         return fragment.step_now(self._transform, arrival.result.mean, info)
 
+    def without_step(self, fragment: FragmentState, transfer: Transfer) -> None:
+        """A transfer, no longer in flight, has a mean that is not finite: give up what has been built on it."""
+        for other in fragment.in_flight:
+            # another lane's part of the mean was the wrong one: here the link's thread has stepped ahead from it, or does so now
+            other.handle.wait()
+            fragment.forget_step(other)
+            if not self._transform.regions_agree:
+                other.taken = 0.0 if other.taken is None else other.taken
+        fragment.drop(transfer)
+
     def own_share(self, transfer: Transfer, arrival: Arrival) -> float:
-        """This region's share in the mean of a transfer that has ended."""
+        """This region's share in the mean of a transfer that has ended; if it was clipped, the share that it would have had."""
         if not arrival.trailers:
             return 1 / self._link.num_regions
         if not transfer.is_own and self._link.is_elastic:
             return 0.0
         weights = {r: each.weight for r, each in zip(arrival.members, arrival.trailers, strict=True)}
         own = weights.get(self._link.region, 0.0)
-        # one that sat out says nothing about its next share
-        return own / sum(weights.values()) if own else 1 / len(weights)
+        # one that sat out, or was dropped, says nothing about its next share
+        if not own or self._guarding.own_fate(transfer, arrival) == DROPPED:
+            return 1 / len(weights)
+        return own / self._guarding.verdict(transfer.reference, arrival).total
 
     def _in_new_memory(
         self,
         fragment: FragmentState,
         arrival: Arrival,
+        reference: float,
         global_at_send: Tensor,
         global_params: Tensor,
         state: dict[str, Any],
     ) -> OuterStep:
         """The outer step of a transfer that has ended but not landed, from these global params and this outer state."""
-        info = self._info(fragment, arrival, global_at_send, global_params, None)
+        info = self._info(fragment, arrival, reference, global_at_send, global_params)
         return OuterStep(self._transform, arrival.result.mean, state, info, fragment.take(), fragment.pool)
 
     def _info(
         self,
         fragment: FragmentState,
         arrival: Arrival,
+        reference: float,
         global_at_send: Tensor,
         global_params: Tensor,
-        transfer: Transfer | None,
     ) -> OuterInfo:
-        share = 0.0 if transfer is None else self.own_share(transfer, arrival)
-        taken = None if transfer is None else transfer.taken
+        """The facts of a transfer that all regions have alike."""
+        fates = self._guarding.verdict(reference, arrival).fates
+        told = zip(arrival.trailers, fates, strict=True)
         return OuterInfo(
             fragment=fragment.fragment.index,
             cut=fragment.cut,
-            own_share=share,
-            taken_share=share if taken is None else taken,
-            round_lr=max((trailer.round_lr for trailer in arrival.trailers), default=0.0),
+            round_lr=max((trailer.round_lr for trailer, fate in told if fate != DROPPED), default=0.0),
             global_at_send=global_at_send,
             global_params=global_params,
-            own_outer_grad=None if transfer is None else transfer.outer_grad,
-            fresh_outer_grad=partial(self._fresh, fragment),
             total=self._link.total,
+        )
+
+    def _with_own(
+        self, info: OuterInfo, fragment: FragmentState, transfer: Transfer, arrival: Arrival
+    ) -> OuterInfo:
+        """The facts of a transfer that lands now, with those in which regions differ."""
+        share, taken = self.own_share(transfer, arrival), transfer.taken
+        fresh, norm = self._fresh(fragment)
+        return replace(
+            info,
+            own_share=share,
+            taken_share=share if taken is None else taken,
+            fresh_share=share * self._guarding.fresh(fragment, norm),
+            own_outer_grad=transfer.outer_grad,
+            fresh_outer_grad=fresh,
         )

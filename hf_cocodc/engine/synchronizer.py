@@ -17,6 +17,7 @@ from ..links.base import Link
 from ..links.trailer import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
 from ..parts.fragments import Fragment
+from ..parts.guard import Guard
 from ..parts.schedules import Land, Send
 from ..tensors.flat import digest
 from ..tensors.pools import HOST
@@ -25,7 +26,7 @@ from .account import Account, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
 from .agenda import Agenda
 from .agreement import Standing, agreed_layout, check_same_start, common_layout
-from .compatibility import layout, names_in, same_layout
+from .compatibility import layout, loading, names_in, same_layout
 from .fragment import FragmentState, adopt
 from .last_check import check_same_end
 from .measurements import Measurements
@@ -46,6 +47,7 @@ class Synchronizer:
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: a region's share in a mean: equal, steps or tokens (`Shares`).
+        guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
         state: from `state_dict`, to continue with the model's parameters as they are.
         device: device of global params, outer state and transfers; what the link and codecs need is on the host.
 
@@ -64,6 +66,7 @@ class Synchronizer:
         record: Record = lambda kind, **facts: None,
         digest_interval: int = 10,
         weights: str = "equal",
+        guard: Guard | None = None,
         state: dict[str, Any] | None = None,
         device: torch.device = HOST,
     ) -> None:
@@ -73,7 +76,8 @@ class Synchronizer:
         self.measured = Measurements(link.clock())
         self.account = Account(record)
         self._record = record
-        self._traffic = Traffic(method, link, device, self.measured, self.account, digest_interval, weights)
+        counting = digest_interval, weights, guard
+        self._traffic = Traffic(method, link, device, self.measured, self.account, *counting)
         self._device = device
         self._watch = Watch(model, link.replicas)
         self._is_leaving = False
@@ -270,7 +274,7 @@ class Synchronizer:
         if keep:
             returning.bring_back(self.fragments, kept)
 
-    @torch.no_grad()
+    @loading
     def _load(self, state: dict[str, Any]) -> None:
         names = names_in(state["layout"])
         if names != self._watch.adopted:
@@ -307,10 +311,7 @@ class Synchronizer:
     def _adopt_more(self, wanted: int, word: Word) -> Words | None:
         """End the rounds in flight, and begin new ones with these parameters. A collective call of all regions.
 
-        For a moment this holds the outer state twice.
-
-        Returns:
-            The words of all regions, if a transfer landed.
+        For a moment this holds the outer state twice. Returns the words of all regions, if a transfer landed.
         """
         watch = self._watch
         more = watch.proposal(wanted).more

@@ -1,5 +1,6 @@
 """The transfers of one region: how they are sent, landed, and all brought to their end."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,16 +11,21 @@ from torch import Tensor
 from ..links.base import Arrival, Link, Parcel
 from ..links.trailer import Ending, Trailer, Word, Words
 from ..methods import Method
-from ..parts.codecs import share_of_rank
+from ..parts.codecs import share_of_rank, without_residuals
+from ..parts.codecs.base import CodecState
+from ..parts.guard import DROPPED, Guard
 from ..parts.info import MergeInfo
 from ..parts.merges import Merge, follow
 from ..parts.schedules import Land, Send
-from .account import Account
+from .account import Account, Seconds
 from .agreement import check_in_step
+from .compatibility import sound_counts
 from .fragment import FragmentState
+from .guarding import Guarding
 from .measurements import Measurements
 from .outer_step import Outcome
 from .reunion import reunite
+from .saving import take_global
 from .shares import Shares, Trained
 from .stepping import Stepping
 from .transfer import Transfer
@@ -37,6 +43,7 @@ class Traffic:
         account: counts and records.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: what shares in the means follow (`Shares`).
+        guard: from which norm on outer gradients count less; None: every region counts as it says.
 
     Attributes:
         inner_step: inner steps made so far.
@@ -56,13 +63,15 @@ class Traffic:
         account: Account,
         digest_interval: int,
         weights: str,
+        guard: Guard | None,
     ) -> None:
         self._method, self._link = method, link
         self._measured, self._account = measured, account
         self._digest_interval = digest_interval
         self.inner_step = self.trained_at = 0
         self.shares = Shares(weights, link.is_elastic)
-        self._stepping = Stepping(method, link, device, self._fresh_outer_grad)
+        self._guarding = Guarding(guard, link.region)
+        self._stepping = Stepping(method, link, device, self._fresh_outer_grad, self._guarding)
         self.is_ahead = self._stepping.is_ahead
         self.layout = UNKNOWN
         self.heard: list[Arrival] = []
@@ -73,9 +82,10 @@ class Traffic:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+        sound_counts(state["inner_step"])
         self.inner_step = self.trained_at = state["inner_step"]
         # earlier versions did not count: every inner step was trained, on an unknown number of tokens
-        self.shares.trained = Trained(*state.get("trained", (self.inner_step, 0)))
+        self.shares.trained = Trained.of(state.get("trained", (self.inner_step, 0)))
         self.heard = []
 
     def hold(
@@ -94,21 +104,23 @@ class Traffic:
     def send(self, fragment: FragmentState, word: Word, ahead: bool) -> None:
         """Send the outer gradient of a fragment; `ahead`: its outer step may be taken before it lands."""
         with torch.profiler.record_function("hf_cocodc::send"):
-            index, step = fragment.fragment.index, self.inner_step
-            snapshot, outer_grad, finite = fragment.prepare(fragment.base())
+            index, step, began = fragment.fragment.index, self.inner_step, self._link.clock()
+            snapshot, outer_grad, square = fragment.prepare(fragment.base())
             blocked_s = 0.0
             # a codec with memory continues from the end of its last transfer
             if fragment.codec_remembers and fragment.in_flight:
                 arrival, blocked_s = self._wait(fragment.in_flight[-1])
-                fragment.codec = arrival.result.state
-            finite = self._everywhere(finite)
-            fragment.nonfinite_rounds = 0 if finite else fragment.nonfinite_rounds + 1
+                fragment.codec = self._codec_after(fragment.in_flight[-1], arrival)
+            norm = self._region_norm(square)
+            finite = math.isfinite(norm)
+            fragment.nonfinite_rounds += not finite
             if not finite and word.ending is Ending.NO:
                 self._account.sat_out(step, index, self._link.region)
             is_own = not self._link.is_elastic or self._link.takes_part()
             share = self.shares.share(fragment.trained, step - fragment.sent_at) if finite else 0.0
             if not share:
                 outer_grad.zero_()
+                norm = 0.0
             is_checked = self._method.outer.regions_agree and fragment.num_sends % self._digest_interval == 0
             checksum = fragment.checksum() if is_checked else None
             measured = self._measured
@@ -122,60 +134,93 @@ class Traffic:
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
                 layout=self.layout,
                 admits=self._link.admits,
+                norm=norm,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
             begin, departure = fragment.converse(converse, outer_grad)
-            outcome = Outcome()
-            then = self._stepping.ahead(fragment, outer_grad, outcome) if ahead else None
+            outcome, reference = Outcome(), self._guarding.reference(fragment)
+            then = self._stepping.ahead(fragment, outer_grad, outcome, reference) if ahead else None
             what = f"fragment {index} sent at step {step}"
 
             def told() -> Trailer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
-            handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then))
+            judge = self._guarding.judge(reference)
+            handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then, judge))
             kept = (snapshot, fragment.global_params, measured.lr_sum)
             transfer = Transfer(
                 step, *kept, handle, None if ahead else outer_grad, departure, outcome, is_own
             )
-            transfer.trained = fragment.trained
+            transfer.trained, transfer.is_finite = fragment.trained, finite
+            transfer.norm, transfer.reference = norm, reference
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
             if is_own:
                 fragment.trained = self.shares.trained
-            self._account.sent(step, index, fragment.fragment.numel, blocked_s)
+            took_s = self._link.clock() - began
+            self._account.sent(step, index, fragment.fragment.numel, blocked_s, took_s, norm)
 
     def land(self, fragment: FragmentState, sent_at: int, merge: Merge) -> Words | None:
-        """Land a transfer; returns the words of all regions that it carried."""
+        """Land a transfer; returns the words of all regions that it carried.
+
+        A mean that is not finite changes nothing, in any region: the next outer gradient has the transfer's inner steps again.
+        """
         with torch.profiler.record_function("hf_cocodc::land"):
-            transfer = fragment.transfer_of(sent_at)
+            transfer, began = fragment.transfer_of(sent_at), self._link.clock()
             arrival, blocked_s = self._wait(transfer)
             index = fragment.fragment.index
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
                 self._measured.hear(index, arrival, transfer.outcome.seconds)
                 self.heard.append(arrival)
+            verdict = self._guarding.verdict(transfer.reference, arrival)
+            if self._guarding.own_fate(transfer, arrival) == DROPPED:
+                take_global(fragment)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
-            fragment.codec = arrival.result.state
-            mean, keeps = arrival.result.mean, merge.keeps_local_steps
-            if self._link.is_elastic and not transfer.is_own:
-                fragment.measure_own_steps(transfer)
-                merge = follow()
-            step = self._stepping.at_landing(fragment, transfer, arrival)
-            finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
-            transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
-            self._link.give(mean)
-            if merge.reads_local and not self._everywhere(finite):
-                fragment.local.show(fragment.global_params)
-            settled = sent_at if keeps else self.inner_step
-            fragment.settled_at = max(fragment.settled_at, settled)
+            fragment.codec = self._codec_after(transfer, arrival)
+            self._count_round(fragment, transfer, arrival)
+            if arrival.is_finite:
+                self._take_in(fragment, transfer, arrival, merge)
+                self._guarding.remember(fragment, arrival)
+            else:
+                self._stepping.without_step(fragment, transfer)
+                self._link.give(arrival.result.mean)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
                 reunite(self._link, fragment, transfer)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
-            self._account.landed(self.inner_step, index, sent_at, arrival, blocked_s)
+            seconds = Seconds.of(arrival, blocked_s, began, self._link.clock())
+            self._account.landed(self.inner_step, index, sent_at, arrival, seconds, verdict)
             self._link.landed(arrival)
             return arrival.words or None
+
+    def _count_round(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+        """Count the rounds in a row that did not count. One with an outer gradient that was not finite counted at its send."""
+        weights = {
+            region: each.weight for region, each in zip(arrival.members, arrival.trailers, strict=True)
+        }
+        if not transfer.is_own or not weights.get(self._link.region):
+            return
+        if not arrival.is_finite or self._guarding.own_fate(transfer, arrival) == DROPPED:
+            fragment.nonfinite_rounds += 1
+        elif all(other.is_finite for other in fragment.in_flight):
+            fragment.nonfinite_rounds = 0
+
+    def _take_in(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival, merge: Merge) -> None:
+        """Move the global params of a fragment by a mean, and let the local ones take them in."""
+        mean, keeps = arrival.result.mean, merge.keeps_local_steps
+        if self._link.is_elastic and not transfer.is_own:
+            fragment.measure_own_steps(transfer)
+            merge = follow()
+        step = self._stepping.at_landing(fragment, transfer, arrival)
+        finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
+        transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
+        self._link.give(mean)
+        if merge.reads_local and not self._everywhere(finite):
+            fragment.local.show(fragment.global_params)
+        settled = transfer.sent_at if keeps else self.inner_step
+        fragment.settled_at = max(fragment.settled_at, settled)
 
     def end(self, fragments: Sequence[FragmentState], word: Word) -> Words | None:
         """Bring all inner steps into the global params, as the method's closing says; nothing is in flight afterwards.
@@ -218,6 +263,15 @@ class Traffic:
         self._account.totals.blocked_s += blocked_s
         return arrival, blocked_s
 
+    def _codec_after(self, transfer: Transfer, arrival: Arrival) -> CodecState:
+        """The codec's state after a transfer. What an outer gradient out of the ordinary has left there is not sent later."""
+        state = arrival.result.state
+        return without_residuals(state) if self._guarding.own_fate(transfer, arrival) else state
+
+    def _region_norm(self, square: float) -> float:
+        """The norm of an outer gradient over all lanes of this region; not finite if a value is not."""
+        return float(self._link.total(torch.tensor([square], dtype=torch.float64)).sqrt())
+
     def _everywhere(self, holds: bool) -> bool:
         """Whether something holds in every lane of this region."""
         return not self._link.total(torch.tensor([float(not holds)], dtype=torch.float64)).item()
@@ -229,14 +283,15 @@ class Traffic:
             sent_at=transfer.sent_at, landed_at=self.inner_step, flight_lr=flight_lr, total=self._link.total
         )
 
-    def _fresh_outer_grad(self, fragment: FragmentState) -> Tensor:
-        """Global minus local as they are now; zero if this region's local params are not finite."""
+    def _fresh_outer_grad(self, fragment: FragmentState) -> tuple[Tensor, float]:
+        """Global minus local as they are now, and its norm; zero if this region's local params are not finite."""
         for transfer in fragment.in_flight:
             # a transfer of this step carries the same values, unless it was sent without training or a landing came between
             just_left = transfer.sent_at == self.trained_at == self.inner_step
             if just_left and transfer.global_params is fragment.global_params:
                 assert transfer.outer_grad is not None
-                return transfer.outer_grad
-        local, outer_grad, finite = fragment.prepare(fragment.global_params)
+                return transfer.outer_grad, transfer.norm
+        local, outer_grad, square = fragment.prepare(fragment.global_params)
         fragment.pool.give(local)
-        return outer_grad if self._everywhere(finite) else outer_grad.zero_()
+        norm = self._region_norm(square)
+        return (outer_grad, norm) if math.isfinite(norm) else (outer_grad.zero_(), 0.0)

@@ -25,6 +25,9 @@ class Transfer:
         outcome: the result of its outer step.
         is_own: whether this region takes part in it; not if it was coming in at the send, or has the transfer from another one.
         taken: share with which a landing has taken in `outer_grad` before (eager updates); None if none has.
+        norm: of this region's outer gradient, over all its lanes; 0 if it has no weight.
+        reference: the norm that was ordinary at the send (`parts.guard.reference`).
+        is_finite: whether this region's outer gradient was finite.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
     """
 
@@ -38,4 +41,7 @@ class Transfer:
     outcome: Outcome = field(default_factory=Outcome)
     is_own: bool = True
     taken: float | None = None
+    norm: float = 0.0
+    reference: float = 0.0
+    is_finite: bool = True
     trained: Trained = Trained()

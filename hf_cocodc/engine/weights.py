@@ -51,7 +51,7 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     totals.blocked_s += link.clock() - began
     check_in_step(link.region, arrival, index, step)
     totals.bytes_sent += arrival.bytes_sent
-    if not any(trailer.weight for trailer in arrival.trailers):
+    if not (arrival.is_finite and any(trailer.weight for trailer in arrival.trailers)):
         raise InputError(not_finite(fragment.fragment.names, "any region", step))
     fragment.local.show(arrival.result.mean)
     link.give(arrival.result.mean)

@@ -1,4 +1,4 @@
 """Everything that touches Transformers' Trainer.
 
-May import: engine, errors, links, recipes, resolve, run, settings.
+May import: engine, errors, links, methods, recipes, resolve, run, settings.
 """

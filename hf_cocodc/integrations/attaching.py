@@ -12,7 +12,8 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from ..errors import InputError
 from ..links.base import Link
 from ..run import local_weights
-from ..run.checkpoint import Facts, Saved
+from ..run.checkpoint import Saved
+from ..run.facts import Facts
 from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
 from ..run.manifest import EXPORT
 
@@ -34,11 +35,14 @@ def find_trainer() -> Trainer | None:
 
 
 def settle(trainer: Trainer, region: int) -> None:
-    """Let a Trainer write into the folder of its region; region 0 reports for all."""
+    """Let a Trainer write into the folder of its region; region 0 reports for all. A tracker shows whose run it is."""
     args = trainer.args
     folder = Path(args.output_dir or "trainer_output")
     if folder.name != f"region-{region}":  # the arguments may serve a second Trainer
-        args.output_dir = str(folder / f"region-{region}")
+        folder = folder / f"region-{region}"
+        args.output_dir = str(folder)
+    if args.run_name is None:
+        args.run_name = f"{folder.resolve().parent.name}-{folder.name}"
     if region:
         args.push_to_hub = False
         for tracker in get_reporting_integration_callbacks(args.report_to):

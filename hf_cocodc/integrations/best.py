@@ -21,7 +21,8 @@ from ..errors import CheckpointError, LinkError
 from ..links.base import Link
 from ..resolve import continuing
 from ..run.best import Score, bring, mean_score
-from ..run.checkpoint import PREFIX, Facts, Saved, read
+from ..run.checkpoint import PREFIX, Saved, read
+from ..run.facts import Facts
 from ..run.journal import Journal
 from ..run.local_weights import buffers, restore, weights_file
 from ..run.numbering import run_of

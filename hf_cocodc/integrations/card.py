@@ -8,26 +8,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..resolve import PART, paper_of
 from ..run.outer_optimizer import OuterOptimizer
 
 TAG = "hf-cocodc"
-PAPERS = {
-    "diloco": ("DiLoCo: Distributed Low-Communication Training of Language Models", "2311.08105"),
-    "streaming": (
-        "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
-        "2501.18512",
-    ),
-    "eager": ("Eager Updates For Overlapped Communication and Computation in DiLoCo", "2502.12996"),
-    "co2": ("CO2: Efficient Distributed Training with Full Communication-Computation Overlap", "2401.16265"),
-    "dilocox": (
-        "DiLoCoX: A Low-Communication Large-Scale Training Framework for Decentralized Cluster",
-        "2506.21263",
-    ),
-    "cocodc": (
-        "Cross-region Model Training with Communication-Computation Overlapping and Delay Compensation",
-        "2504.17672",
-    ),
-}
 HEADING = "## Trained across regions"
 END = "<!-- end of the section of hf_cocodc; what follows stays -->"
 README = "README.md"
@@ -47,7 +31,8 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         best: the inner step of the weights, and their metric, if they are the best of the run and not the last.
     """
     settings, synchronizer = outer.settings, outer.synchronizer
-    paper = PAPERS.get(str(settings["method"]))  # a method of a user's own may have none
+    interval = settings.get("sync_interval")  # a method of a user's own need not have one
+    paper = paper_of(str(settings["method"]))
     steps, landings, fragments = (
         synchronizer.inner_step,
         synchronizer.totals.landings,
@@ -56,8 +41,8 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
     rows = {
         "method": settings["method"],
         "regions": synchronizer.link.num_regions,
-        "H (sync_interval)": f"{settings['sync_interval']} inner steps",
-        "codec": settings["codec"],
+        **({"H (sync_interval)": f"{interval} inner steps"} if interval else {}),
+        "codec": settings.get("codec", settings.get(f"{PART}codec")),
         "inner steps in each region": steps,
         "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
         "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
@@ -72,13 +57,14 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
         f"{name}={value}"
         for name, value in settings.items()
         if name not in ("method", "sync_interval", "codec", "num_fragments", "digest_interval")
+        and not name.startswith(PART)
     )
     own = "" if synchronizer.method.outer.regions_agree else _EAGER
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"{HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
         f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
-        f"Other settings: {others}.\n"
+        + (f"Other settings: {others}.\n" if others else "")
         + (f"\nPaper: [{paper[0]}](https://arxiv.org/abs/{paper[1]}).\n" if paper else "")
     )
 

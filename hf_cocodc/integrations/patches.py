@@ -22,6 +22,7 @@ from ..run.export import put_into_folder
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.pointers import point
+from ..run.spent import Spent
 from . import card, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
@@ -153,13 +154,15 @@ class Patches:
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""
         outer, in_training = self._callback.outer, self._callback.in_training
+        spent = None if outer is None else Spent(outer)
         with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
             self._best.share(outer, metrics)  # a subclass may have added the metric after callbacks were told
             weights = self._callback.evaluate_on if in_training else "global"
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
-            outer.journal.write("evaluate", step=step, weights=weights, **metrics)
+            assert spent is not None
+            outer.journal.write("evaluate", **{**metrics, "step": step, "weights": weights, **spent.facts})
         return metrics
 
     def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -270,9 +273,11 @@ class Patches:
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
         """Writes all parts of a checkpoint; `save` writes Trainer's."""
+        spent = Spent(outer)
         outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
         save()
         outer.seal(checkpoint)
+        outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
 
     def _load_from_checkpoint(
         self, load_from_checkpoint: Callable, resume_from_checkpoint: str, *args: Any, **kwargs: Any

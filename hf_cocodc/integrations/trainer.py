@@ -16,8 +16,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Ending
+from ..methods import Method
 from ..recipes.recipe import Recipe, facts_of_data
-from ..resolve import from_config
+from ..resolve import as_config, from_config
 from ..run.about import About, refuse_another_run
 from ..run.base import Received
 from ..run.checkpoint import Saved, read
@@ -59,7 +60,7 @@ class CoCoDCCallback(TrainerCallback):
     Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second signal ends this process at once.
 
     Args:
-        config: the method and its settings.
+        config: the method and its settings; or a `Method` with a name, for a method of your own.
         regions: which region this is; by default the environment says so.
         evaluate_on: "global" or "local": what `trainer.evaluate()` uses while training; the best model needs "global".
         link: reaches the other regions; by default it is made from `regions`.
@@ -76,14 +77,14 @@ class CoCoDCCallback(TrainerCallback):
 
     def __init__(
         self,
-        config: OuterConfig | None = None,
+        config: OuterConfig | Method | None = None,
         regions: RegionConfig | None = None,
         *,
         evaluate_on: str = "global",
         link: Link | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config = config or OuterConfig()
+        self.config = as_config(config)
         from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
         self.regions = regions or RegionConfig()
         if link is not None:

@@ -1,6 +1,7 @@
 """The interface of a link. Regions exchange data only through links while they train."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Result
+from ..parts.guard import Verdict
 from ..tensors.pools import Pool
 from .records import Record
 from .trailer import Trailer, Words
@@ -23,9 +25,11 @@ class Arrival(NamedTuple):
         trailers: one per region that took part; equal in all regions.
         bytes_sent: payload bytes that this region sent for the transfer.
         seconds: time that the link took, from the moment when the last region came to the transfer.
-        square: sum of squares of the mean, over all lanes of the region; computed while training goes on.
+        square: sum of squares of the mean, over all lanes of the region; computed while training goes on. Not finite if the mean
+            is not, or is larger than what the regions sent (`parts.guard.believed`).
         members: the regions that took part, in the order of the trailers.
         changes: how often regions had come in or left before the transfer was sent; -1 if the link does not count that.
+        ended_at: when the mean was here, by the link's clock; None if unknown.
     """
 
     result: Result
@@ -35,11 +39,17 @@ class Arrival(NamedTuple):
     square: float
     members: tuple[int, ...]
     changes: int = -1
+    ended_at: float | None = None
 
     @property
     def words(self) -> Words:
         """The words of the regions that took part."""
         return {region: trailer.word for region, trailer in zip(self.members, self.trailers, strict=True)}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the mean can be believed; equal in all regions, and before the landing only within a lane."""
+        return math.isfinite(self.square)
 
 
 class Handle(Protocol):
@@ -55,6 +65,11 @@ class Handle(Protocol):
         ...
 
 
+def as_they_say(trailers: Sequence[Trailer]) -> Verdict:
+    """Every region counts as its trailer says."""
+    return Verdict(tuple(trailer.weight for trailer in trailers))
+
+
 @dataclass(frozen=True)
 class Parcel:
     """What a region brings to a mean over the regions.
@@ -65,6 +80,8 @@ class Parcel:
         numel: length of the outer gradient.
         trailer: returns this region's numbers, the same at every call; called while training goes on.
         what: names the transfer in messages ("fragment 0 sent at step 100").
+        judge: says how much each region counts in the mean, from the trailers of all; equal in all regions. By default as much as
+            it says itself.
         then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
     """
 
@@ -73,6 +90,7 @@ class Parcel:
     trailer: Callable[[], Trailer]
     what: str
     then: Callable[[Arrival], None] | None = None
+    judge: Callable[[Sequence[Trailer]], Verdict] = as_they_say
 
 
 class Link(Protocol):

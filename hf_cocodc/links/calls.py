@@ -4,23 +4,29 @@ A link's thread runs them. They ask nothing of the link but memory for means: a 
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import LinkError, RegionLostError
 from ..parts.codecs.base import Message, Reply, Result
+from ..parts.guard import Verdict, believed
 from ..tensors.departures import bring
 from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
 from .base import Arrival, Parcel, drive
 from .exchange import Exchange
+from .pairs import Pending
 from .records import Record, from_row, to_row
-from .trailer import Trailer
+from .trailer import Trailer, checked
 from .view import View
 
 _PIECE_BYTES = 1 << 20
+_MOST_UNDER_WAY = 128
+"""Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
 _AT_ONCE_S = 1e-3
 """Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
 
@@ -110,11 +116,12 @@ class MeanCall:
         row = to_row(self._parcel.trailer())
         began = time.perf_counter()
         trailers: tuple[Trailer, ...] = ()
+        verdict = Verdict(())
         reply = None
         swap = view.begin_swap(row, what)
 
         def exchange(message: Message) -> Reply:
-            nonlocal began, trailers, reply
+            nonlocal began, trailers, verdict, reply
             said = Exchange(view, message, self._memory.buffers, what)
             self._said = [said]
             said.begin()
@@ -125,17 +132,27 @@ class MeanCall:
                 # if another region was late, that time does not count for the link
                 if came - posted > view.rtt_s + _AT_ONCE_S:
                     began = came - view.rtt_s
-                trailers = _records(Trailer, self._members, swap.values)
-            reply = said.end([trailer.weight for trailer in trailers])
+                trailers = self._received(swap.values)
+                verdict = self._parcel.judge(trailers)
+            reply = said.end(verdict.weights, verdict.divisor)
             self._bytes_before, self._said = self.bytes_sent, []
             return reply
 
         result = drive(self._parcel.converse(), exchange)
-        seconds = time.perf_counter() - began
-        found = square(result.mean)
+        ended = time.perf_counter()
+        found = believed(square(result.mean), verdict)
         lent = reply is not None and reply.mean is result.mean
         result = self._memory.bring_home(result, lent)
-        return Arrival(result, trailers, self.bytes_sent, seconds, found, self._members)
+        return Arrival(result, trailers, self.bytes_sent, ended - began, found, self._members, ended_at=ended)
+
+    def _received(self, rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
+        """The trailers of all regions, this one's too: all regions decide from the same numbers."""
+        try:
+            return received(self._members, rows)
+        except RegionLostError as error:
+            if error.region != self._members[self._view.region]:
+                raise
+            raise LinkError(f"this region's own numbers are wrong: {error}") from error
 
 
 class GatherCall:
@@ -170,15 +187,36 @@ class BroadcastCall:
 
     def run(self) -> Tensor:
         view, what = self._view, self._what
-        tag, pending = view.tag(), []
+        sends = view.region == self._source
+        others = view.others if sends else [self._source]
+        tag, pending = view.tag(), deque[Pending]()
         for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
-            if view.region == self._source:
-                pending += [view.send(other, piece, tag, index, what) for other in view.others]
-                self.bytes_sent += piece.numel() * len(view.others)
-            else:
-                pending.append(view.receive(self._source, piece, tag, index, what))
+            for other in others:
+                if len(pending) >= _MOST_UNDER_WAY * len(others):
+                    view.wait([pending.popleft()], what, self._patience)
+                start = view.send if sends else view.receive
+                pending.append(start(other, piece, tag, index, what))
+                self.bytes_sent += piece.numel() if sends else 0
         view.wait(pending, what, self._patience)
         return self._raw
+
+
+def received(members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
+    """The trailers that these regions have sent with a transfer.
+
+    Raises:
+        RegionLostError: a region has sent numbers that cannot be believed.
+        LinkError: regions are out of step.
+    """
+    trailers = tuple(map(checked, _records(Trailer, members, rows), members))
+    if len({trailer.compression for trailer in trailers}) > 1:
+        said = ", ".join(
+            f"region {r}: {each.compression:g}" for r, each in zip(members, trailers, strict=True)
+        )
+        raise LinkError(
+            f"regions are out of step: they compress {said}. Start all of them again with --resume."
+        )
+    return trailers
 
 
 def _records(kind: type[Record], members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Record, ...]:

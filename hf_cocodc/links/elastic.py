@@ -243,10 +243,9 @@ class ElasticLink(DirectLink):
         self._life.part(str(LeftBehind("it comes back")))
 
     def begin_again(self, reach: Reach) -> None:
-        """Be a newcomer, after the others have gone on without this process. `reach.members` is None."""
+        """Be a newcomer, after `part`. `reach.members` is None."""
         assert reach.members is None and self.state is not State.MEMBER
         step = self._life.step
-        self.part()
         self._sinks, self._presence = Sinks(), reach.presence
         self._life = Membership(reach, self._terms, self._sinks, self.events)
         self._life.step = step

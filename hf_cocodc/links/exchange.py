@@ -16,8 +16,8 @@ from ..tensors.pools import Pool
 from .pairs import Pending
 from .view import View
 
-_LARGEST = 1 << 20
-_SMALLEST = 1 << 16
+LARGEST = 1 << 20
+SMALLEST = 1 << 16
 """Limits for the bytes of a piece: small enough to keep all connections busy, large enough to be worth an operation."""
 
 
@@ -72,15 +72,15 @@ class Exchange:
                     if owner != region:
                         self._send(owner, payload, scatter, index)
 
-    def end(self, shares: Sequence[float]) -> Reply:
-        """The mean, with weight `shares[r]` for region r. Handles the pieces in the order in which they were sent."""
+    def end(self, shares: Sequence[float], divisor: float | None = None) -> Reply:
+        """The mean, with weight `shares[r]` for region r; see `weighted_mean`. Handles the pieces in the order of their sends."""
         view, region, coder = self._view, self._view.region, self._coder
         mean = self._buffers.take(self._values.numel())
         for index, piece in enumerate(self._pieces[region]):
             received = {other: self._take(self._inbox[other][index]) for other in view.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = piece.stop - piece.start
-            part = weighted_mean(payloads, shares, coder, numel, out=mean[piece])
+            part = weighted_mean(payloads, shares, coder, numel, mean[piece], divisor)
             for payload in received.values():
                 self._buffers.give(payload)
             if not self._whole:
@@ -127,7 +127,7 @@ def pieces(part: slice, coder: Coder, connections: int) -> Iterator[slice]:
     """Cut a part of a message into pieces that keep all connections busy. All regions cut alike; cutting adds no byte."""
     unit = 2 * coder.block  # an even number of blocks fills whole bytes, whatever the coder
     numel = part.stop - part.start
-    wanted = min(max(coder.num_bytes(numel) // connections, _SMALLEST), _LARGEST)
+    wanted = min(max(coder.num_bytes(numel) // connections, SMALLEST), LARGEST)
     step = max(1, wanted // max(coder.num_bytes(unit), 1)) * unit
     for start in range(part.start, part.stop, step):
         yield slice(start, min(start + step, part.stop))

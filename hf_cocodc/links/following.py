@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..errors import LinkError
+from ..errors import LinkError, RegionLostError
 from ..parts.codecs.base import Result
 from .base import Arrival, Parcel
+from .calls import received
 from .log import Entry, Item, Marker, with_residuals
 from .records import Record, from_row
 from .trailer import Trailer
@@ -165,9 +166,8 @@ class FollowedMean:
             )
         mean = entry.values
         result = Result(mean, lambda: mean, with_residuals(entry.state))
-        trailers = records_in(entry, Trailer)
         brought = self._bring(result, False)
-        return Arrival(brought, trailers, 0, entry.seconds, entry.square, entry.members)
+        return Arrival(brought, _trailers_in(entry), 0, entry.seconds, entry.square, entry.members)
 
 
 def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:
@@ -177,6 +177,18 @@ def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:
         LinkError: they are of another kind.
     """
     return tuple(from_row(kind, row, region) for region, row in zip(entry.members, entry.rows, strict=True))
+
+
+def _trailers_in(entry: Entry) -> tuple[Trailer, ...]:
+    """The trailers of a mean. The members have checked them: a wrong one is the fault of whoever wrote the log.
+
+    Raises:
+        LinkError: there is a wrong one.
+    """
+    try:
+        return received(entry.members, entry.rows.unbind())
+    except RegionLostError as error:
+        raise LinkError(f"the log of another region holds what no transfer has brought: {error}") from error
 
 
 def copy_bytes(entry: Entry, flat: Tensor) -> None:

@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import LinkError, RegionLostError
+from ..errors import LinkError, MeetingError, RegionLostError
 from ..meeting.presence import Member, Presence
+from ..meeting.sealed import within
+from ..meeting.secret import Keys
+from ..meeting.values import text_of
 from .base import Arrival, FixedSet, Handle, Parcel
 from .calls import BroadcastCall, GatherCall, MeanCall
 from .direct import DirectLink
@@ -39,6 +42,8 @@ class GlooLink(DirectLink, FixedSet):
         rate_limit: bytes per second that this region sends at most, to all regions together; None for no limit.
         num_lanes: lanes of this region. Each has its own link; they share the limit and the network.
         pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
+        keys: of the run's secret: all regions prove to each other that they have them. None without a secret.
+        encrypt: whether what regions send each other is encrypted, with these keys.
 
     Raises:
         LinkError: the connections could not be made in time.
@@ -57,16 +62,33 @@ class GlooLink(DirectLink, FixedSet):
         rate_limit: float | None = None,
         num_lanes: int = 1,
         pin_memory: bool = False,
+        keys: Keys | None = None,
+        encrypt: bool = False,
     ) -> None:
-        presence = Presence(prefix, Member(region, 0), address, timeout_s, stuck_timeout_s, patient=True)
+        presence = Presence(
+            *(prefix, Member(region, 0), address, timeout_s, stuck_timeout_s),
+            patient=True,
+            keys=keys,
+            encrypt=encrypt,
+        )
         super().__init__(region, presence, pin_memory)
         self.num_regions, self.num_lanes = num_regions, num_lanes
         self._timeout_s = timeout_s
         share = None if rate_limit is None else rate_limit / num_lanes
-        self._wire = Wire(region, connections, address, timeout_s, share, num_lanes, self.note_of)
+        self._wire = Wire(
+            region,
+            connections,
+            address,
+            timeout_s,
+            share,
+            num_lanes,
+            self.note_of,
+            keys=keys,
+            encrypt=encrypt,
+        )
         try:
             found = self._wire.connect_all(num_regions, prefix, store)
-            self._see_all(dist.PrefixStore(f"{prefix}/presence", store))
+            self._see_all(within(f"{prefix}/presence", store))
         except BaseException as error:
             self._presence.close(str(error))
             raise
@@ -117,8 +139,11 @@ class GlooLink(DirectLink, FixedSet):
         try:
             store.set(str(self.region), self._presence.address)
             others = {
-                Member(region, 0): store.get(str(region)).decode() for region in range(self.num_regions)
+                Member(region, 0): text_of(store.get(str(region)), f"presence/{region}")
+                for region in range(self.num_regions)
             }
+        except MeetingError:
+            raise
         except RuntimeError as error:
             raise LinkError(
                 f"the store failed before all regions had connected: {str(error).splitlines()[0][:200]}"

@@ -108,7 +108,7 @@ class LaneLink(FixedSet):
 
 
 _SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout"), 1.0),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""

@@ -12,12 +12,13 @@ from torch import Tensor
 from ..errors import InputError, LinkError
 from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
+from ..parts.guard import Verdict, believed
 from ..tensors.norms import square
 from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel
 from .process_state import process_state, set_process_state
 from .records import Record
-from .trailer import Trailer
+from .trailer import Trailer, checked
 
 T = TypeVar("T")
 
@@ -226,7 +227,7 @@ class LockstepLink(FixedSet):
 
     def mean(self, parcel: Parcel) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        item = (parcel.converse(), parcel.trailer(), self.now)
+        item = (parcel.converse(), parcel.trailer(), self.now, parcel.judge)
         return _Handle(self, self._bring(parcel.what, item, resolve), parcel.then)
 
     def bring_to(self, home: Pool) -> None:
@@ -295,13 +296,13 @@ class _Handle:
 
 
 def _mean_all(
-    brought: Sequence[tuple[Conversation, Trailer, float]],
+    brought: Sequence[tuple[Conversation, Trailer, float, Callable[[Sequence[Trailer]], Verdict]]],
     arrival_s: Callable[[float, int], tuple[float, float]],
 ) -> list[tuple[Arrival, float]]:
     """Run the conversations of all regions together, message by message; return each region's arrival and its time."""
-    conversations = [conversation for conversation, _, _ in brought]
-    trailers = tuple(trailer for _, trailer, _ in brought)
-    shares = [trailer.weight for trailer in trailers]
+    conversations = [conversation for conversation, _, _, _ in brought]
+    trailers = tuple(checked(trailer, region) for region, (_, trailer, _, _) in enumerate(brought))
+    verdict = brought[0][-1](trailers)  # that of any region is the same
     num_regions = len(brought)
     sent = [0] * num_regions
     results: list[Result] = []
@@ -322,12 +323,15 @@ def _mean_all(
         if messages:
             for region, message in enumerate(messages):
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
-            replies = mean_of(messages, shares)
-    arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s in brought), max(sent))
+            replies = mean_of(messages, verdict.weights, verdict.divisor)
+    squares = [believed(square(result.mean), verdict) for result in results]
+    arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s, _ in brought), max(sent))
+    ended_at = arrives_at if arrives_at else None
+    members = tuple(range(num_regions))
     return [
         (
-            Arrival(result, trailers, count, seconds, square(result.mean), tuple(range(num_regions))),
+            Arrival(result, trailers, count, seconds, found, members, ended_at=ended_at),
             arrives_at,
         )
-        for result, count in zip(results, sent, strict=True)
+        for result, count, found in zip(results, sent, squares, strict=True)
     ]

@@ -4,9 +4,10 @@ All that regions agree on is a function of a base (a checkpoint) and the results
 result of one call. A `Marker` says that everything up to an inner step is in the log.
 """
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -14,9 +15,16 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError
+from ..meeting.heard import whole
 from ..meeting.presence import Member
 from ..parts.codecs.base import CodecState
 from .records import ROW, to_row
+
+_MOST_MEMBERS = 1024
+_LONGEST_NAME = 1000
+"""Characters of the name of a call."""
+_DEEPEST = 8
+"""Levels of a codec's state."""
 
 
 class Epoch(NamedTuple):
@@ -140,36 +148,46 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
         LinkError: it is none.
     """
     try:
-        [(name, found)] = plain.items()
+        [(name, found)] = dict(plain).items()
         kind: type[Item] = {"entry": Entry, "marker": Marker}[name]
         if kind is Marker:
-            members = tuple(Member(*map(_whole, member)) for member in found["members"])
+            members = _sorted(Member(*map(whole, member)) for member in found["members"])
             step, submitted, number, losses = (
-                _whole(found[field]) for field in ("step", "submitted", "number", "losses")
+                whole(found[field]) for field in ("step", "submitted", "number", "losses")
             )
-            lost, admitted = (tuple(map(_whole, found[field])) for field in ("lost", "admitted"))
-            return Marker(step, submitted, number, losses, members, lost, admitted, bool(found["held"]))
-        entry = Entry(**{**found, "members": tuple(map(_whole, found["members"]))})
+            lost, admitted = (tuple(map(whole, found[field])) for field in ("lost", "admitted"))
+            if len(plain[name]) != len(fields(Marker)) or not isinstance(found["held"], bool):
+                raise ValueError("it has other fields")
+            return Marker(step, submitted, number, losses, members, lost, admitted, found["held"])
+        entry = Entry(**{**found, "members": _sorted(map(whole, found["members"]))})
+        _check(entry)
     except (KeyError, TypeError, ValueError) as error:
         raise LinkError(
-            f"the log of another region holds something else than an entry: {error!r}."
+            f"the log of another region holds something else than an entry: {repr(error)[:200]}."
         ) from error
-    _check(entry)
     return entry
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
+def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
+    """Members as they come: sorted, none twice, not too many.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = tuple(itertools.islice(members, _MOST_MEMBERS + 1))
+    if len(found) > _MOST_MEMBERS or list(found) != sorted(set(found)):
+        raise ValueError(f"{str(found)[:80]} are no members")
+    return found
 
 
 def _check(entry: Entry) -> None:
+    whole(entry.op)
+    whole(entry.epoch)
     expected = 0 if entry.kind == "broadcast" else len(entry.members)
     is_sound = (
-        type(entry.op) is int
-        and entry.kind in ("mean", "gather", "broadcast")
+        entry.kind in ("mean", "gather", "broadcast")
         and isinstance(entry.what, str)
+        and len(entry.what) <= _LONGEST_NAME
         and isinstance(entry.rows, Tensor)
         and entry.rows.shape == (expected, ROW)
         and entry.rows.dtype == torch.float64
@@ -177,11 +195,25 @@ def _check(entry: Entry) -> None:
         and entry.values.dtype == (torch.uint8 if entry.kind == "broadcast" else torch.float32)
         and entry.values.dim() == 1
         and isinstance(entry.state, dict)
+        and _is_state(entry.state, entry.values.numel(), _DEEPEST)
         and isinstance(entry.seconds, float)
         and isinstance(entry.square, float)
     )
     if not is_sound:
-        raise LinkError(f"the log of another region holds a damaged entry: call {entry.op} ({entry.what}).")
+        raise ValueError(f"call {entry.op} ({str(entry.what)[:80]}) is damaged")
+
+
+def _is_state(value: Any, numel: int, levels: int) -> bool:
+    """Whether a value can be a codec's state without residuals, of a fragment of so many values."""
+    if isinstance(value, dict):
+        return levels > 0 and all(
+            isinstance(key, str)
+            and (each == [numel] if key == "residual" else _is_state(each, numel, levels - 1))
+            for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return all(isinstance(each, int | float) for each in value)
+    return isinstance(value, Tensor | int | float)
 
 
 class Log:

@@ -162,7 +162,8 @@ class Membership:
         """Note that all inner steps up to a marker are made. Returns whether this process is a member from now on."""
         assert self.following is not None and self.state is State.FOLLOWING
         self._marker = marker
-        self.ops.hear_of(marker.losses, marker.lost)
+        self.ops.lost |= frozenset(marker.lost)
+        self.ops.losses = max(self.ops.losses, marker.losses)
         self._agreement.expect(marker.losses)
         self.following.skip(marker.submitted)
         if self.me.ticket not in marker.admitted:
@@ -265,10 +266,11 @@ class Membership:
 
     def _decided(self, decision: Decision) -> None:
         if decision.number < self.ops.losses:
+            self.ops.thaw()
             return
         lost = [member for member in decision.lost if member.ticket not in self.ops.lost]
-        # afterwards, another process of the region may be there
-        seen = {member: self.presence.seen(member.region) for member in lost}
+        # asked first: afterwards, another process of the region may be there
+        late = [m for m in lost if (seen := self.presence.seen(m.region)) and seen.lost == "late"]
         for member in lost:
             self.wire.drop(member.region)
         tickets = [member.ticket for member in lost]
@@ -276,7 +278,7 @@ class Membership:
             self._fall_out(left_behind(self.me.region))
             return
         for member in lost:
-            if getattr(seen[member], "lost", "") == "late":
+            if member in late:
                 facts = {"epoch": self.epoch.number, "region": member.region}
                 self._events.append(("late", {**facts, "why": self._whys.get(member, "it was late")}))
             self.presence.drop(member)

@@ -59,8 +59,7 @@ class Ops:
         self._ops: list[Op] = []
         self._haves: dict[tuple[int, int], set[int]] = {}
         self._attempt: tuple[View, Call] | None = None
-        self._closing = False
-        self._frozen_for = -1
+        self._frozen = self._closing = False
         self._failure: BaseException | None = None
         self._generation = 0
         self._changed = threading.Condition()
@@ -97,12 +96,6 @@ class Ops:
             self.submitted = self.done = submitted
             self.first = submitted + 1
 
-    def hear_of(self, losses: int, lost: Collection[int]) -> None:
-        """There were so many losses, of members with these tickets: a newcomer may hear it from the log before the decision."""
-        with self._changed:
-            self._note(max(losses, self.losses), lost)
-            self._changed.notify_all()
-
     def awaited_s(self) -> float | None:
         """Seconds for which the training thread has waited; None if it does not wait."""
         with self._changed:
@@ -123,7 +116,8 @@ class Ops:
         """
         with self._changed:
             self._freeze()
-            self._note(number + 1, lost)
+            self.lost |= frozenset(lost)
+            self.losses = number + 1
             self._haves = {key: told for key, told in self._haves.items() if key[1] >= self.losses}
             for op in self._ops:
                 if op.number > done:
@@ -133,10 +127,13 @@ class Ops:
                     op.stands = True
                 elif op.number >= self.first:
                     return False
-            if self._thread is None and self._ops:
-                self._begin_to_work()
-            self._changed.notify_all()
+            self._thaw()
             return True
+
+    def thaw(self) -> None:
+        """Complete calls again: this member has frozen for a decision that it knew already, from the log that it follows."""
+        with self._changed:
+            self._thaw()
 
     def fail(self, error: BaseException, generation: int | None = None) -> None:
         """End all calls, also later ones, with this error. `generation`: of the thread whose error it is."""
@@ -167,14 +164,11 @@ class Ops:
             self.fail(LinkError("the link is closed."))
         return ended
 
-    @property
-    def _frozen(self) -> bool:
-        """Whether nothing completes before the next decision. Once it is known here, from whomever, that is over."""
-        return self._frozen_for >= self.losses
-
-    def _note(self, losses: int, lost: Collection[int]) -> None:
-        self.losses = losses
-        self.lost |= frozenset(lost)
+    def _thaw(self) -> None:
+        self._frozen = False
+        if self._thread is None and self._ops:
+            self._begin_to_work()
+        self._changed.notify_all()
 
     def _begin_to_work(self) -> None:
         self._thread = threading.Thread(
@@ -215,11 +209,11 @@ class Ops:
             gone = [m for m in op.parties if m != self._me and m not in self._presence.members]
             if not gone:
                 base_tag = (op.number % _OPS) * _LOSSES * TAGS + (op.losses % _LOSSES) * TAGS
-                view = self._wire.view(regions, base_tag)
+                view = self._wire.view(regions, base_tag, label=b"%d/%d" % (op.number, op.losses))
                 assert op.call is not None
                 self._attempt = view, op.call(view, regions)
                 return self._attempt
-            self._frozen_for = self.losses
+            self._frozen = True
         for member in gone:
             self._lose(member, "it has gone")
         return None
@@ -281,7 +275,7 @@ class Ops:
 
     def _freeze(self) -> None:
         """Complete nothing, and leave the thread alone that is in an attempt: it may hang."""
-        self._frozen_for = self.losses
+        self._frozen = True
         if self._attempt is not None:
             view, call = self._attempt
             self._attempt = None

@@ -12,13 +12,17 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..meeting.board import peek
+from ..meeting.cipher import Cipher
+from ..meeting.proof import Proof
+from ..meeting.sealed import within
+from ..meeting.secret import Keys
+from .introduction import AtStore, Introduction, OnControl, Way
+from .proving import proven
 
 T = TypeVar("T")
 
@@ -30,14 +34,12 @@ ASSUMED_RATE = 125e6
 _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
-_ADDRESS_BYTES = 1024
-"""Room for what one end of a group tells the other: about 170 bytes."""
-_LONGEST_POLL_S = 0.02
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
 _EXIT_S = 5.0
 """How long the end of the interpreter waits for threads that wait in gloo."""
+_EXIT_POLL_S = 0.02
 _waiting: set[threading.Thread] = set()
 """Threads that wait in gloo. One that wakes up while the interpreter ends would abort the process."""
 
@@ -52,6 +54,8 @@ class Pending(NamedTuple):
     connection: "Connection"
     work: Any
     memory: Tensor
+    then: Callable[[], None] | None = None
+    """Called once the operation has ended."""
 
 
 class Connection:
@@ -117,14 +121,27 @@ class Pair:
         other: the other region.
         device: of gloo; all groups share one, because each has a thread and a listening socket.
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
+        keys: of the run's secret, which both ends prove to have on every connection; None without one.
+        encrypt: whether what they send is to be encrypted.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
+        ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
     """
 
-    def __init__(self, region: int, other: int, device: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        region: int,
+        other: int,
+        device: Any,
+        timeout_s: float,
+        keys: Keys | None = None,
+        encrypt: bool = False,
+    ) -> None:
+        self._ids, self._keys, self._encrypt = sorted((region, other)), keys, encrypt
+        self.ciphers: tuple[Cipher, Cipher] | None = None
         self.region = other
         self._rank = int(region > other)
         self._device, self._timeout_s = device, timeout_s
@@ -145,7 +162,15 @@ class Pair:
         Raises:
             RuntimeError: the other end did not come in time, or cannot be reached.
         """
-        self.control = self._connect(_AtStore(dist.PrefixStore(key, store), self._timeout_s))
+
+        def connect(number: int) -> Connection:
+            again = f"{key}/again{number}" if number else key
+            return self._connect(AtStore(within(again, store), self._timeout_s))
+
+        self.control, proof = self._proven(connect, self._keys, {"for": "wire", "key": key})
+        if proof is not None:
+            self._keys = proof.session()
+            self.ciphers = proof.ciphers(in_order=False) if self._encrypt else None
 
     def widen(self, index: int, tag: int) -> Connection:
         """Make payload connection `index`. The ends introduce themselves on the control connection, with this tag.
@@ -153,90 +178,33 @@ class Pair:
         Raises:
             RuntimeError: the control connection has failed, or the other end cannot be reached.
         """
-        return self._connect(_OnControl(self.control, tag + index, self._timeout_s))
+
+        def connect(number: int) -> Connection:
+            return self._connect(OnControl(self.control, tag + index, self._timeout_s))
+
+        return self._proven(connect, self._keys, {"for": "payloads", "index": index})[0]
 
     def connection(self, index: int | None) -> Connection:
         """Payload connection `index`, or the control connection."""
         return self.control if index is None else self.bulk[index % len(self.bulk)]
 
-    def _connect(self, way: "_Way") -> Connection:
+    def _proven(
+        self, connect: Callable[[int], Connection], keys: Keys | None, about: dict[str, Any]
+    ) -> tuple[Connection, Proof | None]:
+        if keys is None:
+            return connect(0), None
+
+        def prove(number: int) -> Proof:
+            return Proof(keys, {**about, "regions": self._ids, "try": number}, self._encrypt)
+
+        return proven(connect, prove, self._rank == 0)
+
+    def _connect(self, way: Way) -> Connection:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [self._device]
         options._threads = 0  # for collective calls, which we never make
-        return Connection(_gloo(_Introduction(way), self._rank, 2, options), self.region, 1 - self._rank)
-
-
-class _Way(Protocol):
-    """How the two ends of a new group reach each other before it exists."""
-
-    def tell(self, key: str, value: bytes) -> None: ...
-
-    def hear(self, key: str) -> bytes: ...
-
-
-class _Introduction(dist.Store):
-    """What the two ends of a new group tell each other. gloo sets one value, and gets both."""
-
-    def __init__(self, way: _Way) -> None:
-        super().__init__()
-        self._way = way
-        self._known: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
-        self._known[key] = value
-        self._way.tell(key, value)
-
-    def get(self, key: str) -> bytes:
-        if key not in self._known:
-            self._known[key] = self._way.hear(key)
-        return self._known[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Nothing: `get` waits."""
-
-
-class _AtStore:
-    """They meet at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
-
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store, self._timeout_s = store, timeout_s
-
-    def tell(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # a store takes bytes, too
-
-    def hear(self, key: str) -> bytes:
-        began = time.monotonic()
-        while not (value := peek(self._store, key)):
-            waited_s = time.monotonic() - began
-            if waited_s > self._timeout_s:
-                raise TimeoutError(f"it did not come within {self._timeout_s:g} s")
-            time.sleep(min(waited_s / 16 + 1e-4, _LONGEST_POLL_S))
-        self._store.delete_key(key)  # nobody else asks for it
-        return value
-
-
-class _OnControl:
-    """They use the control connection of the pair: one round trip, without a store."""
-
-    def __init__(self, control: Connection, tag: int, timeout_s: float) -> None:
-        self._control, self._tag = control, tag
-        self._timeout = timedelta(seconds=timeout_s)
-        self._pending: list[Pending] = []
-
-    def tell(self, key: str, value: bytes) -> None:
-        mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
-        mine[:2] = torch.tensor(divmod(len(value), 256))
-        mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        # a send ends when the other end receives, so nobody waits for one before asking for the other's
-        for operation, memory in (("recv", theirs), ("send", mine)):
-            self._pending.append(self._control.start(operation, memory, self._tag))
-
-    def hear(self, key: str) -> bytes:
-        for each in self._pending:
-            self._control.wait(each.work, self._timeout)
-        high, low, *rest = self._pending[0].memory.tolist()
-        return bytes(rest[: 256 * high + low])
+        return Connection(_gloo(Introduction(way), self._rank, 2, options), self.region, 1 - self._rank)
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
@@ -271,8 +239,8 @@ def abandon(things: Iterable[Any]) -> None:
 def _let_waits_end() -> None:
     """Most threads that wait for a region wake up soon after this region has left it: when that one ends, too."""
     until = time.monotonic() + _EXIT_S
-    while _waiting and time.monotonic() < until:
-        time.sleep(_LONGEST_POLL_S)
+    while any(thread.is_alive() for thread in tuple(_waiting)) and time.monotonic() < until:
+        time.sleep(_EXIT_POLL_S)
 
 
 def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from ..errors import LinkError
+from ..errors import LinkError, RegionLostError
 
 Record = TypeVar("Record", bound=tuple)
 
@@ -31,6 +31,7 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
 
     Raises:
         LinkError: the row is a record of another kind: regions are out of step.
+        RegionLostError: a field has a number that its type does not have.
     """
     mark, *numbers = row.tolist()
     if mark != _mark(kind):
@@ -38,22 +39,40 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
             f"regions are out of step: region {region} did not send the expected {kind.__name__}. Every region must "
             "make the same calls in the same order: start all of them with the same version and the same script."
         )
-    return from_numbers(kind, dict(zip(_types(kind), numbers, strict=False)))
+    try:
+        return from_numbers(kind, dict(zip(_types(kind), numbers, strict=False)))
+    except ValueError as error:
+        raise RegionLostError(
+            region,
+            f"region {region} sent a {kind.__name__} with a wrong number ({error}): what it sends cannot be believed. Look at "
+            "its last output, and start it again.",
+        ) from error
 
 
 def from_numbers(kind: type[Record], numbers: Mapping[str, float]) -> Record:
-    """The record whose fields have these values, each converted to the type of its field."""
+    """The record whose fields have these values, each converted to the type of its field.
+
+    Raises:
+        ValueError: the type of a field has no such value.
+    """
     return kind(**{name: convert(numbers[name]) for name, convert in _types(kind).items() if name in numbers})
 
 
 @functools.cache
 def _types(kind: type[tuple]) -> dict[str, Callable[[float], Any]]:
     hints = get_type_hints(kind)
-    return {name: functools.partial(_convert, hints[name]) for name in kind._fields}  # type: ignore[attr-defined]
+    return {name: functools.partial(_convert, name, hints[name]) for name in kind._fields}  # type: ignore[attr-defined]
 
 
-def _convert(kind: type, value: float) -> Any:
-    return kind(value if kind is float else int(value))
+def _convert(name: str, kind: type, value: float) -> Any:
+    if kind is float:
+        return float(value)
+    try:
+        if value == int(value):
+            return kind(int(value))
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name}={value:g} is no {kind.__name__}")
 
 
 @functools.cache

@@ -4,8 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import RegionLostError
 from .base import Link
 from .records import Record
+
+MOST = 1 << 26
+"""Bytes of a text that a region spreads, at most, if nothing else is said."""
 
 
 class _Length(NamedTuple):
@@ -20,31 +24,41 @@ def gather(link: Link, own: Record, what: str) -> dict[int, Record]:
     return dict(zip(link.parties, told, strict=True))
 
 
-def spread(link: Link, source: int | None, own: bytes, what: str) -> bytes:
-    """The bytes of region `source`, or of the first member, in every region. A collective call; messages call it `what`."""
+def spread(link: Link, source: int | None, own: bytes, what: str, most: int = MOST) -> bytes:
+    """The bytes of region `source`, or of the first member, in every region. A collective call; messages call it `what`.
+
+    Raises:
+        RegionLostError: the region wants to send more than `most` bytes. No memory is taken for them.
+    """
 
     def spread_two() -> bytes:
         length = torch.tensor([len(own)], dtype=torch.int64)
         link.broadcast(length.view(torch.float32), f"the length of {what}", source)
-        return _spread(link, source, own, int(length), what)
+        return _spread(link, source, own, int(length), what, most)
 
     return link.together(spread_two, what)
 
 
-def spread_all(link: Link, own: bytes, what: str) -> dict[int, bytes]:
-    """The bytes of every region, by region. A collective call; messages call it `what`."""
+def spread_all(link: Link, own: bytes, what: str, most: int = MOST) -> dict[int, bytes]:
+    """The bytes of every region, by region. A collective call; messages call it `what`. Raises as `spread`."""
 
     def spread_each() -> dict[int, bytes]:
         lengths = gather(link, _Length(len(own)), f"the length of {what}")
         return {
-            region: _spread(link, region, own, length.num_bytes, f"{what} of region {region}")
+            region: _spread(link, region, own, length.num_bytes, f"{what} of region {region}", most)
             for region, length in lengths.items()
         }
 
     return link.together(spread_each, what)
 
 
-def _spread(link: Link, source: int | None, own: bytes, size: int, what: str) -> bytes:
+def _spread(link: Link, source: int | None, own: bytes, size: int, what: str, most: int) -> bytes:
+    if not 0 <= size <= most:
+        region = link.members[0] if source is None else source
+        raise RegionLostError(
+            region,
+            f"region {region} wants to send {what} with {size} bytes; no region of this version has more than {most}.",
+        )
     padded = bytearray(own if len(own) == size else size)
     padded += bytes(-size % 4)
     if not padded:

@@ -1,9 +1,14 @@
 """What a region tells the others with every transfer."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ..errors import RegionLostError
+
+logger = logging.getLogger(__name__)
 
 
 class Ending(IntEnum):
@@ -55,6 +60,7 @@ class Trailer(NamedTuple):
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
         layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
         admits: ticket of a region that may come in after this transfer; 0 if there is none (`Link.admits`).
+        norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
     """
 
     weight: float = 1.0
@@ -70,8 +76,54 @@ class Trailer(NamedTuple):
     round_lr: float = 0.0
     layout: int = -1
     admits: int = 0
+    norm: float = 0.0
 
     @property
     def word(self) -> Word:
         """The part that comes from the region's training loop."""
         return Word(self.loss, self.ending, self.saved_at)
+
+
+def checked(trailer: Trailer, region: int) -> Trailer:
+    """The trailer that `region` has sent, once no number in it can do harm. Equal rows give equal results in all regions.
+
+    A weight outside [0, 1] is brought into it; one that is not a number counts as 0.
+
+    Raises:
+        RegionLostError: another number is one that no region sends.
+    """
+    for name, (holds, rule) in _RULES.items():
+        value = getattr(trailer, name)
+        if not holds(value):
+            raise RegionLostError(
+                region,
+                f"region {region} sent {name}={value:g} with a transfer, and it {rule}: what it sends cannot be believed. "
+                "Look at its last output, and start it again.",
+            )
+    weight = min(max(trailer.weight, 0.0), 1.0) if trailer.weight == trailer.weight else 0.0
+    if weight == trailer.weight:
+        return trailer
+    logger.warning(
+        "region %d sent the weight %g with fragment %d of step %d. Weights lie between 0 and 1: it counts as %g.",
+        *(region, trailer.weight, trailer.fragment, trailer.inner_step, weight),
+    )
+    return trailer._replace(weight=weight)
+
+
+def _whole(lowest: int, bits: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: lowest <= value < 2**bits, f"must lie between {lowest} and 2**{bits}"
+
+
+_COUNT = _whole(0, 53)
+_LENGTH: tuple[Callable[[Any], bool], str] = (
+    lambda value: 0 <= value < math.inf,
+    "must be finite, and not negative",
+)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fragment": _whole(-1, 31),
+    **dict.fromkeys(("inner_step", "saved_at", "admits"), _COUNT),
+    **dict.fromkeys(("digest", "layout"), _whole(-1, 32)),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm"), _LENGTH),
+    "compression": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
+}
+"""What holds for numbers of a trailer, beside their types. The loss may be anything: nothing is computed from it but a mean."""

@@ -1,16 +1,19 @@
 """What a transfer uses of the connections between regions: some regions, by their positions; it can be revoked."""
 
 import contextlib
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import LinkError
+from ..errors import LinkError, RegionLostError
+from ..meeting.cipher import Altered, Cipher
 from .pairs import Pair, Pending
 
 FOR_EVER_S = 3e7
@@ -66,6 +69,7 @@ class View:
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         throttle: keeps the rate limit.
         explain: makes the error for a failed operation: (region, what, seconds waited, gloo's error).
+        label: see Wire.view.
 
     Attributes:
         regions: the regions, in order; a position is an index into them.
@@ -85,7 +89,9 @@ class View:
         timeout_s: float,
         throttle: Throttle,
         explain: Callable[[int, str, float, Exception], LinkError],
+        label: bytes = b"",
     ) -> None:
+        self._label = label
         self.regions = sorted((region, *pairs))
         self.num_regions, self.region = len(self.regions), self.regions.index(region)
         self._pairs = {position: pairs[each] for position, each in enumerate(self.regions) if each != region}
@@ -107,7 +113,10 @@ class View:
         return tag
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
-        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`."""
+        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
+
+        Encryption adds 24 bytes to each message.
+        """
         self._throttle.wait(payload.numel(), self._revoked)
         return self._start(region, index, "send", payload, tag, what)
 
@@ -131,6 +140,8 @@ class View:
             with self._lock:
                 self._check()
                 self._open.pop(id(each), None)
+            if each.then is not None:
+                each.then()
         if patience is not None:
             patience.arrived()
 
@@ -175,10 +186,24 @@ class View:
         self, region: int, index: int | None, operation: str, memory: Tensor, tag: int, what: str
     ) -> Pending:
         """Start "send" or "recv" on payload connection `index`, or on the control connection."""
-        pair = self._pairs[region]
+        pair, open_it = self._pairs[region], None
+        if pair.ciphers is not None:
+            # a message cannot be put into the place of another one
+            place = struct.pack(">qqq", tag, -1 if index is None else index, memory.numel())
+            about = self._label + place
+            if operation == "send":
+                memory = torch.frombuffer(
+                    bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
+                )
+            else:
+                cipher, asked = pair.ciphers[1], memory
+                memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
+                open_it = partial(_open, pair.region, cipher, memory, asked, about, what)
         with self._naming(pair.region, what), self._lock:
             self._check()
             pending = pair.connection(index).start(operation, memory, tag)
+            if open_it is not None:
+                pending = pending._replace(then=open_it)
             self._open[id(pending)] = pending
             return pending
 
@@ -197,6 +222,19 @@ class View:
         except RuntimeError as error:
             self._check()
             raise self._explain(region, what, time.perf_counter() - since, error) from error
+
+
+def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: bytes, what: str) -> None:
+    """Open what has come, into the memory that was asked for."""
+    try:
+        message = cipher.open(sealed.numpy(), about)
+    except Altered as error:
+        raise RegionLostError(
+            region,
+            f"what came from region {region} for {what} is not what that region has sent: {error}. Somebody on the network "
+            "between the regions alters it.",
+        ) from error
+    memoryview(asked.numpy())[:] = message
 
 
 class Swap(NamedTuple):

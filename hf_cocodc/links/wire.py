@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LinkError, RegionLostError
+from ..meeting.cipher import check_encryption
+from ..meeting.secret import Keys
+from .door import with_door
 from .pairs import (
     ASSUMED_RATE,
     MAX_CONNECTIONS,
@@ -51,6 +54,11 @@ class Wire:
         note_of: the note that a region left about why it leaves, if any.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
+        keys: of the run's secret: who connects proves that it has them. None without a secret.
+        encrypt: whether all that is sent is encrypted.
+
+    Raises:
+        InputError: it cannot be encrypted here.
     """
 
     def __init__(
@@ -63,7 +71,12 @@ class Wire:
         num_lanes: int = 1,
         note_of: Callable[[int], str | None] | None = None,
         is_patient: bool = False,
+        keys: Keys | None = None,
+        encrypt: bool = False,
     ) -> None:
+        if encrypt:
+            check_encryption(keys)
+        self._secret = keys, encrypt
         self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
         self._asked = connections
         self._address, self._note_of = address, note_of
@@ -72,7 +85,7 @@ class Wire:
         self._pairs: dict[int, Pair] = {}
         self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._device = _gloo.create_device(hostname=address)
+        self._device, self._door = with_door(lambda: _gloo.create_device(hostname=address))
 
     @property
     def regions(self) -> list[int]:
@@ -90,10 +103,11 @@ class Wire:
         Raises:
             LinkError: the connections could not be made in time.
         """
-        pair = Pair(self.region, region, self._device, self.timeout_s)
-        with self._connecting([region]):
-            pair.meet(key, store)
-        self._widen([pair])
+        pair = self._pair(region)
+        with self._door.opened():
+            with self._connecting([region]):
+                pair.meet(key, store)
+            self._widen([pair])
 
     def connect_all(self, num_regions: int, key: str, store: dist.Store) -> int:
         """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
@@ -105,16 +119,17 @@ class Wire:
             LinkError: the connections could not be made in time.
         """
         others = [other for other in range(num_regions) if other != self.region]
-        pairs = [Pair(self.region, other, self._device, self.timeout_s) for other in others]
+        pairs = [self._pair(other) for other in others]
 
         def meet(pair: Pair) -> None:
             first, second = sorted((self.region, pair.region))
             pair.meet(f"{key}/{first}-{second}", store)
 
         # all regions handle pairs in the same order, and the first pair in it never waits for another one
-        with self._connecting(others):
-            side_by_side([partial(meet, pair) for pair in pairs], _THREADS)
-        return self._widen(pairs)
+        with self._door.opened():
+            with self._connecting(others):
+                side_by_side([partial(meet, pair) for pair in pairs], _THREADS)
+            return self._widen(pairs)
 
     def drop(self, region: int) -> None:
         """Close the connections to a region, if there are any. No other pair is touched. Returns at once.
@@ -129,7 +144,12 @@ class Wire:
             closing.start()
 
     def view(
-        self, regions: Iterable[int], base_tag: int, num_tags: int = TAGS, connections: int | None = None
+        self,
+        regions: Iterable[int],
+        base_tag: int,
+        num_tags: int = TAGS,
+        connections: int | None = None,
+        label: bytes = b"",
     ) -> View:
         """What one transfer uses. All participants give the same regions and tags; no other transfer ever has these tags.
 
@@ -139,6 +159,8 @@ class Wire:
             num_tags: the number of its tags, all below END_OF_TAGS.
             connections: for how many connections a message is cut into pieces. By default as many as a pair can have: pairs
                 that were connected one by one differ, and all participants must cut alike.
+            label: what is encrypted is bound to it. Equal in all participants, and different in views that have the same tags,
+                one after the other.
 
         Raises:
             LinkError: a region is not connected.
@@ -151,7 +173,7 @@ class Wire:
             if missing:
                 raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
             pairs = {other: self._pairs[other] for other in others}
-        return self._view(pairs, range(base_tag, base_tag + num_tags), connections)
+        return self._view(pairs, range(base_tag, base_tag + num_tags), connections, label)
 
     def close(self, broken: bool) -> None:
         """Release the connections. Broken ones are kept for ever, see `abandon`. Waits for those that are being closed."""
@@ -162,11 +184,17 @@ class Wire:
         until = time.monotonic() + _CLOSING_S
         for closing in self._closing:  # the interpreter must not end meanwhile
             closing.join(max(until - time.monotonic(), 0.0))
+        self._door.close()
 
-    def _view(self, pairs: Mapping[int, Pair], tags: range, connections: int | None = None) -> View:
+    def _pair(self, region: int) -> Pair:
+        return Pair(self.region, region, self._device, self.timeout_s, *self._secret)
+
+    def _view(
+        self, pairs: Mapping[int, Pair], tags: range, connections: int | None = None, label: bytes = b""
+    ) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS
         timeout_s = FOR_EVER_S if self._is_patient and tags != _FIRST_TAGS else self.timeout_s
-        return View(self.region, pairs, tags, cut_for, timeout_s, self._throttle, self._explain)
+        return View(self.region, pairs, tags, cut_for, timeout_s, self._throttle, self._explain, label)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
@@ -208,7 +236,7 @@ class Wire:
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError, ValueError) as error:
             whom = f"region {regions[0]}" if len(regions) == 1 else "the other regions"
             raise LinkError(
                 f"region {self.region} could not connect to {whom} from its address {self._address}: "

@@ -39,12 +39,24 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
-def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = False) -> Codec:
-    """The codec called `name`, inside `feedback` if `error_feedback`; the rank arguments count only for lowrank."""
-    if name not in (*CODECS, "lowrank"):
-        raise InputError(f"outer.codec={shown(name)} is not known.{nearest(name, [*CODECS, 'lowrank'])}")
-    if name == "lowrank":
-        chosen: Codec = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
+MEANS = ("average", "radial")
+
+
+def codec(
+    name: str | Codec, error_feedback: bool, rank: int, adaptive_rank: bool = False, mean: str = "average"
+) -> Codec:
+    """The codec called `name`, inside `feedback` if `error_feedback`, and inside `radial` if that is the `mean`.
+
+    Instead of a name, a codec of a user's own. The rank arguments count only for lowrank.
+    """
+    if isinstance(name, str) and name not in (*CODECS, "lowrank"):
+        raise InputError(
+            f"outer.codec={shown(name)} is not known.{nearest(name, [*CODECS, 'lowrank'])} Or MODULE:NAME, for one of your own."
+        )
+    if not isinstance(name, str):
+        chosen = name
+    elif name == "lowrank":
+        chosen = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
     else:
         chosen = CODECS[name]()
     if error_feedback and name == "fp32":
@@ -55,7 +67,15 @@ def codec(name: str, error_feedback: bool, rank: int, adaptive_rank: bool = Fals
         raise InputError(
             "outer.codec=topk without outer.error_feedback would lose all but a few values permanently. Set error_feedback=true."
         )
-    return codecs.feedback(chosen) if error_feedback else chosen
+    if mean not in MEANS:
+        raise InputError(f"outer.mean={shown(mean)} is not known.{nearest(mean, list(MEANS))}")
+    if mean == "radial" and name in ("lowrank", "topk"):
+        raise InputError(
+            f"outer.mean=radial with codec={name}: directions lose their lengths where a codec keeps only a part of them. Use "
+            "another codec, or mean=average."
+        )
+    chosen = codecs.feedback(chosen) if error_feedback else chosen
+    return codecs.radial(chosen) if mean == "radial" else chosen
 
 
 def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:

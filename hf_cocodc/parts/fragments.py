@@ -31,6 +31,7 @@ class Fragment:
         numel: length of the flat vector.
         rows: of each parameter of which the fragment holds only a piece, the first row and the one after the last, keyed by
             its position in `names`. In a sharded model, rows of this rank's shard.
+        outside: positions in `names` of the parameters outside the model's blocks; none if it has no blocks.
     """
 
     index: int
@@ -38,6 +39,7 @@ class Fragment:
     shapes: tuple[tuple[int, ...], ...]
     numel: int
     rows: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    outside: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """One view of the 1-D `flat` (length `numel`) for each parameter or piece."""
@@ -217,9 +219,7 @@ def _by_blocks(
     inside: dict[Block, list[str]] = {block: [] for block in find_blocks(model)}
     outside: dict[str, list[str]] = {}
     for name in params:
-        block = next(
-            (block for block in inside if name.startswith(tuple(f"{each}." for each in block))), None
-        )
+        block = _block_of(name, list(inside))
         if block is None:
             outside.setdefault(name.rpartition(".")[0], []).append(name)
         else:
@@ -246,6 +246,11 @@ def _by_blocks(
     return _build(model, filling.pieces)
 
 
+def _block_of(name: str, blocks: Sequence[Block]) -> Block | None:
+    """The block that has the parameter called `name`."""
+    return next((block for block in blocks if name.startswith(tuple(f"{each}." for each in block))), None)
+
+
 def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragment, ...]:
     params = _trainable(model)
     if not params:
@@ -255,7 +260,7 @@ def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragme
         )
     _check_cover([piece for group in groups for piece in group], params)
     order = {name: position for position, name in enumerate(params)}
-    fragments = []
+    blocks, fragments = find_blocks(model), []
     for index, group in enumerate(groups):
         pieces = sorted(group, key=lambda piece: order[piece.name])
         shards = {piece.name: local_shard(params[piece.name]) for piece in pieces}
@@ -264,7 +269,9 @@ def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragme
             for i, piece in enumerate(pieces)
             if piece.rows is not None
         }
-        bare = Fragment(index, tuple(piece.name for piece in pieces), (), 0, rows)
+        names = tuple(piece.name for piece in pieces)
+        outside = [i for i, name in enumerate(names) if blocks and _block_of(name, blocks) is None]
+        bare = Fragment(index, names, (), 0, rows, frozenset(outside))
         views = bare.views_of(shards)
         shapes = tuple(tuple(view.shape) for view in views)
         fragments.append(replace(bare, shapes=shapes, numel=sum(view.numel() for view in views)))

@@ -17,29 +17,34 @@ class OuterInfo:
     Attributes:
         fragment: index of the fragment.
         cut: cuts a flat tensor of this fragment into pieces; a step works on one piece at a time.
-        own_share: this region's share in the mean, w / sum of w over the regions that took part; 1 / M if all count alike.
-        taken_share: the share with which `own_outer_grad` is in the global params already, by the landing before this one.
         round_lr: mean inner learning rate of the steps that made the outer gradient. All regions use the maximum over the
-            regions.
+            regions that count.
         global_at_send: global params of the fragment at the send.
         global_params: global params of the fragment before this outer step.
-        own_outer_grad: outer gradient of this region at the send, global params minus local params. Only for transforms
-            with `regions_agree=False`: after the send its memory serves others.
-        fresh_outer_grad: returns the current global params minus the current local params. For the same transforms only.
         total: sums numbers (1-D fp64) over the ranks that hold shards of the fragment, for norms of whole tensors. Returns
             them unchanged if the model is not sharded.
+
+    For transforms with `regions_agree=False` only, because the regions have them alone, and no memory keeps them for others:
+
+    Attributes:
+        own_share: this region's share in the mean, w / sum of w over the regions that took part; 1 / M if all count alike.
+        taken_share: the share with which `own_outer_grad` is in the global params already, by the landing before this one.
+        fresh_share: the share with which `fresh_outer_grad` counts: `own_share`, or less if it is far larger than ordinary.
+        own_outer_grad: outer gradient of this region at the send, global params minus local params.
+        fresh_outer_grad: the current global params minus the current local params.
     """
 
     fragment: int
     cut: Callable[[Tensor], Sequence[Tensor]]
-    own_share: float
-    taken_share: float
     round_lr: float
     global_at_send: Tensor
     global_params: Tensor
-    own_outer_grad: Tensor | None
-    fresh_outer_grad: Callable[[], Tensor]
     total: Callable[[Tensor], Tensor] = lambda values: values
+    own_share: float = 0.0
+    taken_share: float = 0.0
+    fresh_share: float = 0.0
+    own_outer_grad: Tensor | None = None
+    fresh_outer_grad: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

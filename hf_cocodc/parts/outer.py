@@ -188,9 +188,10 @@ def eager() -> OuterTransform:
     """
 
     def begin(state: OuterState, info: OuterInfo) -> tuple[Step, OuterState]:
-        taken, share = info.taken_share, info.own_share
-        assert info.own_outer_grad is not None, "the transform says that regions do not agree"
-        stale, fresh = info.cut(info.own_outer_grad), info.cut(info.fresh_outer_grad())
+        taken, share = info.taken_share, info.fresh_share
+        own, now = info.own_outer_grad, info.fresh_outer_grad
+        assert own is not None and now is not None, "the transform says that regions do not agree"
+        stale, fresh = info.cut(own), info.cut(now)
 
         def step(grad: Tensor, index: int) -> Tensor:
             # subtract first: a single region then gets exactly its fresh outer gradient, bit for bit

@@ -8,21 +8,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..errors import CheckpointError, DonorLost, LinkError
 from ..links.log import Item, from_plain
+from ..meeting.heard import whole
+from ..meeting.proof import Proof
 from . import checkpoint as disk
 from . import manifest
 from .donor import SIGN_S, STARTED, Offer
 from .frames import Frames, call
-from .parcel import check_names, make_own
+from .parcel import check_files, make_own
 
 logger = logging.getLogger(__name__)
 
 NAME = ".base"
 """End of the name of a received base's folder, beside the checkpoints: it is none of them."""
-_LARGEST_ITEM = 1 << 40
+_ITEM_MARGIN = 64 << 20
+"""An item of the log has at most twice the bytes of the base, and so many more."""
 _SIGNS = 4
 """A donor is not given up before so many of its signs of life are due."""
+_BYTES_OF_A_VALUE = 64
+"""Of each value of the model, a base has at most so many bytes: global and outer state, transfers in flight, inner optimizer."""
+_BASE_MARGIN = 1 << 30
 
 
 class RunOver(LinkError):
@@ -47,20 +55,27 @@ class Received(NamedTuple):
     started: dict[str, Any]
 
 
+def received_in(plain: Any) -> Received:
+    """What another rank has received, as JSON has it."""
+    folder, *facts = plain
+    return Received(Path(folder), *facts)
+
+
 class Base:
     """A base that has been received.
 
     Args:
         received: what it is.
         frames: the connection on which the log comes.
+        num_bytes: of its files.
 
     Attributes:
         items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
     """
 
-    def __init__(self, received: Received, frames: Frames) -> None:
+    def __init__(self, received: Received, frames: Frames, num_bytes: int) -> None:
         self.received = received
-        self.items = _items(frames, received.donor)
+        self.items = _items(frames, received.donor, 2 * num_bytes + _ITEM_MARGIN)
         self._frames = frames
 
     def remove(self) -> None:
@@ -80,6 +95,8 @@ def receive(
     alive: Callable[[], object],
     timeout_s: float,
     host: str = "",
+    most: int = 1 << 50,
+    proof: Proof | None = None,
 ) -> Base:
     """Get the base that a donor offers.
 
@@ -92,6 +109,8 @@ def receive(
         timeout_s: seconds without a byte of the base, or of the log, after which the donor is given up; a donor that has
             nothing to send gives signs of life.
         host: address of this machine to call from; empty for any.
+        most: bytes of the largest base that this region's model can have.
+        proof: this end of the conversation in which both ends prove themselves; None without a secret of the run.
 
     Raises:
         DonorLost: the donor, or the connection to it, is gone.
@@ -107,7 +126,7 @@ def receive(
     except LinkError as error:
         raise DonorLost(f"region {donor} does not send the base that it has offered: {error}") from error
     try:
-        about = _receive_files(frames, half, offer.secret, donor)
+        about, num_bytes = _receive_files(frames, half, offer.secret, donor, most, proof)
         run, started = _told(half, about)
         with disk.saving(checkpoint):
             make_own(half)
@@ -118,30 +137,39 @@ def receive(
         shutil.rmtree(half, ignore_errors=True)
         raise
     logger.info("a base of step %d has come from region %d.", offer.step, donor)
-    return Base(Received(checkpoint, donor, offer.step, run, started), frames)
+    return Base(Received(checkpoint, donor, offer.step, run, started), frames, num_bytes)
 
 
-def _receive_files(frames: Frames, half: Path, secret: str, donor: int) -> dict[str, Any]:
-    """Write the files of a base; returns what the donor says about it."""
+def largest_base(model: nn.Module) -> int:
+    """Bytes of the largest base that a region of this model can send."""
+    values = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+    return _BYTES_OF_A_VALUE * values + _BASE_MARGIN
+
+
+def _receive_files(
+    frames: Frames, half: Path, secret: str, donor: int, most: int, proof: Proof | None
+) -> tuple[dict[str, Any], int]:
+    """Write the files of a base; returns what the donor says about it, and the bytes of the files."""
     try:
-        frames.send("hello", secret=secret)
+        if proof is None:
+            frames.send("hello", secret=secret)
+        else:
+            frames.prove(proof)
         about = frames.receive()
-        for name, size in _sizes(about, donor).items():
+        sizes = check_files(about.get("files"), donor)
+        num_bytes = sum(sizes.values())
+        if num_bytes > most:
+            raise LinkError(
+                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have."
+            )
+        for name, size in sizes.items():
             with disk.saving(half):
                 _receive_file(frames, half / name, size)
-        return about
+        return about, num_bytes
     except DonorLost:
         raise
     except LinkError as error:
         raise DonorLost(f"region {donor} sends its base no more: {error}") from error
-
-
-def _sizes(about: dict[str, Any], donor: int) -> dict[str, int]:
-    files = about.get("files")
-    if not isinstance(files, dict) or not all(type(size) is int and size >= 0 for size in files.values()):
-        raise LinkError("it does not say what the base holds.")
-    check_names(files, donor)
-    return files
 
 
 def _receive_file(frames: Frames, path: Path, size: int) -> None:
@@ -160,14 +188,14 @@ def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     try:
         started = json.loads((half / STARTED).read_text(encoding="utf-8"))
         (half / STARTED).unlink()
-        return int(about["run"]), dict(started)
-    except (OSError, KeyError, ValueError, TypeError) as error:
+        return whole(about["run"]), dict(started)
+    except (OSError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"the base that another region sent is not whole ({error!r}). Do all regions have the same version of hf_cocodc?"
         ) from error
 
 
-def _items(frames: Frames, donor: int) -> Iterator[Item]:
+def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
     """The log, as it comes.
 
     Raises:
@@ -178,7 +206,7 @@ def _items(frames: Frames, donor: int) -> Iterator[Item]:
         while True:
             line = frames.receive()
             if line["kind"] == "item":
-                yield from_plain(frames.receive_tree(line, _LARGEST_ITEM))
+                yield from_plain(frames.receive_tree(line, largest))
             elif line["kind"] == "alive":
                 continue
             elif line["kind"] == "end" and line.get("how") == "in":

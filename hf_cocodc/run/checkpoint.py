@@ -18,8 +18,7 @@ import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from safetensors.torch import load_file, save_file
 
 from ..engine.compatibility import names_in
 from ..errors import CheckpointError
-from ..links.base import Link
 from . import manifest
 from .durable import replace, saving
+from .facts import TAKEN_OVER, Facts
 from .manifest import COMPLETE, FOLDER, FORMAT, damage
 from .numbering import begin_run, is_unsaved, run_of
 from .trees import put_together, take_apart
@@ -39,68 +38,19 @@ from .trees import put_together, take_apart
 logger = logging.getLogger(__name__)
 
 PREFIX = "checkpoint-"
-_TAKEN_OVER = "joining"
-"""Name of `Facts.taken_over` in format 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What identifies the run of a checkpoint.
-
-    Attributes:
-        step: inner steps made.
-        region: region that wrote it.
-        num_regions: number of regions at that time.
-        num_lanes: lanes of the region.
-        settings: all settings of the method.
-        finished: whether the run had finished.
-        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
-        taken_over: whether it was copied from another region, and this region's own part is missing.
-        stopping: whether all regions stopped here, at a step at which no checkpoint was due.
-        model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
-        facts: `About.facts` of the run.
-        members: the regions that took part then, by number; empty in checkpoints of older versions, where all did.
-    """
-
-    step: int
-    region: int
-    num_regions: int
-    num_lanes: int
-    settings: dict[str, Any]
-    finished: bool
-    journal: int
-    taken_over: bool = False
-    stopping: bool = False
-    model: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    journal_sha256: str = ""
-    members: Sequence[int] = ()
-
-    @property
-    def writers(self) -> Sequence[int]:
-        """The regions that took part then."""
-        return self.members or range(self.num_regions)
-
-    @classmethod
-    def of(cls, link: Link, **more: Any) -> "Facts":
-        """The facts that a link knows, and more."""
-        members = list(link.members)
-        return cls(
-            region=link.region, num_regions=len(members), members=members, num_lanes=link.num_lanes, **more
-        )
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Facts":
-        """Raises KeyError if a fact is missing that every version writes."""
-        named = {**content, "taken_over": content.get(_TAKEN_OVER, False)}
-        always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        return cls(
-            **{each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        named = asdict(self)
-        return {**{name: named[name] for name in named if name != "taken_over"}, _TAKEN_OVER: self.taken_over}
+_OF_DAMAGE = (
+    *(
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        SafetensorError,
+        TypeError,
+    ),
+    ValueError,
+)
 
 
 class Saved(NamedTuple):
@@ -198,21 +148,20 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
             raise CheckpointError(
                 f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
             )
-    try:
-        content = json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+    with refusing(checkpoint / FOLDER):
+        content = _content_of(checkpoint, lane)
         # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
         tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
         state = put_together(content["state"], tensors)
+        names_in(state["layout"])
         return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))
-    except (ValueError, TypeError, SafetensorError, KeyError, OSError) as error:
-        raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {error}.") from error
 
 
 def mark_taken_over(checkpoint: Path) -> None:
     """Write into a copied checkpoint that it is another region's."""
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**content, "weights": {}, _TAKEN_OVER: True}), encoding="utf-8")
+        path.write_text(json.dumps({**content, "weights": {}, TAKEN_OVER: True}), encoding="utf-8")
 
 
 def trained(checkpoint: Path) -> frozenset[str]:
@@ -221,7 +170,8 @@ def trained(checkpoint: Path) -> frozenset[str]:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    return names_in(_content_of(checkpoint)["state"]["layout"])
+    with refusing(checkpoint / state_file()):
+        return names_in(_content_of(checkpoint)["state"]["layout"])
 
 
 def facts_of(checkpoint: Path) -> Facts:
@@ -230,17 +180,27 @@ def facts_of(checkpoint: Path) -> Facts:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    try:
+    with refusing(checkpoint / state_file()):
         return Facts.from_json(_content_of(checkpoint))
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / state_file()} lacks {error}.") from error
 
 
-def _content_of(checkpoint: Path) -> dict[str, Any]:
+def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
+    return json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Inside the block, whatever a damaged file leads to is a CheckpointError."""
     try:
-        return json.loads((checkpoint / state_file()).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{checkpoint / state_file()} cannot be read: {error}.") from error
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}.") from error
+    except _OF_DAMAGE as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}."
+        ) from error
 
 
 def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:

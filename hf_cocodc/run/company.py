@@ -1,5 +1,6 @@
 """How a region's leader is in an elastic run: it meets the others or joins them, and newcomers get what they need from it."""
 
+import contextlib
 import logging
 import queue
 import time
@@ -8,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DonorLost, LinkError
+from ..errors import DonorLost, LinkError, RegionLostError
 from ..links.elastic import ElasticLink
 from ..links.log import Marker
 from ..links.terms import Reach, State, Terms
 from ..meeting import live
+from ..meeting.board import take_ticket
 from ..meeting.presence import Member
+from ..meeting.values import number_of, text_of
 from .base import Base, Received, RunOver, receive
-from .donor import Donation, Offer
-from .place import Agreeing, Place, alive, connected, ticket
+from .donor import Donation, offered
+from .place import Agreeing, Place, alive, connected
 from .status import tell
 
 logger = logging.getLogger(__name__)
@@ -56,9 +59,14 @@ class Company:
         self._from: tuple[Member, Base] | None = None
         self._failures: Counter[Member] = Counter()
         self._take(reach, addresses)
-        steady, region = place.steady_store(), place.region
         self._moved = 0, time.monotonic()
-        self._publisher = live.Publisher(steady, place.name, region, self._record, self._asked_to_leave)
+        self._publisher = live.Publisher(
+            place.steady_store(),
+            place.name,
+            lambda: (self.run, self.presence.me.ticket),
+            self._record,
+            self._asked_to_leave,
+        )
 
     @classmethod
     def met(cls, place: Place, run: str) -> "Company":
@@ -69,12 +77,12 @@ class Company:
         """
         regions, store = place.regions, place.store()
         assert regions.count is not None
-        presence = place.presence(run, Member(place.region, ticket(store)))
+        presence = place.presence(run, Member(place.region, take_ticket(store)))
         store.set(f"{run}/presence/{place.region}", f"{presence.me.ticket} {presence.address}")
         addresses = {}
         for region in range(regions.count):
-            number, _, address = store.get(f"{run}/presence/{region}").decode().partition(" ")
-            addresses[Member(region, int(number))] = address
+            said = store.get(key := f"{run}/presence/{region}")
+            addresses[Member(region, number_of(said, key))] = text_of(said, key).partition(" ")[2]
         presence.connect(addresses, time.monotonic() + regions.timeout_s)
         reach = place.reach(run, presence, tuple(sorted(addresses)))
         reach.wire.connect_all(regions.count, f"{run}/wire", store)
@@ -114,19 +122,20 @@ class Company:
         self.link.begin_again(reach)
         self.link.pair_with(list(addresses))
 
-    def _meet(self, strangers: list[Member]) -> None:
-        """Connect to members that have come in since this newcomer asked."""
+    def _meet(self) -> None:
+        """Connect to members that have come in since this newcomer asked. Those that are lost meanwhile are no strangers."""
         deadline = time.monotonic() + self.place.regions.timeout_s
-        while missing := [each for each in strangers if each not in self.presence.members]:
+        while missing := [each for each in self.link.strangers if each not in self.presence.members]:
             record = live.read(self.place.steady_store(), self.place.name)
             found = {Member(m.region, m.ticket): m.address for m in record.members} if record else {}
             wanted = {member: found[member] for member in missing if member in found}
             if time.monotonic() > deadline:
                 raise LinkError(f"region {missing[0].region} cannot be reached: it came in a moment ago.")
-            self.presence.connect(wanted, deadline, {})
-            self._addresses |= wanted
+            with contextlib.suppress(RegionLostError):
+                self.presence.connect(wanted, min(deadline, time.monotonic() + _AGAIN_S), {})
+                self._addresses |= wanted
             time.sleep(_POLL_S)
-        self.link.pair_with(strangers)
+        self.link.pair_with(self.link.strangers)
 
     def get_base(self, folder: Path) -> Received:
         """Get a base from some member. The next member is asked if one is lost meanwhile, or falls silent.
@@ -168,12 +177,11 @@ class Company:
 
     def applies(self, marker: Marker) -> bool:
         """All inner steps up to this marker are made. Returns whether this process is a member now."""
-        if self.link.apply(marker):
-            return True
-        if not self.link.strangers:
-            return False
-        self._meet(self.link.strangers)
-        return self.link.apply(marker)
+        is_member = self.link.apply(marker)
+        if self.link.strangers:  # a member has none
+            self._meet()
+            is_member = self.link.apply(marker)
+        return is_member
 
     @property
     def came_from(self) -> dict[str, int]:
@@ -199,7 +207,8 @@ class Company:
     def give(self, member: Member, folder: Path, step: int, about: Mapping[str, Any]) -> None:
         """Send a newcomer the base in `folder`, and from now on the log."""
         rate = None if self.place.rate is None else self.place.rate / _SHARE
-        gift = Donation(folder, self.place.host, step, about, f"region {member.region}", rate)
+        to = f"region {member.region}", rate, self.place.prove
+        gift = Donation(folder, self.place.host, step, about, *to)
         self.link.log_to(gift.log)
         self._gifts[member] = gift
         self._say_doing()
@@ -288,12 +297,13 @@ class Company:
             if isinstance(said, str):
                 raise DonorLost(said)
             try:
-                offer = Offer(str(said["host"]), int(said["port"]), str(said["secret"]), int(said["step"]))
+                offer = offered(said, self._addresses[member])
             except (KeyError, TypeError, ValueError) as error:
                 raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
             tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
             return receive(
-                offer, folder, self.place.region, member.region, alive, regions.timeout_s, self.place.host
+                *(offer, folder, self.place.region, member.region, alive, regions.timeout_s),
+                *(self.place.host, self.place.largest_base, self.place.prove(offer)),
             )
 
     def _asked_to_leave(self, why: str) -> None:

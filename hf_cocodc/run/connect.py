@@ -9,9 +9,8 @@ import time
 import weakref
 from pathlib import Path
 
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType
 from torch import nn
 
 from ..errors import InputError
@@ -22,16 +21,21 @@ from ..links.lockstep import LockstepLink, loopback
 from ..links.ranks import SharedLink
 from ..links.spreading import spread_all
 from ..meeting.addresses import own_address
+from ..meeting.cipher import check_encryption
 from ..meeting.handshake import compare, frozen_digest
 from ..meeting.region_store import RegionStore
 from ..meeting.rendezvous import rendezvous
+from ..meeting.sealed import check, within
+from ..meeting.secret import Keys, secret_of
 from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
 from ..meeting.store import connect_store, serve_store
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from .about import About
+from .base import largest_base
 from .company import Company
 from .hellos import own_hello, show_differences
 from .place import Place, find
+from .ranks import from_main, of_all
 from .status import tell, tell_whom_we_await
 from .supported import is_sharded, lanes_of, refuse_fixed
 
@@ -82,10 +86,13 @@ def connect(
     if num_ranks > 1:
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
-    inside = _region_store(accelerator) if stage is None else None
+    keys = secret_of(regions) if count > 1 or num_ranks > 1 or regions.elastic else None
+    if regions.encrypt and (count > 1 or regions.elastic):
+        check_encryption(keys)
+    inside = _region_store(accelerator, keys) if stage is None else None
     if regions.elastic and regions.max != 1:
         refuse_fixed(sharded, stage)
-        return _connect_elastic(accelerator, model, config, regions, max_steps, about, inside)
+        return _connect_elastic(accelerator, model, config, regions, max_steps, about, inside, keys)
 
     assert region is not None
 
@@ -96,8 +103,8 @@ def connect(
         leaders = None
         if met is not None and rank == 0:
             assert regions.store is not None
-            store = connect_store(regions.store, PATIENCE_S)
-            leaders = Circle(dist.PrefixStore(f"{met}/stop", store), region, count)
+            store = connect_store(regions.store, PATIENCE_S, keys)
+            leaders = Circle(within(f"{met}/stop", store), region, count)
         return StopAgreement(leaders, inside)
 
     if count == 1:
@@ -108,23 +115,24 @@ def connect(
         return link
 
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
-    frozen = " ".join(gather_object([frozen_digest(model)])) if sharded and is_sharded(model) else None
+    frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None
 
     def meet() -> str:
         assert regions.store is not None
         mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
-        store: dist.Store = connect_store(regions.store, regions.timeout_s)
+        store = connect_store(regions.store, regions.timeout_s, keys)
+        check(store)
         name = _name_of(regions, about)
         name = name if stage is None else f"{name}, stage {lane}"
         roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
-        hosts = ", ".join(str(each["host"]) for each in roster.hellos)
+        hosts = ", ".join(str(each.get("host")) for each in roster.hellos)
         logger.info("all %d regions of run %r have met: %s", count, name, hosts)
         show_differences(roster.hellos)
         return roster.run
 
     def reach(met: str | None) -> GlooLink:
         assert met is not None and regions.store is not None
-        store = connect_store(regions.store, regions.timeout_s)
+        store = connect_store(regions.store, regions.timeout_s, keys)
         link = GlooLink(
             store,
             f"{met}/lane{lane}",
@@ -137,6 +145,8 @@ def connect(
             rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
             num_lanes=num_lanes,
             pin_memory=device.type == "cuda",
+            keys=keys,
+            encrypt=bool(regions.encrypt),
         )
         logger.info(
             "%d connections to each other region, round trip %.1f ms",
@@ -151,7 +161,8 @@ def connect(
         met = meet()
         found: Link = reach(met)
     elif sharded:
-        [met] = broadcast_object_list([inside.lead(meet, what)])
+        inside.lead(meet, what, lambda run: run)
+        met = inside.heard
         found = LaneLink(reach(met), lane, num_lanes, device, inside)
     else:
         met = inside.lead(meet, what)
@@ -170,6 +181,7 @@ def _connect_elastic(
     max_steps: int | None,
     about: About,
     inside: RegionStore | None,
+    keys: Keys | None,
 ) -> Link:
     """Meet the other regions of a run whose regions come and go, or join it if it trains already."""
     region, count = regions.region, regions.count
@@ -190,7 +202,10 @@ def _connect_elastic(
             hello=own_hello(accelerator, model, config, regions, max_steps, about, 1, None),
             host=own_address(regions.store, regions.interface),
             pin_memory=accelerator.device.type == "cuda",
+            keys=keys,
+            largest_base=largest_base(model),
         )
+        check(place.store())
         record = find(place)
         if record is not None:
             words = f"joins run {name!r}, which trains at step {record.members[0].step}"
@@ -263,7 +278,7 @@ def begin_over(link: Link) -> None:
     _COMPARED.discard(link)
 
 
-def _region_store(accelerator: Accelerator) -> RegionStore | None:
+def _region_store(accelerator: Accelerator, keys: Keys | None) -> RegionStore | None:
     """The store that a region of several ranks has for itself. A collective call of its ranks."""
     num_ranks = accelerator.num_processes
     if num_ranks == 1:
@@ -276,5 +291,5 @@ def _region_store(accelerator: Accelerator) -> RegionStore | None:
     if accelerator.is_main_process:
         server = serve_store(here if host == here else everywhere)
         host = here
-    [port] = broadcast_object_list([server and server.port])
-    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server)
+    port = from_main(accelerator, server and server.port)
+    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server, keys)

@@ -5,9 +5,7 @@ trained. The training thread writes it to the disk at the end of an inner step. 
 connection of its own, and then the log, as it comes.
 """
 
-import contextlib
 import hashlib
-import hmac
 import json
 import logging
 import secrets
@@ -16,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +22,18 @@ from torch import nn
 
 from ..errors import LinkError
 from ..links.log import Log, to_plain
+from ..meeting.heard import host_and_port, whole
+from ..meeting.proof import Proof
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
 from .frames import CHUNK, Frames
+from .greeting import who_knows
 from .parcel import TREES, files_in, write_tree
 
 logger = logging.getLogger(__name__)
 
 _CALLED_WITHIN_S = 60.0
-_GREET_S = 5.0
 _LEAST_LOG_BYTES = 64 << 20
 SIGN_S = 1.0
 """Seconds after which a donor that has nothing to send gives a sign of life."""
@@ -68,6 +69,21 @@ class Offer(NamedTuple):
     port: int
     secret: str
     step: int
+
+
+def offered(said: Mapping[str, Any], address: str) -> Offer:
+    """The offer of a member whose presence listens at `address`: it sends its base from the same machine.
+
+    Raises:
+        KeyError, ValueError: it is none.
+    """
+    secret = said["secret"]
+    if not isinstance(secret, str) or len(secret) > 100:
+        raise ValueError(f"{str(secret)[:40]!r} is no secret")
+    offer = Offer(str(said["host"])[:100], whole(said["port"], 1, 65535), secret, whole(said["step"]))
+    if offer.host != host_and_port(address)[0]:
+        raise ValueError(f"it offers a base at {offer.host}, and is at {address}")
+    return offer
 
 
 def write_base(
@@ -110,6 +126,8 @@ class Donation:
         about: told with the base; JSON-able.
         to: names the newcomer in the log.
         rate: bytes per second to send at most; None for no limit.
+        prove: makes this region's end of the conversation in which it and the newcomer prove themselves; it returns None without
+            a secret of the run.
 
     Attributes:
         offer: where the newcomer gets it.
@@ -118,8 +136,16 @@ class Donation:
     """
 
     def __init__(
-        self, folder: Path, host: str, step: int, about: Mapping[str, Any], to: str, rate: float | None
+        self,
+        folder: Path,
+        host: str,
+        step: int,
+        about: Mapping[str, Any],
+        to: str,
+        rate: float | None,
+        prove: Callable[[Offer], Proof | None] = lambda offer: None,
     ) -> None:
+        self._prove = prove
         self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
         self._files = files_in(folder)
         num_bytes = sum(path.stat().st_size for path in self._files.values())
@@ -163,29 +189,17 @@ class Donation:
     def _accept(self) -> Frames | None:
         """The newcomer's connection; None if it has not called in time."""
         deadline = time.monotonic() + _CALLED_WITHIN_S
-        self._listener.settimeout(0.2)
-        while time.monotonic() < deadline and not self._ended.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            if self._knows_secret(connection):
-                return Frames(connection, rate=self._rate)
-            connection.close()
-        return None
 
-    def _knows_secret(self, connection: socket.socket) -> bool:
-        """Whether a caller says soon what only the newcomer knows."""
-        until = time.monotonic() + _GREET_S
+        def goes_on() -> bool:
+            return time.monotonic() < deadline and not self._ended.is_set()
 
-        def alive() -> None:
-            if time.monotonic() > until:
-                raise LinkError("it says nothing.")
-
-        with contextlib.suppress(LinkError):
-            said = str(Frames(connection, alive).receive().get("secret"))
-            return hmac.compare_digest(said.encode(), self.offer.secret.encode())
-        return False
+        found = who_knows(self._listener, self.offer.secret, goes_on, partial(self._prove, self.offer))
+        if found is None:
+            return None
+        connection, proof = found
+        frames = Frames(connection, rate=self._rate)
+        frames.seal(None if proof is None else proof.ciphers())
+        return frames
 
     def _send(self, frames: Frames) -> None:
         sizes = {name: path.stat().st_size for name, path in self._files.items()}

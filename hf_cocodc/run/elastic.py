@@ -49,6 +49,11 @@ class News(NamedTuple):
     leaves: str = ""
 
 
+def _news_in(plain: Any) -> News:
+    wants, leaves = plain
+    return News(tuple(Member(*each) for each in wants), leaves)
+
+
 class Patience(NamedTuple):
     """Whether a region has waited long enough for more regions."""
 
@@ -154,7 +159,7 @@ class Elastic:
             self._hold()
 
     def _act_on_news(self) -> None:
-        news = self._say(self._news, "what newcomers want")
+        news = self._say(self._news, "what newcomers want", _news_in)
         for member in news.wants:
             self._give_base(member)
         if news.leaves and not self._is_leaving:
@@ -254,11 +259,13 @@ class Elastic:
             found.append((kind, {"step": self._outer.inner_step, **facts}))
         return found
 
-    def _say(self, call: Callable[[Company], T], what: str) -> T:
+    def _say(
+        self, call: Callable[[Company], T], what: str, read: Callable[[Any], T] = lambda plain: plain
+    ) -> T:
         """What `call` returns on the leader, in all ranks."""
 
         def on_the_leader() -> T:
             assert self._company is not None
             return call(self._company)
 
-        return main_says(self._outer.link, self._accelerator, on_the_leader, what)
+        return main_says(self._outer.link, self._accelerator, on_the_leader, what, read)

@@ -12,11 +12,21 @@ from torch import Tensor
 
 from ..errors import LinkError
 from ..meeting.channel import keep_from_forks
+from ..meeting.cipher import Cipher
+from ..meeting.heard import whole
+from ..meeting.proof import Proof
 from .trees import put_together, take_apart
 
 CHUNK = 1 << 20
 _MAX_LINE = 1 << 22
 """Bytes of the longest line."""
+_MOST_TENSORS = 1024
+"""Tensors of one value."""
+_MOST_DIMS = 8
+_LONGEST_DIM = 1 << 48
+_RECORD = 64 << 10
+"""Bytes of a sealed record at most, unsealed."""
+_LENGTH = 4
 _POLL_S = 0.5
 _CONNECT_S = 20.0
 _DTYPES = {
@@ -51,14 +61,42 @@ class Frames:
         # the other end must never wait longer for the next byte than it takes to send so many
         self._most = CHUNK if rate is None else max(int(rate * _POLL_S), 1)
         self._free_at = time.monotonic()
+        self._ciphers: tuple[Cipher, Cipher] | None = None
+        self._received = bytearray()
+
+    def prove(self, proof: Proof) -> None:
+        """Prove this end, which has called, to the other one, and hear its proof. What follows is sealed.
+
+        Raises:
+            LinkError: the other end has not proven itself, or has ended the conversation.
+        """
+        self._send_line(proof.say({"kind": "hello"}))
+        proof.hear(self.receive())
+        self._send_line(proof.say({"kind": "here"}))
+        self.seal(proof.ciphers())
+
+    def seal(self, ciphers: tuple[Cipher, Cipher] | None) -> None:
+        """From now on, seal what is sent and open what comes, with these ciphers for the one and the other."""
+        self._ciphers = ciphers
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a line."""
-        self.send_bytes(json.dumps({"kind": kind, **content}).encode() + b"\n")
+        self._send_line({"kind": kind, **content})
 
     def send_bytes(self, data: bytes | memoryview) -> None:
         """Send bytes, which a line has announced."""
         rest = memoryview(data).cast("B")
+        if self._ciphers is None:
+            self._send(rest)
+            return
+        for start in range(0, len(rest), _RECORD):
+            sealed = self._ciphers[0].seal(rest[start : start + _RECORD])
+            self._send(memoryview(len(sealed).to_bytes(_LENGTH, "big") + sealed))
+
+    def _send_line(self, message: dict[str, Any]) -> None:
+        self.send_bytes(json.dumps(message).encode() + b"\n")
+
+    def _send(self, rest: memoryview) -> None:
         while rest:
             pause_s = self._free_at - time.monotonic()
             if pause_s > 0:
@@ -77,13 +115,14 @@ class Frames:
 
     def receive(self) -> dict[str, Any]:
         """The next line."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            if len(line) > _MAX_LINE:
+        looked_at = 0
+        while (end := self._received.find(b"\n", looked_at)) < 0:
+            looked_at = len(self._received)
+            if looked_at > _MAX_LINE:
                 raise LinkError(f"the other end sent more than {_MAX_LINE} bytes that are no line.")
-            # what follows the line is for somebody else: look first, then take no more than the line
-            seen = self._take(1 << 16, socket.MSG_PEEK)
-            line += self._take(seen.find(b"\n") + 1 or len(seen))
+            self._received += self._next()
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -95,7 +134,9 @@ class Frames:
     def receive_bytes(self, size: int) -> Iterator[bytes]:
         """The bytes that a line has announced, in chunks."""
         while size:
-            chunk = self._take(min(size, CHUNK))
+            chunk = bytes(self._received) or self._next()
+            self._received = bytearray(chunk[size:])
+            chunk = chunk[:size]
             size -= len(chunk)
             yield chunk
 
@@ -115,9 +156,10 @@ class Frames:
     def receive_tree(self, line: dict[str, Any], limit: int) -> Any:
         """The value that `send_tree` announced with `line`; its tensors have at most `limit` bytes."""
         try:
+            if len(line["tensors"]) > _MOST_TENSORS:
+                raise ValueError(f"it has {len(line['tensors'])} tensors")
             shapes = {
-                str(name): (_DTYPES[dtype], tuple(map(_length, shape)))
-                for name, (dtype, shape) in line["tensors"].items()
+                str(name): (_DTYPES[dtype], _shape(shape)) for name, (dtype, shape) in line["tensors"].items()
             }
             tree = line["tree"]
             tensors: dict[str, Tensor] = {}
@@ -126,7 +168,7 @@ class Frames:
                 for length in shape:
                     size *= length
                 if size > limit:
-                    raise ValueError(f"{name} has {size} bytes, more than {limit}")
+                    raise ValueError(f"a tensor has {size} bytes, more than the {limit} that may come")
                 limit -= size
                 content = bytearray()
                 for chunk in self.receive_bytes(size):
@@ -135,17 +177,32 @@ class Frames:
                 tensors[name] = flat.view(shape)
             return put_together(tree, tensors)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise LinkError(f"the other end sent what is no value of ours ({error!r}).") from error
+            raise LinkError(f"the other end sent what is no value of ours ({repr(error)[:200]}).") from error
 
     def close(self) -> None:
         self._socket.close()
 
-    def _take(self, most: int, flags: int = 0) -> bytes:
+    def _next(self) -> bytes:
+        """Some bytes more, as they were sent."""
+        if self._ciphers is None:
+            return self._take(CHUNK)
+        length = int.from_bytes(self._exactly(_LENGTH), "big")
+        if length > _RECORD + self._ciphers[1].overhead:
+            raise LinkError(f"the other end sent a record of {length} bytes.")
+        return self._ciphers[1].open(self._exactly(length))
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            found += self._take(size - len(found))
+        return bytes(found)
+
+    def _take(self, most: int) -> bytes:
         """Some bytes, as they come: at least one."""
         silent_s = 0.0
         while True:
             try:
-                found = self._socket.recv(most, flags)
+                found = self._socket.recv(most)
             except TimeoutError:
                 self._alive()
                 silent_s += _POLL_S  # not by a clock: this process may have stood still itself
@@ -159,10 +216,10 @@ class Frames:
             return found
 
 
-def _length(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no length")
-    return value
+def _shape(lengths: Any) -> tuple[int, ...]:
+    if not isinstance(lengths, list) or len(lengths) > _MOST_DIMS:
+        raise ValueError(f"{str(lengths)[:80]} is no shape")
+    return tuple(whole(length, most=_LONGEST_DIM) for length in lengths)
 
 
 def call(

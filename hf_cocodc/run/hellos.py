@@ -34,6 +34,8 @@ def own_hello(
         # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
         "device": (accelerator.device if config.device == "model" else HOST).type,
     }
+    if regions.encrypt:
+        shared["encrypt"] = True
     if regions.elastic:
         shared |= {name: getattr(regions, name) for name in ("on_loss", "min", "max", "wait_s", "grace_s")}
     return hello(

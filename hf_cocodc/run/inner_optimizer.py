@@ -82,6 +82,9 @@ class InnerOptimizer:
         reads_lr: whether the method computes with the learning rate.
         begins_anew: whether `begin_anew` may be called.
 
+    Attributes:
+        times_anew: how often it was called.
+
     Raises:
         InputError: no region can train with it; the message says what to change.
     """
@@ -89,6 +92,7 @@ class InnerOptimizer:
     def __init__(self, optimizer: Any, model: nn.Module, *, reads_lr: bool, begins_anew: bool) -> None:
         self._given, self._parts = optimizer, parts_of(optimizer)
         self._model, self._reads_lr = model, reads_lr
+        self.times_anew = 0
         for part in self._parts:
             refuse_two_sets_of_weights(part)
             if begins_anew and not callable(getattr(getattr(part, "state", None), "clear", None)):
@@ -154,6 +158,7 @@ class InnerOptimizer:
         Raises:
             InputError: an optimizer keeps it.
         """
+        self.times_anew += 1
         for part in self._parts:
             part.state.clear()
             if part.state:

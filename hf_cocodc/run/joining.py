@@ -15,7 +15,7 @@ from ..links.base import Link
 from ..links.terms import State
 from . import checkpoint as disk
 from . import local_weights
-from .base import Received
+from .base import Received, received_in
 from .checkpoint import Saved
 from .connect import company_of
 from .donor import Inner
@@ -50,15 +50,15 @@ def get_base(link: Link, accelerator: Accelerator, folder: Path) -> Received:
         assert company is not None
         return company.get_base(folder)
 
-    return main_says(link, accelerator, get, "a base from another region")
+    return main_says(link, accelerator, get, "a base from another region", received_in)
 
 
 def place_for_bases(link: Link, accelerator: Accelerator, journal: str | Path | None) -> Path:
     """A folder for bases that all ranks of the region reach: beside the journal, if there is one."""
     if journal is not None or not link.is_elastic:
         return Path(journal or ".").absolute().parent
-    return main_says(
-        link, accelerator, lambda: Path(tempfile.mkdtemp(prefix="hf_cocodc-")), "a folder for bases"
+    return Path(
+        main_says(link, accelerator, lambda: tempfile.mkdtemp(prefix="hf_cocodc-"), "a folder for bases")
     )
 
 

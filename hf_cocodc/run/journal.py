@@ -1,8 +1,18 @@
 """The record of a run: one JSON line per event, in the order of the events.
 
-Kinds: start, resume, note, log, send, sit_out, begin_anew, land, adopt, unread, evaluate, finish, error. Every line has
-`kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). The summary and the pictures
-read only the journal.
+Kinds: start, resume, note, log, send, sit_out, begin_anew, land, void (a landing that changed nothing, because its mean was
+not finite), guard (outer.guard has clipped or dropped outer gradients), adopt, unread, evaluate, save, finish, error. Every line
+has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). The summary, the pictures
+and the report read only the journal.
+
+For the report there are these, which journals of older versions lack:
+
+- start and resume: `at` (seconds since 1970 by this machine's clock, where time is real), `versions`, `training` (`About.facts`).
+- send, land, evaluate, save: `took_s`, for so many seconds it held training, up to this line; `blocked_s` of them waited for the
+  link.
+- send: `norm` of this region's outer gradient. land: `norms` of the outer gradients, in the order of `members`; `transfer_s` the
+  link took, from when the last region came, and `rested_s` passed from its end to this line.
+- save: a checkpoint was written. The line comes with the next one: a run that is resumed from the checkpoint does not have it.
 
 Where a run goes on without a lost region (`regions.on_loss`), there are five kinds more:
 
@@ -101,6 +111,7 @@ class Journal:
         self.earlier: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] = tuple
         self._clock = clock
         self._began = clock()
+        self._later: list[tuple[str, Mapping[str, Any], float]] = []
         self._mark: Mark | None = mark
         self._position, self._sha256 = 0, hashlib.sha256()
         self._failure: OSError | None = None
@@ -129,15 +140,22 @@ class Journal:
 
     def write(self, kind: str, **facts: Any) -> None:
         """Append one event. NaN and infinities become null, because JSON cannot express them."""
+        later, self._later = self._later, []
+        for each in later:
+            self._append(*each)
         self.write_earlier()
         self._append(kind, facts)
+
+    def write_later(self, kind: str, **facts: Any) -> None:
+        """Append an event of now before the next one; never, if there is none."""
+        self._later.append((kind, facts, self._clock()))
 
     def write_earlier(self) -> None:
         """Append what `earlier` has."""
         for kind, facts in self.earlier():
             self._append(kind, facts)
 
-    def _append(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def _append(self, kind: str, facts: Mapping[str, Any], at: float | None = None) -> None:
         self.listener(kind, facts)
         if self.path is None or self._failure is not None:
             return
@@ -147,7 +165,7 @@ class Journal:
             if self._mark is not None:
                 self._open(self.path, self._mark)
                 self._mark = None
-            clean["time_s"] = round(self._clock() - self._began, 4)
+            clean["time_s"] = round((self._clock() if at is None else at) - self._began, 4)
             written = f"{json.dumps(clean)}\n".encode()
             with self.path.open("ab") as file:
                 file.write(written)

@@ -109,7 +109,7 @@ def read(checkpoint: Path) -> Manifest:
         with_hash = [name for name, file in files.items() if file.sha256]
         if content or (own is None and not all(name.startswith(f"{FOLDER}/") for name in with_hash)):
             raise ValueError("it lacks its own SHA-256")
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return found
 
@@ -134,6 +134,20 @@ def damage(checkpoint: Path, hashes: bool = True) -> str | None:
 def damage_of_export(checkpoint: Path) -> str | None:
     """What is wrong with the global model in a checkpoint, in the words of `damage`; None if nothing is."""
     return _compare(checkpoint, True, hashes=True)
+
+
+def wrong_in(checkpoint: Path, folder: str) -> str | None:
+    """Why the files in a folder of a checkpoint may not be those that were saved there, by their hashes; None if they are."""
+    if not is_sealed(checkpoint):
+        return f"{COMPLETE} is missing"
+    listed = read(checkpoint).files
+    names = [
+        path.relative_to(checkpoint).as_posix() for path in (checkpoint / folder).rglob("*") if path.is_file()
+    ]
+    for name in names:
+        if name not in listed or listed[name].sha256 is None:
+            return f"{name} is not on the list of what was saved, with its hash"
+    return _edited(checkpoint, {name: listed[name] for name in names}, hashes=True)
 
 
 def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:

@@ -7,12 +7,13 @@ back in the same process.
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from ..errors import DonorLost, LeftBehind
-from ..links.log import Marker
-from .base import RunOver
+from ..links.log import Marker, from_plain
+from .base import RunOver, received_in
 from .checkpoint import read
 from .company import Company
 from .runner import Runner, Say
@@ -23,6 +24,14 @@ logger = logging.getLogger(__name__)
 _MARKER_S = 1.0
 MAX_MISSED = 8
 """A region that has missed more rounds than these gives up what it has trained and the others do not have."""
+
+
+def _marker_in(plain: Any) -> Marker | None:
+    if plain is None:
+        return None
+    marker = from_plain({"marker": plain})
+    assert isinstance(marker, Marker)
+    return marker
 
 
 class Newcomer:
@@ -65,7 +74,7 @@ class Newcomer:
         while True:
             try:
                 marker = self._say(
-                    lambda company: company.link.next_marker(_MARKER_S), "the others' progress"
+                    lambda company: company.link.next_marker(_MARKER_S), "the others' progress", _marker_in
                 )
                 if marker is None:
                     continue
@@ -130,9 +139,11 @@ class Newcomer:
 
     def _load_base(self, keep: bool) -> None:
         outer = self._outer
-        base = self._say(lambda company: company.get_base(self._folder), "a base from another region")
+        base = self._say(
+            lambda company: company.get_base(self._folder), "a base from another region", received_in
+        )
         saved = read(base.folder, outer.link.lane)
-        rounds = (saved.facts.step - outer.inner_step) / outer.settings["sync_interval"]
+        rounds = (saved.facts.step - outer.inner_step) / round_steps(outer)
         if keep and rounds > MAX_MISSED:
             logger.warning(
                 "region %d has missed %d rounds: it gives up what it has trained since its last send.",
@@ -145,3 +156,12 @@ class Newcomer:
     def _forget_base(self) -> None:
         self._accelerator.wait_for_everyone()  # all ranks read it
         self._say(Company.forget_base, "the end of the base")
+
+
+def round_steps(outer: Runner) -> float:
+    """Inner steps of a round: its setting, or for a method of a user's own without one, the mean so far."""
+    if "sync_interval" in outer.settings:
+        return float(outer.settings["sync_interval"])
+    synchronizer = outer.synchronizer
+    landings = max(synchronizer.totals.landings, 1)
+    return max(1.0, synchronizer.inner_step * len(synchronizer.fragments) / landings)

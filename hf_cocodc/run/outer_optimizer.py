@@ -15,7 +15,8 @@ from ..engine.saving import wait_for_transfers
 from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Words
-from ..resolve import continuing, from_config, settings
+from ..methods import Method
+from ..resolve import as_config, continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
@@ -64,7 +65,7 @@ class OuterOptimizer(Finishing):
         optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is
             read. It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are
             refused.
-        config: the method and its settings.
+        config: the method and its settings; or a `Method` with a name, for a method of your own.
         regions: which region this is; by default the environment says so.
         max_steps: inner steps of the run, if known; regions must agree on it.
         journal: file for one JSON line per event; none by default.
@@ -99,7 +100,7 @@ class OuterOptimizer(Finishing):
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Any,
-        config: OuterConfig,
+        config: OuterConfig | Method,
         regions: RegionConfig | None = None,
         *,
         max_steps: int | None = None,
@@ -109,6 +110,7 @@ class OuterOptimizer(Finishing):
         about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
+        config = as_config(config)
         method = from_config(config)  # a mistake in the settings comes before everything else
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -148,7 +150,8 @@ class OuterOptimizer(Finishing):
             self.endings.continue_from(self.inner_step)
             if not continues:
                 self.synchronizer.take_over()
-        note_start(self.journal, self.synchronizer, continues, max_steps, self.settings, run)
+        told = self.settings, self.about.facts
+        note_start(self.journal, self.synchronizer, continues, max_steps, *told, run)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)

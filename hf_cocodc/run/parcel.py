@@ -7,7 +7,7 @@ scheduler, scaler) are taken apart before, and written anew by the region that t
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LinkError
+from ..meeting.heard import whole
 from . import checkpoint as disk
 from . import local_weights, manifest
 from .export import put_beside
@@ -35,20 +36,28 @@ _KNOWN = re.compile(
     rf"|{manifest.EXPORT}/({_WORD}/)?{_WORD}\.(safetensors|json|txt|model|tiktoken|jinja|md)"
 )
 """Names of the files that may reach another region."""
+_LARGEST_FILE = 1 << 50
+_LONGEST_NAME = 500
 
 
-def check_names(names: Iterable[str], source: int) -> None:
-    """Check that a parcel from region `source` has only files that may travel.
+def check_files(sizes: Any, source: int) -> dict[str, int]:
+    """The list of files of a parcel, as region `source` sends it: their names and sizes.
 
     Raises:
-        CheckpointError: it has another one.
+        LinkError: it is no such list.
+        CheckpointError: it has a file that no checkpoint has.
     """
-    for name in names:
-        if not _KNOWN.fullmatch(name):
+    try:
+        found = {name: whole(size, most=_LARGEST_FILE) for name, size in sizes.items()}
+    except (AttributeError, ValueError) as error:
+        raise LinkError(f"region {source} does not say which files it sends ({error}).") from error
+    for name in found:
+        if len(name) > _LONGEST_NAME or not _KNOWN.fullmatch(name):
             raise CheckpointError(
-                f"region {source} sends a file named {name!r} with its checkpoint, which no checkpoint has: it is not written. "
-                "Do all regions have the same version of hf_cocodc? Is the store reached by others?"
+                f"region {source} sends a file named {name[:200]!r} with its checkpoint, which no checkpoint has: it is not "
+                "written. Do all regions have the same version of hf_cocodc? Is the store reached by others?"
             )
+    return found
 
 
 def files_in(*folders: Path) -> dict[str, Path]:
@@ -85,13 +94,19 @@ def parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
 
 
 def make_own(checkpoint: Path) -> None:
-    """Turn the received files into a checkpoint: a region that takes over starts from the global weights."""
+    """Turn the received files into a checkpoint: a region that takes over starts from the global weights.
+
+    Raises:
+        CheckpointError: they are no checkpoint.
+    """
     trees = checkpoint / TREES
     put_beside(checkpoint)
     for path in trees.glob("*.json"):
-        _put_together(path.with_suffix(""), checkpoint / path.stem)
+        with disk.refusing(path):
+            _put_together(path.with_suffix(""), checkpoint / path.stem)
     shutil.rmtree(trees, ignore_errors=True)
-    disk.mark_taken_over(checkpoint)
+    with disk.refusing(checkpoint / disk.FOLDER):
+        disk.mark_taken_over(checkpoint)
 
 
 def write_tree(state: Any, to: Path) -> None:
@@ -122,6 +137,9 @@ def _take_apart(state: Path, to: Path) -> None:
     pickled = state
     if state.is_dir():
         pickled = to.with_name(f"{to.name}.pickle")
+        wrong = manifest.wrong_in(state.parent, state.name)  # it holds a pickle
+        if wrong is not None:
+            raise CheckpointError(f"{state} is not opened: {wrong}.")
         dcp_to_torch_save(state, pickled)
     content = torch.load(pickled, map_location="cpu", weights_only=True)
     if state.is_dir():

@@ -13,13 +13,16 @@ from ..errors import LinkError, MeetingError
 from ..links.terms import Reach
 from ..links.wire import Wire
 from ..meeting import live
-from ..meeting.board import TICKETS
+from ..meeting.board import take_ticket
 from ..meeting.changes import Changes
 from ..meeting.handshake import compare_two
 from ..meeting.presence import Member, Presence
+from ..meeting.proof import Proof
+from ..meeting.secret import Keys
 from ..meeting.store import SteadyStore, StoreAwayError, connect_store
 from ..meeting.verdict import Decision, Report
 from ..settings import RegionConfig
+from .donor import Offer
 from .hellos import show_differences
 from .status import tell
 
@@ -40,6 +43,8 @@ class Place:
         hello: what this region tells the others of itself.
         host: address of this machine that the others reach.
         pin_memory: see `ElasticLink`.
+        keys: of the run's secret; None if there is none.
+        largest_base: bytes that a base of this model has at most.
     """
 
     region: int
@@ -48,6 +53,8 @@ class Place:
     hello: Mapping[str, Any]
     host: str
     pin_memory: bool
+    keys: Keys | None = None
+    largest_base: int = 1 << 50
 
     @property
     def rate(self) -> float | None:
@@ -55,17 +62,23 @@ class Place:
         limit = self.regions.rate_limit
         return None if limit is None else limit * 1e6 / 8
 
-    def store(self) -> dist.TCPStore:
+    def store(self) -> dist.Store:
         """Another connection to the store."""
         assert self.regions.store is not None
-        return connect_store(self.regions.store, self.regions.timeout_s)
+        return connect_store(self.regions.store, self.regions.timeout_s, self.keys)
 
     def steady_store(self) -> SteadyStore:
         assert self.regions.store is not None
-        return SteadyStore(self.regions.store)
+        return SteadyStore(self.regions.store, keys=self.keys)
 
     def presence(self, run: str, me: Member) -> Presence:
-        return Presence(run, me, self.host, self.regions.timeout_s, self.regions.stuck_timeout_s)
+        times = self.regions.timeout_s, self.regions.stuck_timeout_s
+        return Presence(run, me, self.host, *times, keys=self.keys, encrypt=bool(self.regions.encrypt))
+
+    def prove(self, offer: Offer) -> Proof | None:
+        """One end of the conversation in which a donor and a newcomer prove themselves; None without a secret."""
+        about = {"for": "base", **offer._asdict()}
+        return None if self.keys is None else Proof(self.keys, about, bool(self.regions.encrypt))
 
     def reach(
         self, run: str, presence: Presence, members: tuple[Member, ...] | None, losses: int = 0
@@ -87,6 +100,8 @@ class Place:
             self.rate,
             note_of=presence.note_of,
             is_patient=True,  # presence tells who is lost
+            keys=self.keys,
+            encrypt=bool(self.regions.encrypt),
         )
         wait_s = self.regions.wait_s
         assert wait_s is not None
@@ -155,7 +170,7 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
         first = record.members[0].region
         compare_two(first, record.hello, place.region, place.hello)
         addresses = {Member(each.region, each.ticket): each.address for each in record.members}
-        presence = place.presence(record.run, Member(place.region, ticket(place.store())))
+        presence = place.presence(record.run, Member(place.region, take_ticket(place.store())))
         try:
             presence.connect(addresses, min(until, time.monotonic() + place.regions.timeout_s), {})
             show_differences([record.hello, place.hello])
@@ -190,8 +205,3 @@ def taken(record: live.Record, region: int) -> str | None:
                 "number)."
             )
     return None
-
-
-def ticket(store: dist.Store) -> int:
-    """A number that no other process at the store has."""
-    return store.add(TICKETS, 1)

@@ -1,7 +1,7 @@
-"""What a region does when it has not been finite for several rounds.
+"""What a region does when it has not counted for several rounds: it was not finite, or the norm guard has dropped it.
 
-A step that is not finite stays: AdamW keeps it in its moments. Global params at every landing do not help, and the region
-would sit out every later round.
+A step that is not finite, or far too large, stays: AdamW keeps it in its moments. Global params at every landing do not help,
+and the region would not count in any later round.
 """
 
 import logging
@@ -16,6 +16,9 @@ from .journal import Journal
 
 logger = logging.getLogger(__name__)
 
+_OFTEN = 3
+"""Fresh starts of a region after which another one will not help."""
+
 
 def recover(
     synchronizer: Synchronizer,
@@ -24,14 +27,16 @@ def recover(
     endings: Endings,
     journal: Journal,
 ) -> None:
-    """Do what `outer.on_nonfinite` says, if the last `outer.nonfinite_rounds` rounds of a fragment were not finite.
+    """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a fragment.
 
-    All ranks of a region decide alike: the engine's rounds are not finite in all of them, or in none.
+    All ranks of a region decide alike: the engine's rounds count in all of them, or in none.
     """
     region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.fragments)
     if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
         return
-    said = f"region {region} was not finite in {rounds} rounds in a row"
+    said = (
+        f"region {region} did not count in {rounds} rounds in a row (not finite, or dropped by outer.guard)"
+    )
     if config.on_nonfinite == "stop":
         endings.ask_to_stop(
             f"{said}; go back to an earlier checkpoint with a lower learning rate, or set outer.on_nonfinite=restart"
@@ -44,4 +49,10 @@ def recover(
     )
     begin_anew(synchronizer.fragments)
     inner.begin_anew()
-    journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds)
+    if inner.times_anew >= _OFTEN:
+        logger.warning(
+            "region %d has begun anew %d times: its settings are wrong, not its luck. Compare its learning rate with that of the "
+            "other regions, then start it again.",
+            *(region, inner.times_anew),
+        )
+    journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds, times=inner.times_anew)

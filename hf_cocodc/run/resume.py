@@ -21,7 +21,7 @@ from .newest import newest_common
 from .pointers import point
 from .shelf import Shelf, main_says
 from .take_over import take_over
-from .wishes import common_wish, wish_of
+from .wishes import Wish, common_wish, wish_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,9 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
     """
-    own = main_says(link, accelerator, lambda: wish_of(wanted, folder), "what to begin from")
+    own = main_says(
+        link, accelerator, lambda: wish_of(wanted, folder), "what to begin from", lambda told: Wish(*told)
+    )
     wish = common_wish(link, own)
     if not wish.resumes:
         return Start(None)

@@ -46,6 +46,9 @@ class Runner(Savable, Protocol):
 
 
 class Say(Protocol):
-    """Calls a function on the region's leader. All ranks get what it returns, or the error that it raises."""
+    """Calls a function on the region's leader. All ranks get what it returns, or the error that it raises.
 
-    def __call__(self, call: Callable[[Company], T], what: str) -> T: ...
+    What it returns travels as JSON; `read` makes of it what it was.
+    """
+
+    def __call__(self, call: Callable[[Company], T], what: str, read: Callable[[Any], T] = ...) -> T: ...

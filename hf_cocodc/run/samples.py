@@ -3,13 +3,14 @@
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 SAMPLES = 8
+SPREAD = 256
 
 
 def first_samples(dataset: Any) -> str:
@@ -18,12 +19,21 @@ def first_samples(dataset: Any) -> str:
     A stream is not read: a sample may be gone afterwards, or cost the download of a whole shuffle buffer. The state of random
     generators is put back.
     """
+    return _digest(dataset, lambda length: range(min(length, SAMPLES)))
+
+
+def spread_samples(dataset: Any) -> str:
+    """Digest of samples from all over a map-style dataset; empty where `first_samples` is."""
+    return _digest(dataset, lambda length: range(0, length, max(1, length // SPREAD)))
+
+
+def _digest(dataset: Any, choose: Callable[[int], Sequence[int]]) -> str:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return ""
     sha = hashlib.sha256()
     try:
         with _same_randomness():
-            samples = [dataset[index] for index in range(min(len(dataset), SAMPLES))]
+            samples = [dataset[index] for index in choose(len(dataset))]
         for sample in samples:
             _feed(sha, sample)
     except Exception:

@@ -8,16 +8,19 @@ from typing import Any, Protocol
 from accelerate import Accelerator
 from torch import nn
 
+from ..engine.synchronizer import Synchronizer
 from ..errors import CheckpointError
 from ..links.base import Link
 from ..tensors.contents import digests
 from . import checkpoint as disk
 from . import local_weights
 from .about import About
-from .checkpoint import Facts, Saved
+from .checkpoint import Saved
+from .facts import Facts
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 from .shelf import main_says
+from .spent import Spent
 
 
 class Savable(Protocol):
@@ -29,6 +32,7 @@ class Savable(Protocol):
     settings: dict[str, Any]
     journal: Journal
     finished: bool
+    synchronizer: Synchronizer
 
     @property
     def inner_step(self) -> int: ...
@@ -128,10 +132,11 @@ def hook_into_saving(
         read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
-        result = None
+        result, spent = None, Spent(outer)
         with outer.spare(f"a checkpoint of step {outer.inner_step}"):
             result = save_state(*args, **kwargs)
             outer.seal(folder[0])
+            outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:

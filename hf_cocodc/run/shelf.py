@@ -1,17 +1,20 @@
 """What a region has on its disk to resume from. Checking a checkpoint reads all of it, so only those that may be used are."""
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from ..links.base import Link
+from ..meeting.region_store import error_of, failure_of
 from . import checkpoint as disk
 from . import manifest, numbering
+from .ranks import from_main
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,8 @@ class Shelf:
     def newest(self, bound: int | None = None) -> Good:
         """The newest good checkpoint, of step `bound` at most."""
         good, self.num_damaged = self._main_says(lambda: (self._newest(bound), self.num_damaged))
-        return Good(*good)
+        step, writers, stopping = good
+        return Good(step, tuple(writers), stopping)
 
     def _main_says(self, find: Callable[[], Value]) -> Value:
         return main_says(self._link, self._accelerator, find, "the check of this region's checkpoints")
@@ -104,25 +108,53 @@ def _run(folder: Path, beside: Path | None) -> int:
     return manifest.read(found[-1]).run if found else 0
 
 
-def main_says(link: Link, accelerator: Accelerator, find: Callable[[], Value], what: str) -> Value:
+def main_says(
+    link: Link,
+    accelerator: Accelerator,
+    find: Callable[[], Value],
+    what: str,
+    read: Callable[[Any], Value] = lambda plain: plain,
+) -> Value:
     """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks.
 
     `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
 
+    Args:
+        link: of this region.
+        accelerator: of this region.
+        find: called in the main process.
+        what: names the call in messages.
+        read: the value again, from what JSON makes of it.
+
     Raises:
-        Exception: what `find` has raised, in all ranks.
+        Exception: what `find` has raised, in the main process; in the other ranks an error of the same kind, or LinkError.
     """
 
-    def attempt(_: Link) -> tuple[Any, Exception | None] | None:
+    value: Any = None
+    failed: Exception | None = None
+
+    def attempt(_: Link) -> str | None:
+        nonlocal value, failed
         if not accelerator.is_main_process:  # every pipeline stage leads itself
             return None
         try:
-            return find(), None
+            value = find()
+            return json.dumps({"value": value}, default=_plain) if accelerator.num_processes > 1 else None
         except Exception as error:
-            return None, error
+            failed = error
+            return json.dumps({"failure": failure_of(error)})
 
-    said: list[Any] = [link.lead(attempt, what)]
-    value, error = broadcast_object_list(said)[0] if accelerator.num_processes > 1 else said[0]
-    if error is not None:
-        raise error
-    return value
+    said = from_main(accelerator, link.lead(attempt, what))
+    if failed is not None:
+        raise failed
+    if accelerator.is_main_process:
+        return value
+    told = json.loads(said)
+    if "failure" in told:
+        raise error_of(told["failure"])
+    return read(told["value"])
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot express by itself, as what it can."""
+    return str(value) if isinstance(value, Path) else asdict(value)

@@ -1,19 +1,23 @@
 """Regions agree on a run's length and intervals before step 1 of training."""
 
 import logging
+import platform
+import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from .. import __version__
 from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..links.base import Link
 from ..links.spreading import gather
-from ..resolve import from_config, method_of
+from ..resolve import from_config, guard_of, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
 from .connect import company_of
@@ -192,6 +196,7 @@ def engine_for(
         record=journal.write,
         digest_interval=config.digest_interval,
         weights=config.weights,
+        guard=guard_of(config),
         state=state,
         device=outer_device(model, config),
     )
@@ -218,16 +223,24 @@ def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = Non
     return Mark(saved.facts.journal, saved.facts.journal_sha256, saved.facts.step)
 
 
+def versions() -> dict[str, str]:
+    """The versions that a run's numbers may depend on."""
+    packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}
+    return {"hf_cocodc": __version__, **packages, "python": platform.python_version()}
+
+
 def note_start(
     journal: Journal,
     synchronizer: Synchronizer,
     continues: bool,
     max_steps: int | None,
     settings: Mapping[str, Any],
+    training: Mapping[str, Any],
     run: str | None = None,
 ) -> None:
     """Write into the journal what begins, or continues; into the log what it keeps in memory, and that fragments are uneven."""
     link = synchronizer.link
+    clock = {"at": round(time.time(), 3)} if link.timing == "measured" else {}
     journal.write(
         "resume" if continues else "start",
         step=synchronizer.inner_step,
@@ -240,6 +253,9 @@ def note_start(
         bytes_sent=synchronizer.totals.bytes_sent,
         outer=settings,
         **({} if run is None else {"run": run}),
+        **clock,
+        versions=versions(),
+        training=dict(training),
     )
     for sentence in in_words(synchronizer.memory()):
         logger.info(sentence)

@@ -5,13 +5,14 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LinkError
 from ..links.base import Link
 from ..links.spreading import spread
 from . import checkpoint as disk
 from . import manifest, numbering
-from .parcel import check_names, make_own, parcel
+from .parcel import check_files, make_own, parcel
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +65,29 @@ def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) 
     listed = spread(
         link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"
     )
-    check_names(json.loads(listed), source)
+    expected = check_files(_parsed(listed), source)
     if into is not None:
         shutil.rmtree(into, ignore_errors=True)
-    for name, size in json.loads(listed).items():
+    for name, size in expected.items():
         for start in range(0, max(size, 1), _CHUNK_BYTES):
             chunk = b""
             if name in files:
                 with files[name].open("rb") as file:
                     file.seek(start)
                     chunk = file.read(_CHUNK_BYTES)
-            chunk = spread(link, source, chunk, f"{name} of region {source}'s checkpoint")
+            chunk = spread(link, source, chunk, f"{name} of region {source}'s checkpoint", _CHUNK_BYTES)
+            if len(chunk) != min(size - start, _CHUNK_BYTES):
+                raise LinkError(f"region {source} sends {name} with another length than it has said.")
             if into is not None:
                 with disk.saving(into):
                     (into / name).parent.mkdir(parents=True, exist_ok=True)
                     with (into / name).open("ab") as file:
                         file.write(chunk)
+
+
+def _parsed(listed: bytes) -> Any:
+    """What the bytes mean as JSON; None if they are none."""
+    try:
+        return json.loads(listed)
+    except (ValueError, RecursionError):
+        return None

@@ -7,6 +7,8 @@ from torch import Tensor
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"
+_DEEPEST = 64
+"""Levels of a state at most."""
 
 
 def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -20,16 +22,26 @@ def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
 
     Raises:
         KeyError: a tensor is missing.
+        ValueError: it is no such state.
     """
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        if _FLOAT in value:
-            return float(value[_FLOAT])
-        return {key: put_together(each, tensors) for key, each in value.items()}
+    return _put_together(value, tensors, _DEEPEST)
+
+
+def _put_together(value: Any, tensors: dict[str, Tensor], levels: int) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    if not levels:
+        raise ValueError(f"a state has more than {_DEEPEST} levels")
     if isinstance(value, list):
-        return [put_together(each, tensors) for each in value]
-    return value
+        return [_put_together(each, tensors, levels - 1) for each in value]
+    for mark in (_TENSOR, _FLOAT):
+        if mark in value and (len(value) > 1 or not isinstance(value[mark], str)):
+            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor or a number")
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return {key: _put_together(each, tensors, levels - 1) for key, each in value.items()}
 
 
 def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:

@@ -15,6 +15,7 @@ ENV_REGIONS = "HF_COCODC_REGIONS"
 ENV_STORE = "HF_COCODC_STORE"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
+ENV_SECRET = "HF_COCODC_SECRET"
 
 
 def check_alone(region: int | None, store: str | None) -> None:

@@ -1,23 +1,46 @@
 """The section `outer` of a recipe: how regions synchronise."""
 
+import contextlib
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InputError, nearest, shown
 from .rules import require, setting, take_number
 
 DEVICES = ("host", "model")
 ON_NONFINITE = ("restart", "stop")
 WEIGHTS = ("equal", "steps", "tokens")
-OF_EVERY_METHOD = ("method", "weights", "digest_interval", "on_nonfinite", "nonfinite_rounds", "device")
+OF_EVERY_METHOD = (
+    "method",
+    "options",
+    "weights",
+    "digest_interval",
+    "on_nonfinite",
+    "nonfinite_rounds",
+    "guard",
+    "device",
+)
 """Fields of `OuterConfig` that are no settings of a method."""
+
+GUARD: dict[str, float] = {"clip": 5.0, "drop": 50.0, "history": 16}
+"""The default of `outer.guard`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
     """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
 
-    method: str = setting("Method: diloco, streaming, eager, co2, dilocox or cocodc.", "diloco")
+    method: Any | str | None = setting(
+        "Method: diloco, streaming, eager, co2, dilocox or cocodc; or MODULE:NAME, a function of your own that returns a "
+        "Method. In a script also a Method.",
+        "diloco",
+    )
+    options: dict[str, Any] | str | None = setting(
+        "Settings of a method or a codec of your own that have no name here: {k: 32, decay: 0.9}, or k=32,decay=0.9."
+    )
     sync_interval: int | None = setting("H: each fragment is sent once every H inner steps.")
     num_fragments: int | None = setting("P: number of parts of the model that are sent separately.")
     fragment_pattern: str | None = setting("Which blocks form a fragment: whole, strided or sequential.")
@@ -36,12 +59,17 @@ class OuterConfig:
     outer_lr: float | None = setting("Learning rate of the outer optimizer.")
     outer_momentum: float | None = setting("Nesterov momentum of the outer optimizer.")
     codec: str | None = setting(
-        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank."
+        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank; or MODULE:NAME, a codec of "
+        "your own, or a function that returns one."
     )
     error_feedback: bool | None = setting(
         "Add the values that the codec loses in one transfer to the next one."
     )
     rank: int | None = setting("Rank r_1 of the low-rank codec.")
+    mean: str | None = setting(
+        "Mean of the outer gradients: average, or radial (the mean of their norms times the mean of their directions, for each "
+        "parameter in a block: updates are not shorter with more regions; one more round trip; not for eager)."
+    )
     staleness_penalty: float | str | None = setting(
         "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
         "were half), none, or a constant of at least 1."
@@ -72,8 +100,14 @@ class OuterConfig:
         "restart",
     )
     nonfinite_rounds: int = setting(
-        "Rounds in a row with an outer gradient that is not finite, after which a region does what on_nonfinite says.",
+        "Rounds in a row in which a region does not count, because its outer gradient is not finite or the guard drops it, after "
+        "which it does what on_nonfinite says.",
         3,
+    )
+    guard: dict[str, float] | str | None = setting(
+        "Norm guard: an outer gradient whose norm is more than clip times the ordinary one is scaled down to that; with more "
+        "than drop times it is left out. Ordinary is the larger of two medians: of the fragment's last history landings, and "
+        "of the regions now. Default: clip=5,drop=50,history=16 (in a recipe {clip: 5, drop: 50, history: 16}); none: no guard."
     )
     device: str = setting(
         "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
@@ -81,12 +115,18 @@ class OuterConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "diloco")
+        if self.options is not None:
+            object.__setattr__(self, "options", _options(self.options))
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):
             require(self, name, lambda v: v >= 1, "must be at least 1")
         require(self, "nonfinite_rounds", lambda v: v >= 1, "must be at least 1")
         require(
             self, "on_nonfinite", lambda v: v in ON_NONFINITE, f"must be one of {', '.join(ON_NONFINITE)}"
         )
+        if self.guard is not None:
+            object.__setattr__(self, "guard", guard_settings(self.guard))
         take_number(self, "overlap_steps")
         take_number(self, "staleness_penalty")
         take_number(self, "clip_momentum")
@@ -106,8 +146,83 @@ class OuterConfig:
 
     def given(self) -> dict[str, Any]:
         """The arguments for the method, without the fields that are None."""
+        named = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if value is not None and name not in OF_EVERY_METHOD
+            name: value for name, value in named.items() if value is not None and name not in OF_EVERY_METHOD
         }
+
+
+def _options(given: Any) -> dict[str, Any]:
+    """The options of a method of a user's own, in words that regions can compare.
+
+    >>> _options("k=32, decay=0.9")
+    {'k': 32, 'decay': 0.9}
+
+    Raises:
+        InputError: they are no mapping of names, one is also the name of another setting, or a value is no plain one.
+    """
+    told = given
+    if isinstance(given, str):
+        told = {
+            name.strip(): _number(value)
+            for name, _, value in (each.partition("=") for each in given.split(","))
+        }
+    if not isinstance(told, dict) or not all(isinstance(name, str) and name.isidentifier() for name in told):
+        raise InputError(f"outer.options={shown(given)} must be a mapping of names, for example {{k: 32}}.")
+    for name, value in told.items():
+        if name in {each.name for each in dataclasses.fields(OuterConfig)}:
+            raise InputError(f"outer.options: {name} is a setting itself. Write outer.{name}={shown(value)}.")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"outer.options: {name}={shown(value)} must be a number, text, true, false, null, or a list or mapping of them."
+            ) from error
+    return dict(told)
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.strip().lower(), text.strip())
+
+
+def guard_settings(given: Any) -> dict[str, float] | str:
+    """The settings of the norm guard, all of them, or "none".
+
+    >>> guard_settings("clip=3,drop=30"), guard_settings({"history": 8})
+    ({'clip': 3.0, 'drop': 30.0, 'history': 16}, {'clip': 5.0, 'drop': 50.0, 'history': 8})
+
+    Raises:
+        InputError: a value cannot be.
+    """
+    if given == "none":
+        return "none"
+    told = given
+    if isinstance(given, str):
+        told = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
+    if not isinstance(told, dict):
+        raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 5, drop: 50, history: 16}}.")
+    found: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
+    for name, value in told.items():
+        if name not in found:
+            raise InputError(
+                f"outer.guard={shown(given)}: {shown(name)} is not known.{nearest(str(name), list(GUARD))}"
+            )
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"outer.guard: {name}={shown(value)} is not a number.") from error
+    if not 1 < found["clip"] <= found["drop"] < math.inf:
+        raise InputError(
+            f"outer.guard: clip={found['clip']:g} and drop={found['drop']:g} must be finite, clip more than 1 and drop not less "
+            "than clip. 1 is the ordinary norm."
+        )
+    history = found["history"]
+    if not (8 <= history <= 4096 and history.is_integer()):
+        raise InputError(
+            f"outer.guard: history={history:g} must be a whole number from 8 to 4096. With fewer landings nobody knows what is "
+            "ordinary."
+        )
+    return found | {"history": int(history)}

@@ -12,6 +12,7 @@ from .environment import (
     ENV_REGION,
     ENV_REGIONS,
     ENV_RUN,
+    ENV_SECRET,
     ENV_STORE,
     check_alone,
     from_env,
@@ -38,6 +39,14 @@ class RegionConfig:
     run: str | None = setting(
         f"Name of the run, equal in all its regions: runs of different names can meet at one store (environment {ENV_RUN}). "
         "By default the name of the output folder; of the script where there is no output folder."
+    )
+    secret_file: str | None = setting(
+        "File with the secret that the run's regions and its store share, at least 16 characters; or the secret itself in the "
+        f"environment ({ENV_SECRET}). Strangers can then neither read the names at the store nor write what a region believes."
+    )
+    encrypt: bool | None = setting(
+        "Encrypt what regions send each other (AES-256-GCM). Needs a secret, and the package cryptography: pip install "
+        "'hf-cocodc[encrypt]'. Not needed where a VPN does it."
     )
     interface: str | None = setting(
         "Network interface of the link, for example wg0; by default the interface that reaches the store."

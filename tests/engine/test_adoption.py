@@ -17,17 +17,20 @@ from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Ending, Word
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from tests.methods import small
 from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"codec": "int8", "error_feedback": True},
-    "streaming": {"num_fragments": 2, "overlap_steps": 3},
-    "eager": {"num_fragments": 2, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 2, "overlap_steps": 3, "sends_per_interval": 4},
-}
+SETTINGS = small(
+    {
+        "diloco": {"codec": "int8", "error_feedback": True},
+        "streaming": {"num_fragments": 2, "overlap_steps": 3},
+        "eager": {"num_fragments": 2, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 2, "overlap_steps": 3, "sends_per_interval": 4},
+    }
+)
 START = [
     torch.linspace(-1, 1, 24).view(4, 6),
     torch.linspace(0, 1, 12).view(3, 4),

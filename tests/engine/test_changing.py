@@ -17,21 +17,25 @@ from hf_cocodc.errors import LeftBehind
 from hf_cocodc.links.lockstep import VirtualLink
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs import without_residuals
+from hf_cocodc.parts.guard import Guard
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.flat import digest, tensors_in
 from tests.engine.changing import ChangingLink, Sets, run_changing
+from tests.methods import small
 from tests.toys import Blocks, params_of
 
 START = [torch.linspace(-1, 1, 48).view(8, 6), torch.linspace(0, 1, 24).view(4, 6), torch.linspace(-2, 0, 7)]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"codec": "int8", "error_feedback": True},
-    "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
-    "eager": {},
-    "co2": {"outer_momentum": 0.3},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 3},
-}
+SETTINGS = small(
+    {
+        "diloco": {"codec": "int8", "error_feedback": True},
+        "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
+        "eager": {},
+        "co2": {"outer_momentum": 0.3},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 3},
+    }
+)
 INTERVAL, BASE, ADMITTED, END = 6, 14, 27, 50
 SLOW = VirtualLink(step_time_s=1.0, latency_s=0.1, bandwidth=400.0)
 """CoCoDC derives its overlap and its sends from these times."""
@@ -57,11 +61,15 @@ def base_of(synchronizer: Synchronizer, link: ChangingLink) -> tuple[dict[str, A
 
 
 def come_in(
-    link: ChangingLink, model: Blocks, method: Method, base: tuple[dict[str, Any], int]
+    link: ChangingLink,
+    model: Blocks,
+    method: Method,
+    base: tuple[dict[str, Any], int],
+    guard: Guard | None = None,
 ) -> Synchronizer:
     """Begin from a member's state, and follow the calls that came after it."""
     link.is_joining = True
-    synchronizer = Synchronizer(model, method, link, state=base[0])
+    synchronizer = Synchronizer(model, method, link, state=base[0], guard=guard)
     synchronizer.take_over()
     link.follow_from(base[1])
     return synchronizer
@@ -78,7 +86,7 @@ def facts(synchronizer: Synchronizer) -> list[Any]:
     found: list[Any] = [synchronizer.global_digest(), synchronizer.state_dict()["schedule_state"]]
     found += [digest(*tensors_in(each.outer)) for each in synchronizer.fragments]
     found += [digest(*tensors_in(without_residuals(state))) for state in states]
-    found += [[each.num_sends, each.settled_at, each.sent_at] for each in synchronizer.fragments]
+    found += [[each.num_sends, each.settled_at, each.sent_at, *each.norms] for each in synchronizer.fragments]
     return [*found, synchronizer.measured.agreed]
 
 
@@ -99,10 +107,10 @@ def test_a_newcomer_follows_and_comes_in(name: str) -> None:
         if region == 2:
             link.wait_until(lambda: "base" in box)
             link.now = box["now"]
-            synchronizer = come_in(link, model, method_of(name), box["base"])
+            synchronizer = come_in(link, model, method_of(name), box["base"], Guard())
             first = BASE
         else:
-            synchronizer = Synchronizer(model, method_of(name), link)
+            synchronizer = Synchronizer(model, method_of(name), link, guard=Guard())
         for step in range(first + 1, END + 1):
             if region == 2 and step == ADMITTED + 1:
                 assert torch.equal(params_of(model), global_of(synchronizer)), "it has nothing of its own yet"

@@ -20,28 +20,30 @@ from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.methods import METHODS
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.supported import outer_device
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors import flat as tensors
 from hf_cocodc.tensors.departures import Departure
 from hf_cocodc.tensors.pools import HOST, Pool
 from tests.far import FAR, Far
+from tests.methods import small
 from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"codec": "int8", "error_feedback": True},
-    "streaming": {"num_fragments": 3, "overlap_steps": 3},
-    "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
-}
+SETTINGS = small(
+    {
+        "diloco": {"codec": "int8", "error_feedback": True},
+        "streaming": {"num_fragments": 3, "overlap_steps": 3},
+        "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
+    }
+)
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 STEPS, SAVED_AT = 31, 14
-FACTS = state.Facts(
-    step=SAVED_AT, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0
-)
+FACTS = Facts(step=SAVED_AT, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0)
 
 
 def method_config(name: str) -> OuterConfig:

@@ -29,17 +29,22 @@ from hf_cocodc.tensors.flat import digest as flat_digest
 from hf_cocodc.tensors.norms import square, square_of_difference
 from hf_cocodc.tensors.pieces import PIECE, cuts
 from hf_cocodc.tensors.pools import HOST, Pool
+from tests.methods import small
 from tests.toys import Blocks, Region, params_of, run
 
 SHAPES = ((37, 5), (3,), (129, 3), (1,), (64, 2), (11, 7))
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {},
-    "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
-    "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
-    "dilocox": {"codec": "fp32", "error_feedback": False},
-    "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
-}
+SETTINGS = small(
+    {
+        "diloco": {},
+        "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
+        "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
+        "dilocox": {"codec": "fp32", "error_feedback": False},
+        "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
+    },
+    num_fragments=3,
+    overlap_steps=3,
+)
 
 
 def method_of(name: str, **changes: Any) -> Method:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_cocodc.engine.guarding import Guarding
 from hf_cocodc.engine.stepping import Stepping
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
@@ -24,23 +25,26 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.pools import HOST
 from tests.far import FAR
+from tests.methods import small
 from tests.processes.test_gloo import run_over_gloo
 from tests.toys import Blocks, Region, global_of, params_of, run
 
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"merge": "additive", "overlap_steps": 2},
-    "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
-    "eager": {},
-    "co2": {"outer_momentum": 0.3},
-    "dilocox": {"codec": "fp32", "error_feedback": False},
-    "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
-}
+SETTINGS = small(
+    {
+        "diloco": {"merge": "additive", "overlap_steps": 2},
+        "streaming": {"num_fragments": 3, "overlap_steps": 3, "codec": "fp32"},
+        "eager": {},
+        "co2": {"outer_momentum": 0.3},
+        "dilocox": {"codec": "fp32", "error_feedback": False},
+        "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
+    }
+)
 STEPS = 31
 
 
-def method_of(name: str) -> Method:
-    return from_config(OuterConfig(method=name, sync_interval=6, **SETTINGS[name]))
+def method_of(name: str, **settings: Any) -> Method:
+    return from_config(OuterConfig(method=name, sync_interval=6, **SETTINGS[name] | settings))
 
 
 def named(method: Method, seen: set[str]) -> Method:
@@ -107,7 +111,9 @@ def test_what_needs_the_training_thread_is_left_to_it() -> None:
         link = loopback()
         link.num_lanes = num_lanes
         method = dataclasses.replace(method_of(name), **changes)
-        return Stepping(method, link, device, lambda fragment: torch.zeros(0)).is_ahead
+        return Stepping(
+            method, link, device, lambda fragment: (torch.zeros(0), 0.0), Guarding(None, 0)
+        ).is_ahead
 
     assert is_ahead("streaming", num_lanes=2) and is_ahead("co2")
     assert not is_ahead("co2", num_lanes=2), "its penalty and its learning rate are the whole region's"

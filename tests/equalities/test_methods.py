@@ -24,17 +24,20 @@ from hf_cocodc.resolve import settings as settings_of
 from hf_cocodc.run.trees import put_together, take_apart
 from hf_cocodc.settings import OuterConfig
 from tests.equalities.test_equalities import live, locals_of
+from tests.methods import small
 from tests.toys import Blocks, Region, global_of, llama_adamw, params_of, run, train_llama
 
 H = 4
-SMALL: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_lr": 0.7},
-    "streaming": {"num_fragments": 2, "overlap_steps": 1},
-    "eager": {},
-    "co2": {"outer_momentum": 0.3},
-    "dilocox": {"rank": 2, "outer_lr": 0.4},
-    "cocodc": {"num_fragments": 2, "overlap_steps": 2, "sends_per_interval": 2},
-}
+SMALL = small(
+    {
+        "diloco": {"outer_lr": 0.7},
+        "streaming": {"num_fragments": 2, "overlap_steps": 1},
+        "eager": {},
+        "co2": {"outer_momentum": 0.3},
+        "dilocox": {"rank": 2, "outer_lr": 0.4},
+        "cocodc": {"num_fragments": 2, "overlap_steps": 2, "sends_per_interval": 2},
+    }
+)
 
 
 def small(method: str, **more: Any) -> Method:

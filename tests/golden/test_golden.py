@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_cocodc.methods import METHODS
 from hf_cocodc.settings import OuterConfig
+from tests.methods import small
 from tests.toys import Blocks, Region, run
 
 FOLDER = Path(__file__).parent
 STEPS = 40
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {},
-    "streaming": {"num_fragments": 3, "overlap_steps": 3},
-    "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
-}
+SETTINGS = small(
+    {
+        "diloco": {},
+        "streaming": {"num_fragments": 3, "overlap_steps": 3},
+        "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
+    }
+)
 
 
 def trajectory(name: str) -> list[list[float]]:

@@ -93,12 +93,12 @@ def test_every_method_on_every_kind_of_model(method: str, variant: str, train, t
 
 
 def test_the_readme_names_tests_that_exist() -> None:
-    """Each cell of the README's matrix stands on a test; the README names them."""
+    """What the README says has been tried with what stands on tests; the README names them."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     matrix = readme.split("<!-- matrix -->")[1].split("<!-- /matrix -->")[0]
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", matrix)
     assert len(named) >= 3
     for path, test in named:
         assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
-    for method in SETTINGS:
-        assert f"| `{method}` |" in matrix
+    assert len(SETTINGS) == 6
+    assert matrix.count("all six") == 2

@@ -370,7 +370,7 @@ class FakeWire:
     def drop(self, region: int) -> None:
         self._pairs.pop(region, None)
 
-    def view(self, regions: Collection[int], base_tag: int) -> FakeView:
+    def view(self, regions: Collection[int], base_tag: int, label: bytes = b"") -> FakeView:
         missing = set(regions) - {self._me.region} - set(self._pairs)
         if missing:
             raise LinkError(f"no connection to region {missing}")
@@ -488,6 +488,7 @@ class Regions:
         """Let a process without which the others have gone on be a newcomer."""
         member = self.hub.member(link.region)
         FakePresence(self.hub, member)
+        link.part()
         link.begin_again(self.reach(member, None))
         self.hub.links[member] = link
 

@@ -6,15 +6,18 @@ import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from hf_cocodc.errors import LinkError
+from hf_cocodc.links.base import Handle, Parcel
+from hf_cocodc.links.elastic import ElasticLink
 from hf_cocodc.links.roster import RollCall
 from hf_cocodc.meeting.store import serve_store
-from tests.links.memory import Fault
+from tests.links.memory import Died, Fault, Regions
 from tests.links.test_wire import num_sockets
-from tests.links.training import METHODS, check, train_all
+from tests.links.training import METHODS, STEPS, Trained, check, method_of, train_all
 from tests.processes.elastic_worker import connect
 
 
@@ -73,3 +76,37 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_the_others_go_on_without_a_region_whose_numbers_are_wrong() -> None:
+    """It ends with the reason; all others lose it at the same transfer, and make that again without it."""
+    regions = Regions(3)
+    said: list[str] = []
+
+    def body(region: int, link: ElasticLink) -> tuple[Trained, int]:
+        mean = link.mean
+
+        def wrong(parcel: Parcel) -> Handle:
+            bad = parcel.trailer()._replace(sync_time_s=-5.0)
+            return mean(replace(parcel, trailer=lambda: bad) if bad.inner_step == 4 else parcel)
+
+        if region == 2:
+            link.mean = wrong  # type: ignore[method-assign]
+        trained = Trained(link, method_of("diloco"))
+        try:
+            for _ in range(STEPS):
+                trained.train(region)
+            return trained, trained.finish()
+        except LinkError as error:
+            said.append(str(error))
+            link.close(str(error))
+            raise Died from error
+
+    found = regions.run(body)
+    assert found.keys() == {0, 1}
+    check("diloco", found)
+    lost = found[0][0].sent["fragment 0 sent at step 4"].arrival
+    assert lost is not None
+    assert lost.members == (0, 1)
+    assert said
+    assert all("region 2 sent sync_time_s=-5" in text or "gone on without" in text for text in said)

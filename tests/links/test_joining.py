@@ -93,6 +93,9 @@ def come_in(
             trained.train(link.region, trains=False)
         if link.apply(marker):
             return trained
+        if link.strangers:  # one that has died, and the others do not know it yet
+            wait_until(lambda: not link.strangers)
+            link.apply(marker)
 
 
 def train_with_newcomer(name: str, faults: list[Fault] | None = None) -> tuple[Regions, dict[int, Any]]:

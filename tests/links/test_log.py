@@ -30,6 +30,11 @@ ENTRY = Entry(
 MARKER = Marker(4, 7, 2, 1, (Member(0, 1), Member(3, 9)), (2,), (9,), True)
 
 
+NESTED: dict[str, Any] = {}
+for _ in range(2000):
+    NESTED = {"codec": NESTED}
+
+
 def test_items_cross_as_plain_values() -> None:
     """Both kinds of items come back as they were."""
     there = from_plain(to_plain(ENTRY))
@@ -50,12 +55,45 @@ def test_items_cross_as_plain_values() -> None:
         {"members": [0, -3]},
         {"state": []},
         {"more": 1},
+        {"op": -1},
+        {"op": True},
+        {"epoch": "zz"},
+        {"epoch": 1 << 60},
+        {"what": "x" * 1001},
+        {"members": [3, 0]},
+        {"members": [0, 0]},
+        {"members": list(range(2000))},
+        {"members": 3},
+        {"state": {"residual": [10**12], "codec": {}}},
+        {"state": {"residual": torch.ones(6)}},
+        {"state": {"codec": {"residual": [7]}}},
+        {"state": {"codec": "x"}},
+        {"state": {"codec": [["x"]]}},
+        {"state": {3: 4}},
+        {"state": NESTED},
     ],
 )
 def test_a_damaged_entry_is_refused(change: dict[str, Any]) -> None:
     plain = to_plain(ENTRY)
     with pytest.raises(LinkError, match="the log of another region"):
         from_plain({"entry": {**plain["entry"], **change}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"members": [[0]]},
+        {"members": [[3, 9], [0, 1]]},
+        {"members": [["0", 1]]},
+        {"lost": [-1]},
+        {"held": 1},
+        {"step": 1.5},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_marker_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(LinkError, match="the log of another region"):
+        from_plain({"marker": {**to_plain(MARKER)["marker"], **change}})
 
 
 def test_a_log_that_outgrows_its_limit_ends() -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
+from unittest import mock
 
+import pytest
+import torch
+
+from hf_cocodc.errors import RegionLostError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.spreading import gather, spread, spread_all
@@ -26,3 +32,26 @@ def test_everybody_has_everybodys_record_and_bytes() -> None:
     records = {region: Told(10 + region) for region in range(3)}
     texts = {0: b"", 1: b"12", 2: b"1234"}
     assert run_in_lockstep(3, tell) == [(records, texts, b"1234", b"of 0")] * 3
+
+
+def test_a_length_beyond_what_is_expected_takes_no_memory() -> None:
+    """It names the region, in all regions. Lengths that are none do, too."""
+
+    def tell(region: int, link: Link) -> list[str]:
+        own = bytes(9 if region == 1 else 4)
+        said = []
+        for call in (lambda: spread(link, 1, own, "a text", 8), lambda: spread_all(link, own, "texts", 8)):
+            with pytest.raises(RegionLostError, match="region 1 wants to send .* with 9 bytes") as found:
+                call()
+            said.append(found.value.region)
+        lies = torch.tensor([-1 if region else 0]).view(torch.float32)
+        with (
+            mock.patch.object(link, "broadcast", lambda flat, what, source: flat.copy_(lies)),
+            pytest.raises(RegionLostError, match="with -?[0-9]+ bytes")
+            if region
+            else contextlib.nullcontext(),
+        ):
+            spread(link, 1, b"", "a text")
+        return said
+
+    assert run_in_lockstep(2, tell) == [[1, 1]] * 2

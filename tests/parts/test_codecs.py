@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -497,11 +498,22 @@ def test_feedback_sends_everything_in_the_end(name: str) -> None:
     assert error(codecs.feedback(CODECS[name])) < 0.35 * error(CODECS[name])
 
 
-def test_an_overflow_does_not_come_back() -> None:
-    """What a format cannot hold (fp16 beyond 65504) leaves no infinity in the residual."""
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+def test_what_fp16_cannot_hold_travels_later(num_regions: int) -> None:
+    """A value beyond 65504 is sent as 65504, also where a mean is encoded again; the residual has the rest. NaN stays NaN."""
     codec = codecs.feedback(codecs.fp16())
-    [arrival] = transfer(codec, [torch.full((FRAGMENT.numel,), 1e5)], [codec.init(FRAGMENT)])
-    assert torch.equal(arrival.result.state["residual"], torch.zeros(FRAGMENT.numel))
+    states = [codec.init(FRAGMENT) for _ in range(num_regions)]
+    for sent, rest in ((-65504, -1e5 + 65504), (-65504, 2 * (-1e5 + 65504))):
+        grads = [torch.full((FRAGMENT.numel,), -1e5) for _ in range(num_regions)]
+        arrivals = transfer(codec, grads, states)
+        states = [arrival.result.state for arrival in arrivals]
+        assert torch.equal(arrivals[0].result.mean, torch.full((FRAGMENT.numel,), float(sent)))
+        assert torch.equal(states[0]["residual"], torch.full((FRAGMENT.numel,), rest))
+    values = torch.tensor([65519.0, 65504.0, -65520.0, 1e38, math.nan, 6e-8])
+    sent = Cast(torch.float16).encode(values).view(torch.float16)
+    torch.testing.assert_close(sent[:4], torch.tensor([65504, 65504, -65504, 65504]).half())
+    assert torch.equal(sent[4:].isnan(), torch.tensor([True, False]))
+    assert sent[5] == values[5].half()
 
 
 # Low rank

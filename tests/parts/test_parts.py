@@ -173,6 +173,17 @@ def test_the_summary_counts_outer_steps(steps: tuple[int, ...], words: str, tmp_
     assert "outer steps           16, each of one of 3 fragments (of each 3 to 9)" in uneven
 
 
+def test_the_summary_says_which_outer_steps_there_were_not(tmp_path: Path) -> None:
+    """Their means could not be believed: a run that is well has no such line."""
+    path = a_run(tmp_path, 0)
+    assert "changed nothing" not in "".join(summarise([path]).lines(tmp_path, []))
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": "void", "step": 4, "fragment": 0, "sent_at": 4}) + "\n")
+    assert "void                  1 of 3 transfers changed nothing (see the log)" in summarise([path]).lines(
+        tmp_path, []
+    )
+
+
 def test_the_summary_says_what_was_measured_and_when(tmp_path: Path) -> None:
     """Not before step 1: not "before"; and on which weights."""
     journal = a_run(tmp_path, 0)

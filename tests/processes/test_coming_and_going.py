@@ -96,6 +96,16 @@ class Run:
             found.append(torch.load(self.folder / f"region-{region}.pt", weights_only=False))
         return found
 
+    def results_once_it_is_back(self, region: int) -> list[dict[str, Any]]:
+        """What all have at the end, after the others have gone on without a stopped region, and it has come back."""
+        others = [each for each in self.processes if each != region]
+        self.wait_until_members(others, others[0])
+        self.send(region, signal.SIGCONT)
+        self.wait_for_join(region)
+        found = self.results(*self.processes)
+        assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
+        return found
+
 
 BODIES = [loop, trainer]
 
@@ -114,9 +124,15 @@ def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    "body", [loop, trainer, partial(loop, encrypt=True)], ids=["loop", "trainer", "encrypted"]
+)
 def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tmp_path: Path) -> None:
     """With the same command, while the others train; all end with equal weights and learning rates."""
+    if isinstance(body, partial):
+        (tmp_path / "secret").write_text("a secret that nobody must read")
+        (tmp_path / "secret").chmod(0o600)
+        body = partial(body, secret_file=str(tmp_path / "secret"))
     run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
     run.kill(2)
@@ -155,12 +171,7 @@ def test_a_region_that_was_stopped_for_too_long_comes_back(tmp_path: Path) -> No
     run = Run(tmp_path, 3, partial(loop, timeout_s=4.0), 200, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
     run.send(2, signal.SIGSTOP)
-    run.wait_until_members([0, 1], 0)
-    run.send(2, signal.SIGCONT)
-    run.wait_for_join(2)
-    first, second, third = run.results(0, 1, 2)
-    assert torch.equal(first["weights"], second["weights"])
-    assert torch.equal(first["weights"], third["weights"])
+    first, _, third = run.results_once_it_is_back(2)
     assert first["lr"] == third["lr"]
     assert third["began_at"] == 0
     assert len(events(tmp_path, 2, "join")) == 1
@@ -180,12 +191,7 @@ def test_a_region_that_is_left_behind_before_a_save_comes_back(
         tmp_path, 3, partial(pausing, body, "send", number, grace_s=4.0, **more), 120, 0.1, "streaming", 1
     )
     wait_until((tmp_path / "paused").exists, run.processes[2], run.log(2))
-    run.wait_until_members([0, 1], 0)
-    run.send(2, signal.SIGCONT)
-    run.wait_for_join(2)
-    first, second, third = run.results(0, 1, 2)
-    assert torch.equal(first["weights"], second["weights"])
-    assert torch.equal(first["weights"], third["weights"])
+    first, _, third = run.results_once_it_is_back(2)
     said = run.log(2).read_text()
     assert all(f"region 2 goes without {what}, and comes back" in said for what in spared)
     assert body is loop or first["best"] == third["best"]
@@ -210,7 +216,10 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     """In good order, and the others train on without it."""
     run = Run(tmp_path, 3, body, 60, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
-    live.ask_to_leave(SteadyStore(f"127.0.0.1:{run.store.port}"), "elastic", 2, "its machine is needed")
+    store = SteadyStore(f"127.0.0.1:{run.store.port}")
+    record = live.read(store, "elastic")
+    assert record is not None
+    live.Request(store, record, 2).write("its machine is needed")
     run.processes[2].join(TIMEOUT_S)
     said = run.log(2).read_text()
     assert "region 2 leaves (its machine is needed): the others train on." in said

@@ -21,6 +21,7 @@ from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.links.wire import connections_for
+from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
@@ -43,6 +44,7 @@ def run_over_gloo(
     connections: int | None = 2,
     rate_limit: float | None = None,
     num_lanes: int = 1,
+    keys: Keys | None = None,
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own."""
     store = dist.HashStore()
@@ -59,6 +61,8 @@ def run_over_gloo(
             stuck_timeout_s=stuck_timeout_s,
             rate_limit=rate_limit,
             num_lanes=num_lanes,
+            keys=keys,
+            encrypt=keys is not None,
         )
         try:
             return body(region, link)
@@ -70,23 +74,24 @@ def run_over_gloo(
 
 
 @pytest.mark.parametrize("num_regions", [2, 3])
-@pytest.mark.parametrize("piece_bytes", [exchange._SMALLEST, 512])
+@pytest.mark.parametrize("piece_bytes", [exchange.SMALLEST, 512])
 @pytest.mark.parametrize(
     "codec",
     [
         codecs.fp32(),
+        codecs.bf16(),
         codecs.int8(),
         codecs.fp4(),
         codecs.feedback(codecs.topk(7, 128)),
         codecs.feedback(codecs.lowrank(4)),
     ],
-    ids=["fp32", "int8", "fp4", "topk", "lowrank"],
+    ids=["fp32", "bf16", "int8", "fp4", "topk", "lowrank"],
 )
 def test_gloo_is_lockstep(
     codec: Codec, piece_bytes: int, num_regions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Means, own parts, bytes and trailers of two rounds are the same bits over sockets and in one process."""
-    monkeypatch.setattr(exchange, "_SMALLEST", piece_bytes)
+    """Means, own parts, bytes and trailers of two rounds are the same bits over sockets, encrypted or not, and in one process."""
+    monkeypatch.setattr(exchange, "SMALLEST", piece_bytes)
 
     def body(region: int, link: Link) -> list[Any]:
         state, found = codec.init(FRAGMENT), []
@@ -101,11 +106,19 @@ def test_gloo_is_lockstep(
             found += [arrival.result.mean, arrival.result.own(), arrival.bytes_sent, arrival.trailers]
         return found
 
-    for ours, theirs in zip(
-        run_over_gloo(num_regions, body), run_in_lockstep(num_regions, body), strict=True
-    ):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
+    over_gloo = run_over_gloo(num_regions, body)
+    if num_regions == 2:
+        assert same(
+            over_gloo, run_over_gloo(num_regions, body, keys=Keys.from_secret("a long secret of ours"))
+        )
+    assert same(over_gloo, run_in_lockstep(num_regions, body))
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two nested results are the same bits."""
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
 
 def test_a_region_that_leaves_says_why() -> None:
@@ -157,8 +170,8 @@ def test_pieces_cover_a_part_and_cost_no_byte_more(coder: Coder, connections: in
         assert all((piece.start - start) % coder.block == 0 for piece in cut)
         sizes = [coder.num_bytes(piece.stop - piece.start) for piece in cut]
         assert sum(sizes) == coder.num_bytes(stop - start)
-        assert max(sizes, default=0) <= max(exchange._LARGEST, coder.num_bytes(2 * coder.block))
-        assert len(cut) >= min(connections, sum(sizes) // exchange._SMALLEST)
+        assert max(sizes, default=0) <= max(exchange.LARGEST, coder.num_bytes(2 * coder.block))
+        assert len(cut) >= min(connections, sum(sizes) // exchange.SMALLEST)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +220,7 @@ def test_a_rate_limit_is_kept(num_lanes: int) -> None:
         return found
 
     found = sum(run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes), [])
-    least = (found[0][1].bytes_sent - exchange._SMALLEST) / rate
+    least = (found[0][1].bytes_sent - exchange.SMALLEST) / rate
     assert least > 0
     for passed, arrival in found:
         assert passed >= max(arrival.seconds, least)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 from accelerate import Accelerator
 
-from hf_cocodc.errors import CheckpointError
+from hf_cocodc.errors import CheckpointError, LeftBehind, LinkError, RegionLostError
 from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.links.log import Marker
+from hf_cocodc.meeting.presence import Member
 from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.run.base import DonorLost, Received, received_in
+from hf_cocodc.run.elastic import News, _news_in
+from hf_cocodc.run.newcomer import _marker_in
+from hf_cocodc.run.ranks import of_all
 from hf_cocodc.run.shelf import main_says
+from hf_cocodc.run.wishes import Wish
 from tests.processes.forks import TIMEOUT_S, fork, rank_env
 
 
 def ask(folder: Path) -> None:
-    """Two questions, the second without an answer; what this rank hears is written to a file."""
+    """Two questions, the second without an answer; what this rank hears is written to a file. Then all that ranks are told."""
     accelerator, link = Accelerator(cpu=True), loopback()
     rank = accelerator.process_index
 
@@ -27,6 +38,33 @@ def ask(folder: Path) -> None:
     except CheckpointError as error:
         heard.append(str(error))
     (folder / f"heard-{rank}").write_text("; ".join(heard))
+    for what, (value, read) in TOLD.items():
+        found = main_says(link, accelerator, lambda value=value: value, what, read)  # type: ignore[misc]
+        assert found == value, what
+        assert type(found) is type(value), what
+    for error in ERRORS:
+        kept = rank == 0 or type(error) in KEPT
+        with pytest.raises(type(error) if kept else LinkError) as caught:
+            main_says(link, accelerator, partial(_raise, error), "a question without an answer")
+        assert type(caught.value) is (type(error) if kept else LinkError)
+        assert not kept or str(caught.value) == str(error)
+    assert of_all(accelerator, f"{rank}{rank}") == ["00", "11"]
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+_MARKER = Marker(12, 40, 3, 1, (Member(0, 5), Member(2, 9)), (7,), (9,), True)
+TOLD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a base": (Received(Path("/a/folder"), 1, 40, 77, {"run": 77}), received_in),
+    "what newcomers want": (News((Member(1, 3),), "the lease ends"), _news_in),
+    "a marker": (_MARKER, _marker_in),
+    "no marker": (None, _marker_in),
+    "a wish": (Wish(True, False, 3, True), lambda told: Wish(*told)),
+}
+KEPT = (DonorLost, LeftBehind)
+ERRORS = (DonorLost("it sends no more"), LeftBehind("gone on"), RegionLostError(1, "lost"), KeyError("x"))
 
 
 def test_an_error_of_the_main_rank_reaches_every_stage(tmp_path: Path) -> None:

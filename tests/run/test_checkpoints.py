@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,24 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.facts import Facts
 from hf_cocodc.settings import OuterConfig
+from tests.methods import small
 from tests.toys import Blocks, Region
 
 H = 6
 STEPS = 22
-SETTINGS: dict[str, dict[str, Any]] = {
-    "diloco": {"codec": "topk", "error_feedback": True},
-    "streaming": {"num_fragments": 3, "overlap_steps": 4},
-    "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
-    "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
-    "dilocox": {"rank": 2},
-    "cocodc": {"num_fragments": 3, "overlap_steps": 4, "sends_per_interval": 4},
-}
-FACTS = state.Facts(step=0, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0)
+SETTINGS = small(
+    {
+        "diloco": {"codec": "topk", "error_feedback": True},
+        "streaming": {"num_fragments": 3, "overlap_steps": 4},
+        "eager": {"num_fragments": 3, "fragment_pattern": "strided"},
+        "co2": {"outer_momentum": 0.3, "clip_momentum": 0.2},
+        "dilocox": {"rank": 2},
+        "cocodc": {"num_fragments": 3, "overlap_steps": 4, "sends_per_interval": 4},
+    }
+)
+FACTS = Facts(step=0, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0)
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
 
 
@@ -176,6 +180,65 @@ def test_an_edited_file_is_noticed(checkpoint: Path, name: str) -> None:
     content[-3] ^= 1
     (checkpoint / name).write_bytes(content)
     with pytest.raises(CheckpointError, match="has changed since it was saved"):
+        resume(checkpoint)
+
+
+def fragment_of(content: dict[str, Any]) -> dict[str, Any]:
+    return content["state"]["fragments"][0]
+
+
+def flight_of(content: dict[str, Any]) -> dict[str, Any]:
+    return next(each for fragment in content["state"]["fragments"] for each in fragment["in_flight"])
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no state": lambda content: content.update(state=3),
+    "no layout": lambda content: content["state"].update(layout=[3]),
+    "no fragments": lambda content: content["state"].update(fragments=3),
+    "a step that is none": lambda content: content.update(step="4"),
+    "a step below zero": lambda content: content.update(step=-4),
+    "lanes that are none": lambda content: content.update(num_lanes=0),
+    "members that are none": lambda content: content.update(members=["0"]),
+    "settings that are none": lambda content: content.update(settings=[]),
+    "weights that are none": lambda content: content.update(weights=3),
+    "a tensor that is not there": lambda content: fragment_of(content).update(global_params={"$tensor": "x"}),
+    "a tensor of another shape": lambda content: flight_of(content).update(
+        snapshot=content["state"]["fragments"][1]["global_params"]
+    ),
+    "a mean that is none": lambda content: flight_of(content).update(mean=None),
+    "a send in the future": lambda content: flight_of(content).update(sent_at=10**6),
+    "a count that is none": lambda content: fragment_of(content).update(num_sends=1.5),
+    "a count below zero": lambda content: fragment_of(content).update(settled_at=-1),
+    "a sum that is none": lambda content: fragment_of(content).update(lr_sum={"$float": "nan"}),
+    "no trailers": lambda content: flight_of(content).update(trailers=[]),
+    "members out of order": lambda content: flight_of(content).update(members=[1, 0]),
+    "a trailer that is none": lambda content: flight_of(content).update(trailers=[3] * 2),
+    "no stats": lambda content: content["state"].update(stats={}),
+    "other totals": lambda content: content["state"].update(totals={"x": 1}),
+    "a learning rate that is none": lambda content: content["state"].update(lr="fast"),
+    "a level too many": lambda content: fragment_of(content).update(outer=deep(100)),
+    "far too many levels": lambda content: "[" * 100_000,
+    "no dict": lambda content: "[]",
+    "no text": lambda content: "\udcff",
+}
+
+
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else 0
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_state_that_nobody_saves_is_refused(
+    checkpoint: Path, edit: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Though the list of files and hashes fits: whoever can write there, or a region that gives its base, may have gone mad."""
+    path = checkpoint / "cocodc" / "state.json"
+    content = json.loads(path.read_text())
+    assert flight_of(content)["trailers"]
+    text = edit(content) or json.dumps(content)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    state.seal(checkpoint)
+    with pytest.raises(CheckpointError):
         resume(checkpoint)
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from hf_cocodc.errors import RegionLostError
+from hf_cocodc.meeting import live
 from hf_cocodc.meeting.presence import Member
 from hf_cocodc.meeting.signs import Seen
 from hf_cocodc.run.company import Company
@@ -35,3 +39,23 @@ def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> N
     company.leaves, company._gifts = "", {}
     Company._say_doing(company)
     assert presence.doing == ""
+
+
+def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record may still name it. The newcomer hears of the loss from others."""
+    there = SimpleNamespace(region=OTHER.region, ticket=OTHER.ticket, address="b:1")
+    monkeypatch.setattr(live, "read", lambda store, name: SimpleNamespace(members=[there]))
+    link = SimpleNamespace(strangers=[OTHER], paired=None)
+    link.pair_with = lambda members: setattr(link, "paired", members)
+
+    def connect(wanted: dict[Member, str], deadline: float, hello: dict[str, Any]) -> None:
+        link.strangers = []
+        raise RegionLostError(OTHER.region, "it was not reached")
+
+    place = SimpleNamespace(regions=SimpleNamespace(timeout_s=60.0), steady_store=lambda: None, name="run")
+    presence = SimpleNamespace(members=(), connect=connect)
+    company: Any = SimpleNamespace(place=place, presence=presence, link=link, _addresses={})
+    Company._meet(company)
+    assert link.paired == []

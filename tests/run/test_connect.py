@@ -18,6 +18,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
+from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.run import connect, hellos
 from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import read
@@ -26,18 +27,22 @@ ELSEWHERE = "203.0.113.1"  # reserved for examples: no machine has it
 
 
 @pytest.mark.parametrize(
-    ("master", "on_this_machine"), [(ELSEWHERE, 2), ("127.0.0.2", 1), ("127.0.0.1", 1)], ids=str
+    ("master", "on_this_machine", "keys"),
+    [(ELSEWHERE, 2, None), ("127.0.0.2", 1, Keys(b"key")), ("127.0.0.1", 1, None)],
+    ids=str,
 )
 def test_ranks_reach_the_store_of_their_region(
-    master: str, on_this_machine: int, monkeypatch: pytest.MonkeyPatch
+    master: str, on_this_machine: int, keys: Keys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one machine through the loopback, whatever the launcher calls the machine; on several at the leader's address."""
     said: list[Any] = []
-    monkeypatch.setattr(connect, "broadcast_object_list", lambda own: said or said.extend(own) or own)
+    monkeypatch.setattr(connect, "from_main", lambda accelerator, port: said.append(port) or said[0])
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
     leader, other = (
-        connect._region_store(SimpleNamespace(num_processes=2, process_index=rank, is_main_process=not rank))
+        connect._region_store(
+            SimpleNamespace(num_processes=2, process_index=rank, is_main_process=not rank), keys
+        )
         for rank in range(2)
     )
     assert leader is not None and other is not None

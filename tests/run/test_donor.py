@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from torch import nn
 from hf_cocodc.errors import CheckpointError, DonorLost
 from hf_cocodc.links.log import Entry, Marker, to_plain
 from hf_cocodc.links.records import ROW
-from hf_cocodc.meeting.callers import Member
-from hf_cocodc.run import base, donor, frames
+from hf_cocodc.meeting.caller import Member
+from hf_cocodc.meeting.channel import line_of
+from hf_cocodc.meeting.cipher import Tagged
+from hf_cocodc.meeting.proof import Proof
+from hf_cocodc.meeting.secret import Keys
+from hf_cocodc.run import base, donor, frames, greeting
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.base import Base, RunOver, receive
 from hf_cocodc.run.donor import Donation, Inner, write_base
@@ -30,6 +35,8 @@ from tests.run.test_take_over import ADAM, same
 RUN = 11
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
+LARGEST = 1 << 20
+OFFER = {"host": HOST, "port": 40, "secret": "s", "step": 3}
 STATE = {
     "tensor": torch.arange(5.0),
     "half": torch.ones(3, dtype=torch.bfloat16),
@@ -169,6 +176,104 @@ def test_only_who_knows_the_secret_gets_the_base(donation: Donation, tmp_path: P
         assert base.received.run == RUN
 
 
+def test_callers_that_say_nothing_do_not_delay_the_newcomer(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than may wait, garbage, and a line without an end. Nothing here ends by itself."""
+    monkeypatch.setattr(greeting, "GREET_S", float("inf"))
+    monkeypatch.setattr(donor, "_CALLED_WITHIN_S", 10.0)
+    with contextlib.ExitStack() as kept:
+        for says in [b""] * greeting.MOST + [
+            b"{}\n",
+            b"[" * 4000 + b"\n",
+            b"\xff\n",
+            b"x" * 9000,
+            b'"s"\n',
+            b"{",
+        ]:
+            stranger = kept.enter_context(socket.create_connection((HOST, donation.offer.port)))
+            with contextlib.suppress(OSError):
+                stranger.sendall(says)
+        with received(donation, tmp_path) as base:
+            assert base.received.run == RUN
+
+
+KEYS = Keys.from_secret("a long secret of ours")
+
+
+def test_callers_that_say_nothing_end_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come between two messages of it."""
+    monkeypatch.setattr(greeting, "GREET_S", float("inf"))
+    with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as kept:
+
+        def caller() -> socket.socket:
+            return kept.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+
+        def find() -> None:
+            until = time.monotonic() + 10.0
+            about = listener, "", lambda: time.monotonic() < until
+            found.append(greeting.who_knows(*about, lambda: Proof(KEYS, {"for": "base"})))
+
+        found: list[Any] = []
+        finding = threading.Thread(target=find)
+        finding.start()
+        proof, newcomer = Proof(KEYS, {"for": "base"}), caller()
+        newcomer.sendall(line_of(proof.say({})))
+        proof.hear(json.loads(newcomer.makefile().readline()))
+        silent = [caller() for _ in range(greeting.MOST)]
+        assert silent[0].recv(1) == b"", "the oldest of those is closed"
+        newcomer.sendall(line_of(proof.say({})))
+        finding.join()
+        assert found[0] is not None
+        kept.enter_context(found[0][0])
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_with_a_secret_of_the_run_both_ends_prove_themselves(tmp_path: Path, encrypt: bool) -> None:
+    """Then base and log are sealed. Who knows the offer but not the run's secret gets nothing, and who repeats what the
+    newcomer has said keeps it from nothing."""
+
+    def prove(offer: donor.Offer, keys: Keys = KEYS) -> Proof:
+        return Proof(keys, {"for": "base", **offer._asdict()}, encrypt)
+
+    folder = tmp_path / "region-0" / "base"
+    inner = Inner({"optimizer.pt": ADAM}, lambda path: None)
+    write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
+    given = Donation(folder, HOST, 3, {"run": RUN}, "region 2", None, prove)
+
+    def get(proof: Proof | None) -> Base:
+        return receive(given.offer, tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, proof=proof)
+
+    for wrong in (prove(given.offer, KEYS.of("others")), prove(given.offer._replace(secret="other")), None):
+        with pytest.raises(DonorLost):
+            get(wrong)
+    with socket.create_connection((HOST, given.offer.port)) as stranger:
+        stranger.sendall(line_of(prove(given.offer).say({"kind": "hello"})))
+        assert b"proof" in stranger.recv(4096)
+        given.log(ENTRY)
+        base = get(prove(given.offer))
+        with contextlib.suppress(OSError):
+            stranger.sendall(b"{}\n")
+    assert state.damage(base.received.folder) is None
+    assert same(to_plain(next(base.items)), to_plain(ENTRY))
+    given.close("in", "it is in the run")
+    assert list(base.items) == []
+    base.close()
+    given.join(10)
+
+
+def test_an_altered_record_is_refused() -> None:
+    end, other = pair()
+    end.seal((Tagged(KEYS, in_order=True), Tagged(KEYS, in_order=True)))
+    other.sendall((30).to_bytes(4, "big") + bytes(30) + (1 << 20).to_bytes(4, "big"))
+    with pytest.raises(frames.LinkError, match="altered"):
+        end.receive()
+    with pytest.raises(frames.LinkError, match="a record of 1048576 bytes"):
+        end.receive()
+    other.close()
+    end.close()
+
+
 def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Path) -> None:
     donation.close()
     donation.join(10)
@@ -191,6 +296,22 @@ def served(lines: list[bytes], is_silent: bool = False) -> donor.Offer:
 
     threading.Thread(target=say, name="hf_cocodc-test-donor", daemon=True).start()
     return donor.Offer(HOST, listener.getsockname()[1], "secret", 3)
+
+
+def test_an_offer_leads_to_the_member_that_made_it() -> None:
+    """Not to another machine; and its numbers are numbers."""
+    assert donor.offered(OFFER, f"{HOST}:9") == donor.Offer(**OFFER)
+    assert donor.offered({**OFFER, "host": "::1"}, "[::1]:9").host == "::1"
+    for wrong in (
+        {"host": "10.0.0.9"},
+        {"port": 0},
+        {"port": "40"},
+        {"step": -1},
+        {"step": 1 << 60},
+        {"secret": 3},
+    ):
+        with pytest.raises(ValueError, match="."):
+            donor.offered({**OFFER, **wrong}, f"{HOST}:9")
 
 
 NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "trees/x.json"]
@@ -216,6 +337,8 @@ BROKEN = {
     "a file that has changed": [files(state=2), b'{}{"kind": "sha256", "value": "0"}\n'],
     "half a file": [files(state=200), b"{}"],
     "a size that is none": [files(state=-1)],
+    "a size that no file has": [files(state=1 << 70)],
+    "a size that is no number": [files(state=True)],
     "no list": [b'{"kind": "base"}\n'],
     "no JSON": [b"GET / HTTP/1.1\n"],
     "no line": [b"x" * (frames._MAX_LINE + 10)],
@@ -243,12 +366,45 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
         receive(offer, tmp_path / "region-2", 2, 0, lambda: None, 0.2)
 
 
+def test_a_base_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Before anything is written: one file, or many."""
+    for sizes in ({"state": LARGEST + 1}, {f"state-lane{i}": 1 << 18 for i in range(5)}, {"state": 1 << 49}):
+        with pytest.raises(DonorLost, match=rf"{sum(sizes.values())} bytes, more than the {LARGEST}"):
+            receive(
+                served([files(**sizes)]), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, most=LARGEST
+            )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_log_brings_no_more_at_once_than_the_base_allows(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An item is at most twice as large as the base, and some."""
+    monkeypatch.setattr(base, "_ITEM_MARGIN", 0)
+    donation.log(ENTRY)
+    with received(donation, tmp_path) as found:
+        assert next(found.items)
+        donation.log(Entry(**{**vars(ENTRY), "values": torch.zeros(1 << 16)}))
+        with pytest.raises(DonorLost, match="bytes, more than"):
+            next(found.items)
+
+
+DEEP: list = []
+for _ in range(100):
+    DEEP = [DEEP]
 ITEMS: dict[str, Any] = {
     "a negative length": {"tree": {}, "tensors": {"x": ["float32", [-1]]}},
     "more bytes than may come": {"tree": {}, "tensors": {"x": ["float32", [1 << 60]]}},
     "an unknown type": {"tree": {}, "tensors": {"x": ["complex64", [1]]}},
     "a tensor that is not there": {"tree": {"a": {"$tensor": "x"}}, "tensors": {}},
     "no tensors": {"tree": {}},
+    "a length that no tensor has": {"tree": {}, "tensors": {"x": ["float32", [0, 1 << 70]]}},
+    "too many dimensions": {"tree": {}, "tensors": {"x": ["float32", [1] * 100]}},
+    "a length that is no number": {"tree": {}, "tensors": {"x": ["float32", [True]]}},
+    "a tree that is too deep": {"tree": DEEP, "tensors": {}},
+    "a float that is none": {"tree": {"$float": "1e"}, "tensors": {}},
+    "a tensor without a name": {"tree": {"$tensor": []}, "tensors": {}},
+    "too many tensors": {"tree": {}, "tensors": {str(i): ["float32", [0]] for i in range(200_000)}},
 }
 
 

@@ -64,6 +64,28 @@ def test_a_journal_counts_seconds_by_its_clock(tmp_path: Path) -> None:
     assert [event["time_s"] for event in read(path)] == [0.0, 7.5, 8.5]
 
 
+def test_an_event_that_is_told_later_has_its_own_time(tmp_path: Path) -> None:
+    """It comes before the next one, and is not behind a checkpoint that is saved meanwhile; without a next one it never comes."""
+    path, now = tmp_path / "journal.jsonl", [0.0]
+    journal = Journal(path, clock=lambda: now[0])
+    journal.write("send", step=1)
+    now[0] = 2.0
+    journal.write_later("save", step=1)
+    mark = journal.mark()
+    journal.write_earlier()
+    assert [event["kind"] for event in read(path)] == ["send"]
+    now[0] = 3.0
+    journal.write("land", step=2)
+    journal.write_later("save", step=2)
+    assert [(event["kind"], event["time_s"]) for event in read(path)] == [
+        ("send", 0),
+        ("save", 2),
+        ("land", 3),
+    ]
+    Journal(path, mark).write("resume", step=1)
+    assert [event["kind"] for event in read(tmp_path / "journal.1.jsonl")] == ["save", "land"]
+
+
 def test_names_of_earlier_files_count_upwards(tmp_path: Path) -> None:
     """Also past a gap, and whatever else lies in the folder."""
     for name in ("run[1].txt", "run[1].2.txt", "run[1].x.txt", "run1.7.txt"):

@@ -18,6 +18,7 @@ from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import durable, manifest, numbering
 from hf_cocodc.run.durable import sha256_of_all
 from hf_cocodc.run.export import put_into_folder
+from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.newest import newest_common
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.run.shelf import Shelf
@@ -57,7 +58,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def whole(checkpoint: Path) -> Path:
     """A sealed checkpoint whose facts can be read."""
-    facts = state.Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False, journal=0)
+    facts = Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False, journal=0)
     state.write(checkpoint, state.Saved({}, facts))
     manifest.write(checkpoint, run=7)
     return checkpoint

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.run.checkpoint import Facts
+from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.newest import newest_common
 from hf_cocodc.run.shelf import Good
 

@@ -53,7 +53,7 @@ def test_a_newcomer_says_at_once_why_it_waits(
     monkeypatch.setattr("hf_cocodc.run.status._news", [])
     monkeypatch.setattr(its_module, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(its_module, "_AGAIN_S", 0.05)
-    monkeypatch.setattr(its_module, "ticket", lambda store: 7)
+    monkeypatch.setattr(its_module, "take_ticket", lambda store: 7)
     monkeypatch.setattr(its_module, "alive", lambda place: RECORD)
     monkeypatch.setattr(Place, "store", lambda place: None)
     monkeypatch.setattr(Place, "presence", lambda place, run, me: Refusing(error))

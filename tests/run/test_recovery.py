@@ -1,4 +1,4 @@
-"""A region that is not finite for several rounds: it begins anew, or all regions stop."""
+"""A region that does not count for several rounds, not finite or far too large: it begins anew, or all regions stop."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, region: int, link: Link, config: OuterConfig) -> OuterOptimizer:
-    """A plain loop; one step of region 1 is not finite."""
+def train(
+    folder: Path, region: int, link: Link, config: OuterConfig, wrong_lr: float | None = None
+) -> OuterOptimizer:
+    """A plain loop; one step of region 1 is not finite. With `wrong_lr` all are, but region 1 has this learning rate."""
+    is_wrong = region == 1 and wrong_lr is not None
     accelerator = Accelerator(cpu=True)
     model = llama(layers=2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -47,9 +50,11 @@ def train(folder: Path, region: int, link: Link, config: OuterConfig) -> OuterOp
         accelerator, model, optimizer, config, max_steps=STEPS, link=link, journal=journal
     ) as outer:
         while outer.inner_step < STEPS and not outer.should_stop:
+            if is_wrong:
+                optimizer.param_groups[0]["lr"] = wrong_lr
             tokens = batch(region, outer.inner_step)
             loss = model(input_ids=tokens, labels=tokens).loss
-            bad = region == 1 and outer.inner_step == BAD_STEP - 1
+            bad = region == 1 and wrong_lr is None and outer.inner_step == BAD_STEP - 1
             accelerator.backward(loss * float("nan") if bad else loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -77,11 +82,34 @@ def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCap
     first, second = (params_of(outer.synchronizer._model) for outer in outers)
     assert torch.isfinite(first).all()
     assert torch.equal(first, second)
-    assert "region 1 was not finite in 3 rounds in a row: after step" in caplog.text
+    assert (
+        "region 1 did not count in 3 rounds in a row (not finite, or dropped by outer.guard): after step"
+        in caplog.text
+    )
     count = sum(event["kind"] == "sit_out" for event in theirs)
-    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not finite")]
+    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not counted")]
     assert line.split(maxsplit=2)[2] == (
         f"region 1 sat {count} transfers out, and began anew after step {anew['step']}"
+    )
+
+
+def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """3 instead of 1e-3: it is left out of every mean from the first one on, begins anew again and again, and says why."""
+    config = OuterConfig(method="diloco", sync_interval=3)
+    with caplog.at_level(logging.WARNING):
+        outers = run_in_lockstep(2, lambda region, link: train(tmp_path, region, link, config, wrong_lr=3.0))
+    journals = [tmp_path / f"region-{region}.jsonl" for region in range(2)]
+    ours, theirs = map(read, journals)
+    [*guarded] = [event for event in ours if event["kind"] == "guard"]
+    assert [event["regions"] for event in guarded] == [{"1": "dropped"}] * 14
+    assert [event["regions"] for event in ours if event["kind"] == "land"][:14] == [1] * 14
+    times = [event["times"] for event in theirs if event["kind"] == "begin_anew"]
+    assert times == [1, 2, 3, 4]
+    assert caplog.text.count("its settings are wrong, not its luck") == 2
+    assert params_of(outers[0].synchronizer._model).abs().max() < 2
+    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not counted")]
+    assert line.split(maxsplit=2)[2].startswith(
+        "region 1 had 14 outer gradients dropped, and began anew after step"
     )
 
 
@@ -94,7 +122,10 @@ def test_all_regions_stop(tmp_path: Path) -> None:
         assert (outer.verdict, outer.inner_step) == ("stop", BAD_STEP + 6), (
             "told with the round after the second"
         )
-        assert "region 1 was interrupted (region 1 was not finite in 2 rounds in a row; go back" in outer.why
+        assert (
+            "region 1 was interrupted (region 1 did not count in 2 rounds in a row (not finite" in outer.why
+        )
+        assert "); go back to an earlier checkpoint" in outer.why
 
 
 def test_a_checkpoint_knows_the_rounds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-from hf_cocodc.errors import CheckpointError
+from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import local_weights, numbering, take_over
+from hf_cocodc.run import local_weights, numbering, parcel, take_over
 from hf_cocodc.run.export import put_into_folder
 from tests.run.test_checkpoints import FACTS
 
@@ -114,6 +115,52 @@ def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) ->
     dcp_to_torch_save(own / "optimizer_0", whole)
     assert same(torch.load(whole), adam)
     assert not (own / "pytorch_model_fsdp_0").exists()
+
+
+class Evil:
+    """What a pickle can do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_pickle_that_was_not_saved_is_not_opened(checkpoint: Path, tmp_path: Path, is_listed: bool) -> None:
+    """FSDP2's folders have one. Only the list of what was saved, with hashes, shows that it is ours."""
+    if is_listed:
+        torch.save({"optimizer": {}}, tmp_path / "whole.pt")
+        torch_save_to_dcp(tmp_path / "whole.pt", checkpoint / "optimizer_0")
+        state.seal(checkpoint)
+    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
+    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
+    with pytest.raises(CheckpointError, match="optimizer_0 is not opened: optimizer_0/.metadata"):
+        taken_over(checkpoint)
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("told", [b"[]", b"{", b'{"trees/x": -1}', b'{"config.json": true}', b"[" * 99_999])
+def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
+    """Whatever comes in its place; and a file that is shorter than was told."""
+    with pytest.raises(LinkError, match="does not say which files it sends"):
+        parcel.check_files(take_over._parsed(told), 0)
+
+
+def test_a_file_of_another_length_than_was_told_is_refused(tmp_path: Path) -> None:
+    """In every region, before a byte of it is written."""
+    grows = Path("/proc/self/status")  # the system says that it is empty
+    into = tmp_path / "half"
+
+    def body(region: int, link: Link) -> None:
+        files = {"trainer_state.json": grows} if region == 0 else {}
+        with pytest.raises(LinkError, match="region 0 sends trainer_state.json with another length"):
+            take_over._travel(link, 0, files, into if region else None)
+
+    run_in_lockstep(2, body)
+    assert not into.exists()
 
 
 def test_what_is_not_trained_travels(checkpoint: Path) -> None:

@@ -3,7 +3,8 @@
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32, unrounded
 from .feedback import feedback, without_residuals
-from .lowrank import lowrank, share_of_rank
+from .lowrank import has_rank, lowrank, share_of_rank
+from .radial import radial
 from .topk import topk
 
 __all__ = [
@@ -12,9 +13,11 @@ __all__ = [
     "fp16",
     "fp32",
     "fp4",
+    "has_rank",
     "int4",
     "int8",
     "lowrank",
+    "radial",
     "share_of_rank",
     "topk",
     "unrounded",

@@ -140,10 +140,12 @@ def weighted_mean(
     coder: Coder,
     numel: int,
     out: Tensor | None = None,
+    divisor: float | None = None,
 ) -> Tensor:
     """Mean of decoded payloads, summed in fp32 in the order of the regions, and thus with equal bits everywhere.
 
-    A region with weight 0 sits out; its payload is not read. If all regions sit out, the mean is zero.
+    A region with weight 0 sits out; its payload is not read. If all regions sit out, the mean is zero. The weighted sum is
+    divided by `divisor`, which is the sum of the weights unless it is given.
     """
     total = torch.empty(numel, dtype=torch.float32) if out is None else out
     present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
@@ -157,11 +159,13 @@ def weighted_mean(
         for part, other in unshared(total, coder.decode(payload, numel)):
             part.add_(other if weight == 1 else other * weight)
     for (part,) in unshared(total):
-        part.div_(sum(weights))
+        part.div_(sum(weights) if divisor is None else divisor)
     return total
 
 
-def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply]:
+def mean_of(
+    messages: Sequence[Message], weights: Sequence[float], divisor: float | None = None
+) -> list[Reply]:
     """Replies to one message from each region. Every link must do exactly this arithmetic.
 
     Two regions swap whole payloads, and so do more regions if the coder requires it (`swaps_whole`). Values are then
@@ -172,14 +176,15 @@ def mean_of(messages: Sequence[Message], weights: Sequence[float]) -> list[Reply
     coder, numel, num_regions = messages[0].coder, messages[0].values.numel(), len(messages)
     if swaps_whole(coder, num_regions):
         payloads = [coder.encode(message.values) for message in messages]
-        mean = weighted_mean(payloads, weights, coder, numel)
+        mean = weighted_mean(payloads, weights, coder, numel, divisor=divisor)
         return [Reply(mean.clone(), partial(coder.decode, payload, numel)) for payload in payloads]
     cut = shards(numel, coder.block, num_regions)
     scattered = [[coder.encode(message.values[part]) for part in cut] for message in messages]
     mean = torch.empty(numel, dtype=torch.float32)
     for owner, part in enumerate(cut):
         length = part.stop - part.start
-        reduced = weighted_mean([payloads[owner] for payloads in scattered], weights, coder, length)
+        payloads = [each[owner] for each in scattered]
+        reduced = weighted_mean(payloads, weights, coder, length, divisor=divisor)
         mean[part] = coder.decode(coder.encode(reduced), length)
     return [Reply(mean.clone(), partial(decode_shards, payloads, coder, cut)) for payloads in scattered]
 

@@ -7,12 +7,14 @@ from .base import Codec, Conversation, Message, Plain, Result, unshared
 
 
 class Cast:
-    """Casts each value to another floating-point type."""
+    """Casts each value to another floating-point type. In fp16 the largest value stands for any beyond it."""
 
     block = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        # bf16 has the range of fp32
+        self._largest = torch.finfo(dtype).max if dtype == torch.float16 else None
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None and self.dtype == torch.float32:
@@ -20,6 +22,8 @@ class Cast:
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
         for part, source in unshared(payload.view(self.dtype), values):
             part.copy_(source)
+            if self._largest is not None:
+                part.clamp_(-self._largest, self._largest)
         return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -45,7 +49,7 @@ def bf16() -> Codec:
 
 
 def fp16() -> Codec:
-    """Two bytes per value, 11 bits of precision; values beyond 65504 become infinite."""
+    """Two bytes per value, 11 bits of precision; values beyond 65504 count as 65504."""
     return Plain(Cast(torch.float16))
 
 

@@ -159,7 +159,17 @@ def share_of_rank(state: CodecState) -> float:
     """
     while "codec" in state:
         state = state["codec"]
-    return state["rank"] / state["rank_1"] if "rank" in state else 1.0
+    return state["rank"] / state["rank_1"] if "rank_1" in state else 1.0
+
+
+def has_rank(codec: object) -> bool:
+    """Whether a codec, or one inside it, sends at low rank.
+
+    >>> has_rank(lowrank(4))
+    True
+    """
+    inner = getattr(codec, "codec", None)
+    return isinstance(codec, LowRank) or (inner is not None and has_rank(inner))
 
 
 def effective_rank(factors: Sequence[Tensor], energy: float) -> int:

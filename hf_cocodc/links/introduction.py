@@ -1,0 +1,113 @@
+"""How the two ends of a new gloo group tell each other where they are, before the group exists."""
+
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..meeting.store import peek
+
+if TYPE_CHECKING:
+    from .pairs import Connection, Pending
+
+_ADDRESS_BYTES = 1024
+"""Room for what one end of a group tells the other: about 170 bytes."""
+_LENGTH = 8
+"""Bytes of a length in what gloo tells."""
+_LONGEST_NAME = 255
+_LONGEST_POLL_S = 0.02
+
+
+class Way(Protocol):
+    """How the two ends of a new group reach each other before it exists."""
+
+    def tell(self, key: str, value: bytes) -> None: ...
+
+    def hear(self, key: str) -> bytes: ...
+
+
+class Introduction(dist.Store):
+    """What the two ends of a new group tell each other. gloo sets one value, and gets both.
+
+    gloo copies as many bytes of a value as it says itself, so what is none of gloo's never reaches it.
+    """
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self._way = way
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
+        self._known[key] = value
+        self._way.tell(key, value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            value = self._way.hear(key)
+            if [_form(value)] != [_form(own) for own in self._known.values()]:
+                raise ValueError(f"what the other end tells is no introduction: {value[:40]!r}")
+            self._known[key] = value
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Nothing: `get` waits."""
+
+
+def _form(introduction: bytes) -> tuple[int, bytes, int] | None:
+    """Of an introduction: length and family of the address, and the bytes of what follows; None if it is none.
+
+    It begins with the length of a host's name and the name, then comes the length of the address and the address.
+    """
+    name = int.from_bytes(introduction[:_LENGTH], sys.byteorder)
+    at = _LENGTH + name
+    size = int.from_bytes(introduction[at : at + _LENGTH], sys.byteorder)
+    rest = len(introduction) - at - _LENGTH - size
+    if name > _LONGEST_NAME or rest < 0:
+        return None
+    return size, introduction[at + _LENGTH : at + _LENGTH + 2], rest
+
+
+class AtStore:
+    """They meet at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        self._store, self._timeout_s = store, timeout_s
+
+    def tell(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]  # a store takes bytes, too
+
+    def hear(self, key: str) -> bytes:
+        began = time.monotonic()
+        while not (value := peek(self._store, key)):
+            waited_s = time.monotonic() - began
+            if waited_s > self._timeout_s:
+                raise TimeoutError(f"it did not come within {self._timeout_s:g} s")
+            time.sleep(min(waited_s / 16 + 1e-4, _LONGEST_POLL_S))
+        self._store.delete_key(key)  # nobody else asks for it
+        return value
+
+
+class OnControl:
+    """They use the control connection of the pair: one round trip, without a store."""
+
+    def __init__(self, control: "Connection", tag: int, timeout_s: float) -> None:
+        self._control, self._tag = control, tag
+        self._timeout = timedelta(seconds=timeout_s)
+        self._pending: list[Pending] = []
+
+    def tell(self, key: str, value: bytes) -> None:
+        mine, theirs = (torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8) for _ in range(2))
+        mine[:2] = torch.tensor(divmod(len(value), 256))
+        mine[2 : 2 + len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        # a send ends when the other end receives, so nobody waits for one before asking for the other's
+        for operation, memory in (("recv", theirs), ("send", mine)):
+            self._pending.append(self._control.start(operation, memory, self._tag))
+
+    def hear(self, key: str) -> bytes:
+        for each in self._pending:
+            self._control.wait(each.work, self._timeout)
+        high, low, *rest = self._pending[0].memory.tolist()
+        return bytes(rest[: 256 * high + low])

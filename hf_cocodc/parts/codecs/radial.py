@@ -1,0 +1,108 @@
+"""Radial-directional averaging: means of norms and of directions, so that an update is as long with many regions as with few."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...tensors.norms import square
+from ..fragments import Fragment
+from .base import Codec, CodecState, Conversation, Message, Result, message_bytes, unshared
+from .cast import Cast
+
+_LEAST = 1e-30
+"""Share of the mean norm below which a parameter counts as one that did not move: fp32 has no number to scale it up by."""
+
+
+class Radial:
+    """A codec that wraps another codec; see `radial`."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.init = codec.init
+
+    def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
+        inside = _inside(fragment)
+        if not inside:
+            return (yield from self.codec.converse(outer_grad, fragment, state))
+        views = _flat_views(fragment, outer_grad)
+        own = [math.sqrt(square(views[i])) for i in inside]
+        told = yield Message(torch.tensor(own, dtype=torch.float32), Cast(torch.float32))
+        norms = told.mean.tolist()
+        directions = outer_grad.clone()
+        factors = [
+            mean / norm if norm > _LEAST * mean else 0.0 for mean, norm in zip(norms, own, strict=True)
+        ]
+        _scale(fragment, directions, inside, factors)
+        result = yield from self.codec.converse(directions, fragment, state)
+        means = _flat_views(fragment, result.mean)
+        lengths = [math.sqrt(square(means[i])) for i in inside]
+        last = [
+            mean / length if length > _LEAST * mean else 0.0
+            for mean, length in zip(norms, lengths, strict=True)
+        ]
+        _scale(fragment, result.mean, inside, last)
+
+        def decoded() -> Tensor:
+            values = result.own().clone()
+            _scale(fragment, values, inside, [1 / each if each else 0.0 for each in factors])
+            return values
+
+        return Result(result.mean, decoded, result.state)
+
+    def wire_bytes(self, fragment: Fragment, region: int, num_regions: int) -> int:
+        norms = message_bytes(Cast(torch.float32), len(_inside(fragment)), region, num_regions)
+        return norms + self.codec.wire_bytes(fragment, region, num_regions)
+
+
+def radial(codec: Codec) -> Codec:
+    """The mean of the regions' norms times the direction of their mean direction, for each parameter (2604.21428).
+
+    ::
+
+        R = mean_m ||Delta_m|| ;  D = mean_m R Delta_m / ||Delta_m|| ;  result = R D / ||D||
+
+    Both means are weighted by the regions' shares; the result is 0 where D is. The less regions agree, the shorter their plain
+    mean is: with cosines c between M outer gradients of one norm, sqrt((1 + (M - 1) c) / M) of that norm. The result keeps it:
+
+    =====  ====  ====  ====  =======
+    c      M=2   M=4   M=8   radial
+    =====  ====  ====  ====  =======
+    0.0    0.71  0.50  0.35  1.00
+    0.3    0.81  0.69  0.62  1.00
+    0.8    0.95  0.92  0.91  1.00
+    =====  ====  ====  ====  =======
+
+    Measured on a tiny Llama (diloco, H = 10, 8 rounds, embeddings and head plain), mean ratio of a round: plain 0.88, 0.83 and
+    0.80 with 2, 4 and 8 regions, and 0.79, 0.71 and 0.63 in the last round; radial 0.96, 0.95 and 0.94. Losses were equal to
+    0.005. An outer learning rate that was tuned for plain means may be too large.
+
+    Directions travel with the length R, through `codec`, so that they are as large as outer gradients; norms travel before
+    them in fp32, which costs one more round trip. Parameters outside the blocks (embeddings, the head) and pieces of
+    parameters have a plain mean.
+
+    Args:
+        codec: finds the mean of directions. Its error feedback, if any, is about directions. What it sends must be linear in
+            each parameter: not low rank, not top-k.
+
+    Source: Decoupled DiLoCo, 2604.21428.
+    """
+    return Radial(codec)
+
+
+def _inside(fragment: Fragment) -> list[int]:
+    """Positions of the parameters whose norms and directions have means of their own."""
+    return [i for i in range(len(fragment.names)) if i not in fragment.outside and i not in fragment.rows]
+
+
+def _flat_views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
+    return [view.reshape(-1) for view in fragment.views(flat)]
+
+
+def _scale(fragment: Fragment, flat: Tensor, places: Sequence[int], factors: Sequence[float]) -> None:
+    """Multiply parameters of a flat tensor by these factors, in place."""
+    views = _flat_views(fragment, flat)
+    for i, factor in zip(places, factors, strict=True):
+        for (part,) in unshared(views[i]):
+            part.mul_(factor)

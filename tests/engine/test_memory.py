@@ -1,0 +1,47 @@
+"""The estimate of memory, as the README tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_cocodc.engine.memory import forecast, memory
+from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
+from hf_cocodc.methods import METHODS
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.tensors.pools import HOST
+from tests.toys import Blocks
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readmes_bytes_are_the_engines() -> None:
+    """Bytes kept for each parameter, and taken by a transfer for each parameter of its fragment, over all methods."""
+    kept, each = {}, {}
+    for name in METHODS:
+        model = Blocks([torch.randn(300, 300) for _ in range(4)])
+        link = LockstepLink(LockstepHub(1), region=0, num_regions=1)
+        synchronizer = Synchronizer(model, from_config(OuterConfig(method=name, sync_interval=20)), link)
+        found = memory(synchronizer.fragments, synchronizer.method, 2, synchronizer._traffic.is_ahead)[HOST]
+        largest = max(state.fragment.numel for state in synchronizer.fragments)
+        kept[name], each[name] = found.kept / synchronizer.num_params, found.per_transfer / largest
+    lowrank = round(kept.pop("dilocox")), round(each.pop("dilocox"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert set(kept.values()) == {8}
+    assert f"host: 8 (`dilocox` {lowrank[0]})" in text
+    assert f"host: {min(each.values()):.0f} to {max(each.values()):.0f} (`dilocox` {lowrank[1]})" in text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_forecast_from_meta_is_the_estimate_of_a_run(name: str) -> None:
+    """Without a value in memory it has the bytes of the real model, and the stage that an accelerator would need."""
+    method = from_config(OuterConfig(method=name))
+    real = Synchronizer(Blocks([torch.randn(90, 90) for _ in range(4)]), method, loopback()).memory()
+    model = Blocks([torch.randn(90, 90) for _ in range(4)]).to("meta")
+    found = forecast(model, method.fragments(model), method, 1, HOST)
+    assert found.pop(torch.device("meta")).staged > 0
+    assert found == real

@@ -1,0 +1,105 @@
+"""Regions with a secret, in real processes over real gloo: a stranger at their store changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hf_cocodc.meeting.sealed import check
+from hf_cocodc.meeting.secret import Keys
+from hf_cocodc.meeting.store import connect_store, serve_store
+from tests.processes.ending_worker import live
+from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
+from tests.processes.strangers import overwriting
+from tests.processes.test_failures import start, training_processes, wait_for_step
+
+SECRET, OTHER = "a secret that nobody must read", "another secret of a region"
+
+
+def begin(
+    folder: Path, *secrets: str | None, begun: str | None = None, encrypt: bool = False
+) -> tuple[TCPStore, list]:
+    """Regions, each with its secret, which `encrypt`; and their store, which was `begun` with one."""
+    store = serve_store("127.0.0.1")
+    if begun is not None:
+        check(connect_store(f"127.0.0.1:{store.port}", 10.0, Keys.from_secret(begun)))
+    folder.mkdir()
+    processes = [
+        fork(
+            functools.partial(live, step_s=0.1, encrypt=encrypt),
+            str(folder),
+            log=folder / "log.txt",
+            **region_env(store, region),
+            **({} if secret is None else {"HF_COCODC_SECRET": secret}),
+        )
+        for region, secret in enumerate(secrets)
+    ]
+    return store, processes
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_store_changes_no_number(tmp_path: Path) -> None:
+    """It overwrites every key while regions train, encrypted: they end as a run without a secret. No file has the secret."""
+    ends = {}
+    for name, secret in (("alone", None), ("disturbed", SECRET)):
+        folder = tmp_path / name
+        store, processes = begin(folder, secret, secret, encrypt=secret is not None)
+        with contextlib.ExitStack() as beside:
+            seen = []
+            if secret is not None:
+                journal = folder / "region-1" / "cocodc" / "journal.jsonl"
+                wait_until(journal.is_file, processes[1], folder / "log.txt")
+                seen = beside.enter_context(overwriting(store))
+            for process in processes:
+                process.join(TIMEOUT_S)
+        log = (folder / "log.txt").read_text()
+        assert [process.exitcode for process in processes] == [0, 0], log[-4000:]
+        assert bool(seen) == (secret is not None)
+        ends[name] = [torch.load(folder / f"region{region}-rank0.pt")["weights"] for region in (0, 1)]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert torch.equal(ends["disturbed"][0], ends["disturbed"][1])
+    assert torch.equal(ends["alone"][0], ends["disturbed"][0])
+
+
+@pytest.mark.parametrize("other", [OTHER, None], ids=["another", "none"])
+def test_a_region_with_another_secret_ends_before_it_meets(other: str | None, tmp_path: Path) -> None:
+    """At once, with the reason; no secret is shown."""
+    folder = tmp_path / "run"
+    store, [process] = begin(folder, other, begun=SECRET)
+    process.join(TIMEOUT_S)
+    said = (folder / "log.txt").read_text()
+    assert process.exitcode == 1, said[-4000:]
+    assert f"the store at 127.0.0.1:{store.port} was begun with " in said
+    assert SECRET not in said
+    assert OTHER not in said
+
+
+@pytest.mark.slow
+def test_a_command_shows_the_secret_nowhere(tmp_path: Path) -> None:
+    """In no file that it and its regions write (logs, journals, checkpoints with their cards, recipes), no line on the terminal,
+    and no arguments of a process.
+    """
+    given, home = tmp_path / "given", tmp_path / "home"
+    given.write_text(SECRET)
+    given.chmod(0o600)
+    home.mkdir()
+    run = start(home, first=f"import os; os.environ['HF_COCODC_SECRET'] = open({str(given)!r}).read()")
+    wait_for_step(run, home)
+    children = psutil.Process(run.pid).children(recursive=True)
+    arguments = [each.cmdline() for each in children]
+    trainers = training_processes(run.pid).values()
+    assert [each.environ()["HF_COCODC_SECRET"] for each in trainers] == [SECRET] * 2
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=TIMEOUT_S)
+    files = [path for path in home.rglob("*") if path.is_file()]
+    assert {"README.md", "log.txt", "journal.jsonl", "trainer_state.json"} <= {path.name for path in files}
+    assert SECRET not in str((said, arguments))
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -1,0 +1,84 @@
+"""Strangers who reach the ports of a run that trains: they end nothing, and change no number."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes.coming_worker import events, loop
+from tests.processes.strangers import (
+    FEW_FILES,
+    GARBAGE,
+    HALF_OPEN,
+    knocking,
+    ports_of,
+    strangers,
+    with_few_files,
+)
+from tests.processes.test_coming_and_going import Run
+
+STEPS = 30
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [each["weights"] for each in run.results(0, 1)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """What two regions come to that nobody else reaches."""
+    return weights(Run(tmp_path_factory.mktemp("undisturbed"), 2, loop, STEPS, 0.0, "streaming", None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("least", [None, 1], ids=["fixed", "elastic"])
+def test_strangers_change_no_number(
+    least: int | None, undisturbed: list[torch.Tensor], tmp_path: Path
+) -> None:
+    """Garbage and silence at every port of both processes and of the store, while they train: the same bits as without.
+
+    At each port there are more strangers than a process may open files; gloo alone would end it.
+    """
+    assert GARBAGE + HALF_OPEN > FEW_FILES
+    run = Run(tmp_path, 2, with_few_files, STEPS, 0.2, "streaming", least)
+    for region in range(2):
+        run.wait_for_step(region, 3)
+    ports = ports_of(*(process.pid for process in run.processes.values()))
+    assert len(ports) >= 4, "presence and gloo, each twice"
+    with strangers([*ports, run.store.port]) as answered:
+        for region in range(2):
+            run.wait_for_step(region, 20)
+        found = weights(run)
+    if sys.platform == "linux":
+        assert sorted(answered[port] for port in ports)[:2] == [0, 0], "nobody reaches gloo"
+    assert max(answered.values()) == GARBAGE + HALF_OPEN, "the strangers were there"
+    for ours, theirs in zip(found, undisturbed, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_newcomer_joins_while_strangers_knock(tmp_path: Path) -> None:
+    """At every port of the members, of the newcomer and of the store, from before it starts until it is in: all end equal."""
+    (tmp_path / "secret").write_text("a secret that nobody must read")
+    (tmp_path / "secret").chmod(0o600)
+    body = partial(loop, secret_file=str(tmp_path / "secret"))
+    run = Run(tmp_path, 3, body, 400, 0.1, "streaming", 1)
+    run.wait_for_step(2, 3)
+    run.kill(2)
+    run.wait_for_step(0, 8)
+
+    def ports() -> list[int]:
+        pids = [process.pid for process in run.processes.values() if process.is_alive()]
+        return [run.store.port, *ports_of(*filter(None, pids))]
+
+    with knocking(ports) as came:
+        run.start(2)
+        run.wait_for_join(2)
+    assert len(came) >= 7, "the store, and presence and gloo of each region"
+    found = [each["weights"] for each in run.results(0, 1, 2)]
+    assert all(torch.equal(found[0], each) for each in found)
+    assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1, 2], [0, 1], [0, 1, 2]]

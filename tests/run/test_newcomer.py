@@ -1,0 +1,30 @@
+"""How long a round is for a region that comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.methods import diloco
+from hf_cocodc.run.newcomer import round_steps
+from tests.toys import Blocks
+
+OWN = dataclasses.replace(diloco(sync_interval=4), name="mine")
+
+
+@pytest.mark.parametrize(("config", "after_9"), [(OuterConfig(sync_interval=4), 4.0), (OWN, 4.5)])
+def test_a_round_is_as_long_as_its_setting_or_as_rounds_were(config: Any, after_9: float) -> None:
+    """A method of a user's own need have no sync_interval: then landings say it; and before the first one, nothing is 0."""
+    model = Blocks([torch.zeros(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, max_steps=20)
+    assert round_steps(outer) >= 1
+    for _ in range(9):
+        outer.step()
+    assert round_steps(outer) == after_9
+    outer.close()
