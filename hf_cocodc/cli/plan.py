@@ -1,0 +1,142 @@
+"""`hf-cocodc plan`: which settings suit a link, and what to expect of them."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, nearest, short
+from ..recipes.arguments import add_recipe
+from ..recipes.recipe import Recipe
+from .checks import check, check_writable, import_torch
+
+TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+CONGESTIONS = ("cubic", "reno", "bbr")
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
+        help="find settings that suit a link, and forecast a run",
+        description="Forecast a recipe over a link, with every method and codec: utilisation, waiting, bytes, staleness, memory, "
+        "time; and find the settings that reach --target with the least staleness. It trains nothing, unless --measure is given; "
+        "then arguments after -- go to accelerate launch.",
+        allow_abbrev=False,
+    )
+    add_recipe(parser)
+    parser.add_argument("--rtt-ms", type=float, help="round trip of the link in ms")
+    parser.add_argument(
+        "--rate-mbit", type=float, help="rate at which a region can send, to all others together, in Mbit/s"
+    )
+    parser.add_argument(
+        "--link", type=Path, metavar="FILE", help="round trip and rate from: bench link --json FILE"
+    )
+    parser.add_argument(
+        "--loss", type=float, default=0.0, help="probability that a packet is lost (default: 0)"
+    )
+    parser.add_argument(
+        "--congestion",
+        help="TCP congestion control of the regions, cubic or bbr (default: the setting of this machine)",
+    )
+    parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an inner step of a region")
+    parser.add_argument(
+        "--measure", action="store_true", help="measure the inner step: train 30 steps here, as one region"
+    )
+    parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's, or 2)")
+    parser.add_argument(
+        "--target",
+        type=float,
+        default=0.95,
+        help="share of the time in which inner steps are made (default: 0.95)",
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the recipe with these settings to this file"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    for flag, path in (("--json", options.json), ("--write", options.write)):
+        if path is not None:
+            check_writable(flag, path)
+    if options.write is not None and options.write.exists():
+        raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
+    _check(options)
+    recipe = Recipe.load(options.recipe, options.overrides)
+    import_torch()
+    from ..planning import choice, measured, speeds, table, written
+    from ..planning.forecast import Subject, codecs_of
+    from ..planning.tcp import LinkFigures
+    from ..training.preflight import on_meta
+
+    logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried
+    found = written.link_of(options.link) if options.link is not None else {}
+    link = LinkFigures(
+        rtt_s=(found["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
+        rate=(found["rate_mbit"] if options.rate_mbit is None else options.rate_mbit) * 1e6,
+        loss=options.loss,
+        congestion=options.congestion or _congestion(),
+    )
+    model = on_meta(recipe)
+    step_s = options.step_s
+    if step_s is None:
+        step_s = measured.step_seconds(options.recipe, options.overrides, options.launcher)
+    configs = list(choice.variants(recipe.outer))
+    machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
+    regions = options.regions or max(recipe.regions.count or 2, 2)
+    subject = Subject(recipe, model, link, step_s, regions, machine)
+    tried = [(config, choice.choose(subject, config, options.target)) for config in configs]
+    forecasts = [each for _, each in tried if each is not None]
+    failing = [f"{config.method} {codecs_of([config])[0]}" for config, each in tried if each is None]
+    report = table.report(subject, forecasts, failing, options.target)
+    chosen = choice.best(forecasts, recipe.outer)
+    words = table.in_words(subject, chosen, str(recipe.outer.method), options.target)
+    print("\n".join([*report.lines(), "", *words]))
+    if options.json is not None:
+        from ..bench.report import write
+
+        write(options.json, [report])
+    if options.write is not None:
+        if chosen is None:
+            raise InputError(f"--write {short(options.write)}: there are no settings to write; see above.")
+        options.write.write_text(
+            written.recipe_of(options.recipe, options.overrides, chosen, subject, "\n".join(words)),
+            encoding="utf-8",
+        )
+        print(f"written: {options.write}")
+    return 0
+
+
+def _congestion() -> str:
+    """The congestion control of this machine; cubic, Linux's default, where another one is not modelled."""
+    found = TCP.read_text().strip() if TCP.is_file() else "cubic"
+    return found if found in CONGESTIONS else "cubic"
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.link is None and None in (options.rtt_ms, options.rate_mbit):
+        raise InputError(
+            "plan needs the link: give --rtt-ms and --rate-mbit, or --link with the file of hf-cocodc bench link --json."
+        )
+    if (options.step_s is None) != options.measure:
+        raise InputError("plan needs the time of an inner step: give either --step-s or --measure.")
+    if options.launcher and not options.measure:
+        raise InputError(
+            "arguments after -- are for the short run of --measure. Add --measure, or remove them."
+        )
+    if options.rtt_ms is not None:
+        check("--rtt-ms", options.rtt_ms, 0, 60_000)
+    if options.rate_mbit is not None:
+        check("--rate-mbit", options.rate_mbit, 0.01, 1_000_000)
+    if options.step_s is not None:
+        check("--step-s", options.step_s, 1e-6, 1e6)
+    if options.regions is not None:
+        check("--regions", options.regions, 2, 1000)
+    if options.congestion not in (None, *CONGESTIONS):
+        raise InputError(
+            f"--congestion {short(options.congestion)} is not modelled.{nearest(options.congestion, CONGESTIONS)}"
+        )
+    check("--loss", options.loss, 0, 0.5)
+    check("--target", options.target, 0.01, 0.999)

@@ -1,0 +1,189 @@
+"""The choice of settings: for a method and a codec, those that reach a utilisation with the least staleness."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import InputError, shown
+from ..methods import METHODS
+from ..parts.choose import CODECS
+from ..resolve import from_config
+from ..resolve import settings as _settings
+from ..settings import OuterConfig
+from .forecast import Forecast, Subject
+
+LOSSY = ("int4", "topk", "lowrank")
+"""Codecs that need error feedback."""
+CAREFUL = ("fp32", "bf16", "int8", "fp4")
+"""Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
+Others are chosen only where the recipe or the method's paper has them."""
+LONGEST = 5000
+"""Most inner steps of a round that are tried."""
+
+
+def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
+    """The recipe's settings with each method and codec that go together.
+
+    Another method than the recipe's has its paper's defaults, apart from sync_interval and what belongs to no method.
+
+    Raises:
+        InputError: the recipe has a method or a codec of a user's own, which is not forecast.
+    """
+    for name, known in (("method", list(METHODS)), ("codec", [*CODECS, "lowrank"])):
+        given = getattr(recipe, name)
+        if given is not None and given not in known:
+            raise InputError(
+                f"outer.{name}={shown(given)} is not one of this package's, and only those are planned. Plan with one of them: "
+                f"--set outer.{name}={known[0]} --set outer.options=null."
+            )
+    for method in METHODS:
+        base = recipe
+        if method != recipe.method:
+            general = {
+                name: getattr(recipe, name) for name in ("weights", "digest_interval", "guard", "device")
+            }
+            interval = _interval(recipe)
+            fewest = inspect.signature(METHODS[method]).parameters["num_fragments"].default
+            base = OuterConfig(method=method, sync_interval=max(interval, fewest), **general)
+        own = settings(base)["codec"]
+        for codec in (*CODECS, "lowrank"):
+            if codec == "fp16" != own:
+                continue  # as large as bf16
+            changed = base if codec == own else _with_codec(base, codec)
+            try:
+                from_config(changed)
+            except InputError:
+                continue
+            yield changed
+
+
+def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
+    feedback = codec in LOSSY
+    rank = config.rank if codec == "lowrank" else None
+    return dataclasses.replace(config, codec=codec, error_feedback=feedback, rank=rank)
+
+
+def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
+    """The settings with this method and codec that reach a utilisation; None if none do.
+
+    `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
+    regions after at most sync_interval and the overlap, and this sum is made small. A method that is a round late has the
+    shortest round in any case, as its staleness is that round. The overlap is then as short as possible; so is the number of
+    fragments.
+    """
+    longest = max(_longest(subject), _interval(config))
+
+    def at(interval: int) -> OuterConfig | None:
+        return _with_interval(subject, config, interval, target)
+
+    fewest = settings(config)["num_fragments"]
+    is_late = from_config(config).schedule.back_to_back
+    first = fewest if is_late else _interval(config)
+    shortest = _smallest(first, longest, lambda each: at(each) is not None)
+    if shortest is None:
+        return None
+    tried = [shortest]
+    if shortest > _interval(config):
+        # on a link that is full transfers need much overlap; in a round that is a little longer, far less
+        tried += [min(shortest + shortest * tenth // 10, longest) for tenth in range(1, 11)]
+    reaching = [found for found in map(at, tried) if found is not None]
+    return subject.forecast(min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness))
+
+
+def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
+    """The settings to use, of the recipe's method, among those that reach the target.
+
+    A round that need not be longer counts first, then staleness, then how exact the codec is.
+    """
+    own = settings(recipe)["codec"]
+    exact = list(dict.fromkeys((*CAREFUL, own)))
+    mine = [each for each in found if each.config.method == recipe.method and each.shown["codec"] in exact]
+    return min(
+        mine,
+        default=None,
+        key=lambda each: (
+            max(each.shown["sync_interval"], _interval(recipe)),
+            each.course.staleness,
+            exact.index(each.shown["codec"]),
+        ),
+    )
+
+
+def _with_interval(subject: Subject, config: OuterConfig, interval: int, target: float) -> OuterConfig | None:
+    """The settings with this `sync_interval` that reach the target with the least staleness; None if none do."""
+    config = dataclasses.replace(config, sync_interval=interval)
+    takes = settings(config)
+    counts = [takes["num_fragments"]]
+    if takes["fragment_pattern"] != "whole":
+        counts += [counts[0] * factor for factor in (2, 4) if counts[0] * factor <= subject.num_blocks]
+    reaching = []
+    for count in counts:
+        if count > interval:
+            continue
+        cut = config if count == counts[0] else dataclasses.replace(config, num_fragments=count)
+        found = _with_overlap(subject, cut, target)
+        if found is not None:
+            reaching.append((subject.course(found).staleness, count, found))
+    return min(reaching, key=lambda each: each[:2])[2] if reaching else None
+
+
+def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
+    """The settings with the least overlap that reaches the target, if the method lets one choose."""
+    shown = settings(config)
+    overlap = shown.get("overlap_steps")
+    may_overlap = isinstance(overlap, int) and overlap > 0 and not from_config(config).schedule.back_to_back
+    if not may_overlap:
+        tried = [config]
+        if (
+            shown.get("sends_per_interval", 0) is None
+        ):  # as often as the link allows may be more than training affords
+            tried.append(
+                dataclasses.replace(config, sends_per_interval=shown["num_fragments"], utilization=None)
+            )
+        return next((each for each in tried if subject.course(each).utilization >= target), None)
+
+    def with_overlap(steps: int) -> OuterConfig:
+        return dataclasses.replace(config, overlap_steps=steps)
+
+    def reaches(steps: int) -> bool:
+        return subject.course(with_overlap(steps)).utilization >= target
+
+    steps = _smallest(0, shown["sync_interval"] - 1, reaches)
+    return None if steps is None else with_overlap(steps)
+
+
+def _smallest(first: int, last: int, holds: Callable[[int], bool]) -> int | None:
+    """The smallest number in first .. last for which something holds, as for all larger ones; None if there is none."""
+    if first > last:
+        return None
+    if holds(first):
+        return first
+    low, step = first, 1  # does not hold for low
+    while low + step < last and not holds(low + step):
+        low, step = low + step, 2 * step
+    high = min(low + step, last)
+    if high == last and not holds(last):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def settings(config: OuterConfig) -> dict[str, Any]:
+    """All settings of a method, as numbers and texts."""
+    return _settings(config)
+
+
+def _interval(config: OuterConfig) -> int:
+    return int(settings(config)["sync_interval"])
+
+
+def _longest(subject: Subject) -> int:
+    """The longest round that is tried: two fit into the run, if the recipe says how long it is."""
+    steps = subject.recipe.training.get("max_steps", -1)
+    return min(max(steps // 2, 1), LONGEST) if steps > 0 else LONGEST

@@ -1,0 +1,31 @@
+"""What is known of the loss that low communication costs: fits and tables from papers, each with its source. Else nothing."""
+
+DILOCO_EXPONENT = 0.0116
+"""Of M in the joint fit of the loss, 19.226 N^-0.0985 M^0.0116 (2503.09799): DiLoCo with H = 30, N from 35M to 2.4B."""
+MOST_REGIONS = 8
+ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
+"""Inner steps of overlap of Streaming DiLoCo: those that the paper advises, and those that cost less than 0.2 % (2501.18512)."""
+
+
+def cost(method: str, num_regions: int, overlap_steps: int) -> list[str]:
+    """Sentences about the loss that a method is expected to have, beside one model copy with the same tokens.
+
+    >>> cost("co2", 2, 48)
+    []
+    """
+    said = []
+    if method == "diloco" and 1 < num_regions <= MOST_REGIONS:
+        share = num_regions**DILOCO_EXPONENT - 1
+        said.append(
+            f"loss: {num_regions} regions are expected to cost {share:.1%} beside one, and {2 * num_regions} regions "
+            f"{(2 * num_regions) ** DILOCO_EXPONENT - 1:.1%} (scaling law of DiLoCo at H = 30, 2503.09799; it says nothing of H)."
+        )
+    if method == "streaming" and overlap_steps > 0:
+        if overlap_steps <= ADVISED_OVERLAP:
+            words = f"is within what the paper advises (at most {ADVISED_OVERLAP})"
+        elif overlap_steps <= TRIED_OVERLAP:
+            words = "is expected to cost less than 0.2 %"
+        else:
+            words = f"is more than the paper tried ({TRIED_OVERLAP} cost less than 0.2 %)"
+        said.append(f"loss: an overlap of {overlap_steps} inner steps {words} (2501.18512).")
+    return said

@@ -1,0 +1,104 @@
+"""The plan as a table, and in words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..bench.report import Report, Row
+from ..views.summary import describe
+from .course import Course
+from .forecast import Forecast, Subject
+from .laws import cost
+
+_NOTES = (
+    "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. tau: most inner steps between a "
+    "send and its landing (staleness). needs: inner steps of overlap in which the slowest transfer would hide.",
+    "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
+    "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
+    "DDP: data-parallel training over the same link at its best, with fp32 gradients that travel during the backward pass.",
+    "dev MB, host MB: memory of the outer state and of transfers, beside the training's own (one rank a region).",
+)
+
+
+def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> Report:
+    """The table of a plan: the settings of each method and codec, and data-parallel training.
+
+    Args:
+        subject: what was planned.
+        found: forecasts that reach the target.
+        failing: "method codec" of those that do not.
+        target: the utilisation.
+    """
+    link = subject.link
+    steps = subject.recipe.training.get("max_steps", -1)
+    parallel = subject.data_parallel()
+    rows = [
+        {
+            "method": each.shown["method"],
+            "codec": each.shown["codec"],
+            "H": each.shown["sync_interval"],
+            "P": each.shown["num_fragments"],
+            "tau": each.course.staleness,
+            "needs": each.course.needs,
+            **_figures(each.course, steps, subject.step_s),
+            "vs DDP": each.course.utilization / parallel.utilization,
+            "dev MB": each.device_bytes / 1e6,
+            "host MB": each.host_bytes / 1e6,
+        }
+        for each in found
+    ]
+    row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "tau", "needs"))
+    row |= {"method": "DDP", "codec": "fp32"}
+    row |= {**_figures(parallel, steps, subject.step_s), "vs DDP": 1.0}
+    rows.append(row)
+    notes = list(_NOTES)
+    if failing:
+        notes.append(f"Not with any settings that were tried: {', '.join(failing)}.")
+    setting = {
+        "parameters": subject.num_params,
+        "regions": subject.regions,
+        "rtt_ms": 1e3 * link.rtt_s,
+        "rate_mbit": link.rate / 1e6,
+        "loss": link.loss,
+        "congestion": link.congestion,
+        "step_s": subject.step_s,
+        "steps": steps if steps > 0 else None,
+        "target": target,
+    }
+    formats = {
+        "used": ".1%",
+        "wait s/h": ".0f",
+        "GB/h": ".3g",
+        "dev MB": ".0f",
+        "host MB": ".0f",
+        "hours": ".3g",
+    }
+    return Report("plan", setting, rows, notes, formats)
+
+
+def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
+    hours = steps * step_s / course.utilization / 3600 if steps > 0 else None
+    return {
+        "used": course.utilization,
+        "wait s/h": 3600 * course.blocked,
+        "GB/h": 3600 * course.bytes_per_s / 1e9,
+        "hours": hours,
+    }
+
+
+def in_words(subject: Subject, chosen: Forecast | None, method: str, target: float) -> list[str]:
+    """What to do: the settings of the recipe's method, and what they are expected to cost."""
+    if chosen is None:
+        return [
+            f"With method {method} no settings use {target:.0%} of the time. Take another method of the table "
+            "(--set outer.method=...), more steps, a faster link, or a lower --target."
+        ]
+    course = chosen.course
+    hours = _figures(course, subject.recipe.training.get("max_steps", -1), subject.step_s)["hours"]
+    until = "" if hours is None else f", {hours:.3g} hours in all"
+    return [
+        f"settings: {describe(chosen.shown)}",
+        f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}",
+        f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
+        f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {course.staleness} inner steps after its send{until}.",
+        *cost(method, subject.regions, course.staleness),
+    ]

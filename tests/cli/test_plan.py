@@ -1,0 +1,130 @@
+"""`hf-cocodc plan`: what it refuses, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.bench.report import Report, read, write
+from hf_cocodc.cli.main import main
+from hf_cocodc.planning import speeds, written
+from hf_cocodc.planning.tcp import MSS, MTU
+from hf_cocodc.recipes.recipe import Recipe
+from tests.planning.test_choice import SPEEDS
+
+LINK = ["--rtt-ms", "50", "--rate-mbit", "60"]
+PLAN = ["plan", "quickstart/diloco", *LINK, "--step-s", "0.1"]
+
+
+@pytest.fixture(autouse=True)
+def made_up_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds that are the same everywhere."""
+    monkeypatch.setattr(speeds, "measure", lambda codecs, accelerated: SPEEDS)
+
+
+def figures(seconds: list[float]) -> Report:
+    """What bench link reports: here of a megabyte."""
+    rows = [{"transfer": "x", "seconds": each, "MB sent": 1.0, "RTT ms": 50.0} for each in seconds]
+    return Report("one mean over a link", {"regions": 2}, rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*LINK], "either --step-s or --measure"),
+        ([*LINK, "--step-s", "1", "--measure"], "either --step-s or --measure"),
+        (["--step-s", "1", "--rtt-ms", "5"], "plan needs the link"),
+        ([*LINK, "--step-s", "0"], "--step-s 0 must"),
+        ([*LINK, "--step-s", "nan"], "--step-s nan must"),
+        (["--rtt-ms", "-1", "--rate-mbit", "1", "--step-s", "1"], "--rtt-ms -1 must"),
+        (["--rtt-ms", "1", "--rate-mbit", "inf", "--step-s", "1"], "--rate-mbit inf must"),
+        ([*LINK, "--step-s", "1", "--target", "1"], "--target 1 must"),
+        ([*LINK, "--step-s", "1", "--loss", "0.9"], "--loss 0.9 must"),
+        ([*LINK, "--step-s", "1", "--regions", "1"], "--regions 1 must"),
+        ([*LINK, "--step-s", "1", "--congestion", "turbo"], "--congestion turbo"),
+        ([*LINK, "--step-s", "1", "--link", "/nowhere.json"], "--link /nowhere.json cannot be read"),
+        (
+            [*LINK, "--step-s", "1", "--write", "/nowhere/out.yaml"],
+            "--write /nowhere/out.yaml cannot be written",
+        ),
+        ([*LINK, "--step-s", "1", "--", "--multi_gpu"], "are for the short run of --measure"),
+        ([*LINK, "--step-s", "1", "--set", "outer.method=nope"], "outer.method='nope' is not known"),
+    ],
+)
+def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One paragraph that names the option, and exit code 2."""
+    assert main(["plan", "quickstart/diloco", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_is_a_table_settings_and_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe loads with the settings that are printed; JSON has the table; a file that exists stays."""
+    out, table = tmp_path / "out.yaml", tmp_path / "plan.json"
+    words = [*PLAN, "--target", "0.8", "--regions", "3", "--write", str(out), "--json", str(table)]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    recipe = Recipe.load(out)
+    assert f"settings: diloco: sync_interval={recipe.outer.sync_interval}," in said
+    assert "scaling law" in said
+    assert (recipe.regions.count, recipe.regions.rate_limit) == (3, 54.0)
+    [report] = read(table)
+    rows = report["rows"]
+    assert {row["method"] for row in rows} >= {"diloco", "streaming", "co2", "cocodc", "DDP"}
+    assert all(row["used"] >= 0.8 for row in rows[:-1])
+    assert rows[-1]["vs DDP"] == 1
+    kept = out.read_text()
+    assert main(words) == 2
+    assert "exists" in capsys.readouterr().err
+    assert out.read_text() == kept
+
+
+def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The method has no settings: no recipe is written, and the exit code says so."""
+    words = [*PLAN, "--set", "training.max_steps=20", "--target", "0.99", "--write", str(tmp_path / "o.yaml")]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "With method diloco no settings use 99% of the time" in said.out
+    assert "there are no settings to write" in said.err
+    assert not (tmp_path / "o.yaml").exists()
+
+
+def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of bench link, or of bench wan, whose first report is of the link; anything else is refused."""
+    path = tmp_path / "link.json"
+    for reports in ([figures([0.95, 0.45])], [figures([0.45]), Report("training over a link", {}, [])]):
+        write(path, reports)
+        found = written.link_of(path)
+        assert found["rtt_ms"] == pytest.approx(50)
+        assert found["rate_mbit"] == pytest.approx(8 / 0.4 * MTU / MSS)
+    assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 0
+    assert "rtt_ms=50" in capsys.readouterr().out
+    for content in ("{}", "[]", "nonsense", "3", json.dumps({"title": "one mean over a link", "rows": []})):
+        path.write_text(content)
+        assert main(["plan", "quickstart/diloco", "--link", str(path), "--step-s", "0.1"]) == 2
+        assert "holds no measurement of a link" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_measured_step_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--measure trains a few steps and leaves nothing; the recipe that is written is trained by two regions."""
+    recipe = tmp_path / "mine.yaml"
+    more: dict[str, Any] = {"max_steps": 60, "save_steps": 60, "eval_steps": 60}
+    lines = "".join(f"  {key}: {value}\n" for key, value in more.items())
+    recipe.write_text(f"extends: quickstart/diloco\ntraining:\n  output_dir: {tmp_path / 'runs'}\n{lines}")
+    out = tmp_path / "out.yaml"
+    words = ["plan", str(recipe), *LINK, "--measure", "--target", "0.5", "--write", str(out)]
+    assert main(words) == 0
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", str(out)]) == 0
+    assert "inner steps           60 in each of 2 region(s)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_measurement_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason of the short run becomes the reason of the command."""
+    words = ["plan", "quickstart/diloco", *LINK, "--measure", "--set", "data.split=nope"]
+    assert main(words) == 2
+    assert "--measure: the recipe cannot be trained here" in capsys.readouterr().err

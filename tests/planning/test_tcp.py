@@ -1,0 +1,111 @@
+"""The physical model of a transfer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from hf_cocodc.planning.course import Part
+from hf_cocodc.planning.tcp import (
+    FIRST_WINDOW,
+    MSS,
+    MTU,
+    OVERHEAD_S,
+    Codes,
+    LinkFigures,
+    TcpLine,
+    wanted_connections,
+)
+
+MB = 10**6
+
+
+def seconds(
+    link: LinkFigures,
+    num_bytes: int,
+    connections: int = 4,
+    limit: float | None = None,
+    at: tuple[float, ...] = (0.0,),
+    **codes: Any,
+) -> list[float]:
+    """Seconds of transfers that are sent at these times, from their beginning."""
+    line = TcpLine(link, connections, 1, limit or 1e12, {num_bytes: Codes(**codes)})
+    return [line.carry(Part(num_bytes), sent).link_s - OVERHEAD_S for sent in at]
+
+
+def test_without_distance_a_transfer_takes_the_time_of_its_packets() -> None:
+    """8 Mbit/s carry a megabyte in a second, and the headers."""
+    [took] = seconds(LinkFigures(0.0, 8e6), MB, piece_bytes=MB)
+    assert took == pytest.approx(MTU / MSS)
+
+
+def test_a_long_link_costs_its_round_trip_and_slow_start() -> None:
+    """A request and the payload make a round trip; windows that double carry little in the first ones."""
+    link = LinkFigures(0.1, 1e9)
+    [took] = seconds(link, 20 * MB)
+    wire = 20 * MB / link.goodput
+    # 4 connections: 58 kB, 116 kB, ... until 12 MB are under way, after 8 round trips
+    trips = math.ceil(math.log2(link.goodput * 0.1 / (4 * FIRST_WINDOW)))
+    assert wire + 0.1 < took < wire + 0.1 + 0.1 * (trips + 1)
+    few, many = seconds(link, 20 * MB, connections=1)[0], seconds(link, 20 * MB, connections=16)[0]
+    assert few > took > many
+
+
+def test_connections_that_rest_begin_again_but_bbr_does_not() -> None:
+    """Back to back the second transfer has warm windows; after a minute cubic has small ones again."""
+    for congestion, again in (("cubic", True), ("bbr", False)):
+        link = LinkFigures(0.1, 1e9, congestion=congestion)
+        first, warm, rested = seconds(link, 20 * MB, at=(0.0, 0.0, 60.0))
+        assert warm < first
+        assert (rested > warm) == again, congestion
+
+
+@pytest.mark.parametrize(("congestion", "window"), [("reno", 122.47), ("cubic", 187.43)])
+def test_losses_bound_what_a_connection_carries(congestion: str, window: float) -> None:
+    """Mathis: MSS sqrt(3 / 2p) a round trip. A long transfer goes on at that rate; more connections carry more."""
+    link = LinkFigures(0.1, 1e9, loss=1e-4, congestion=congestion)
+    assert link.window_of_loss == pytest.approx(MSS * window, rel=1e-3)
+    size = 40_000 * MB
+    [took] = seconds(link, size, connections=2)
+    assert took == pytest.approx(size / (2 * link.window_of_loss / 0.1), rel=0.04)
+    assert wanted_connections(link, 20e6) == math.ceil(20e6 * 0.1 / link.window_of_loss)
+    assert LinkFigures(0.1, 1e9, 1e-4, "bbr").window_of_loss == math.inf
+
+
+def test_a_short_transfer_hardly_meets_a_loss() -> None:
+    """Of 700 packets one in ten thousand is lost: the bound of long transfers does not hold."""
+    clean, lossy = (
+        sum(TcpLine(link, 4, 1, 1e12, {MB: Codes()}, seed).carry(Part(MB), 0.0).link_s for seed in range(40))
+        for link in (LinkFigures(0.1, 50e6), LinkFigures(0.1, 50e6, loss=1e-4))
+    )
+    assert clean < lossy < 1.2 * clean
+
+
+def test_cubic_leaves_slow_start_at_half_of_a_short_link() -> None:
+    """HyStart: one connection then fills a link of 30 ms only after seconds; Reno fills it at once."""
+    cubic, reno = (
+        seconds(LinkFigures(0.03, 40e6, congestion=name), MB, connections=1)[0] for name in ("cubic", "reno")
+    )
+    assert MB / LinkFigures(0.03, 40e6).goodput < reno < 0.95 * cubic
+
+
+def test_the_limit_the_codec_and_a_second_message_take_their_time() -> None:
+    """A limit slows all pieces but the first; a slow codec decides; each message has a round trip; a scatter has half of one."""
+    link = LinkFigures(0.1, 1e9)
+    bare = seconds(link, 10 * MB, at=(0.0, 0.0))[1]
+    assert seconds(link, 10 * MB, limit=5e6)[0] == pytest.approx(1.9 + 0.1, rel=0.1)
+    assert seconds(link, 10 * MB, encode_s=3.0)[0] >= 3.0
+    assert seconds(link, 10 * MB, decode_s=3.0)[0] >= 3.0
+    assert bare + 0.04 < seconds(link, 10 * MB, at=(0.0, 0.0), messages=2)[1] < bare + 0.12
+    assert seconds(link, 10 * MB, at=(0.0, 0.0), scatters=True)[1] == pytest.approx(bare + 0.05, abs=0.02)
+
+
+def test_transfers_wait_for_each_other() -> None:
+    """The line is serial: the outer step of one comes before the next transfer."""
+    line = TcpLine(LinkFigures(0.0, 8e6), 1, 1, 1e12, {1000: Codes(step_s=5.0)})
+    first, second = line.carry(Part(1000), 1.0), line.carry(Part(1000), 1.0)
+    assert first.ready_s > 6.0
+    assert second.ready_s == pytest.approx(2 * first.ready_s - 1.0)
+    assert second.step_s == 5.0
