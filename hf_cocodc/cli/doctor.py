@@ -1,0 +1,100 @@
+"""`hf-cocodc doctor`: look at this machine before a run."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import InputError
+from ..recipes.arguments import add_recipe
+from ..recipes.recipe import Recipe
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
+from .checks import add_secret, check, check_writable, import_torch
+from .joining import name_of
+
+WRONG_EXIT = 2
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="look at this machine before a run",
+        description="Look at this machine before a run, with the options of hf-cocodc train: packages, devices, memory, disk, "
+        "data, network, store. Each line is ok, warn or wrong, with a command that mends it ('-': not known here). Doctors of "
+        "several regions compare at the store what they find; with --wait they also call each other. Nothing is trained. The "
+        "exit code is 2 if something is wrong.",
+        allow_abbrev=False,
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--region", type=int, help="the region that this machine will train (numbered from 0)"
+    )
+    parser.add_argument("--store", metavar="HOST:PORT", help="address of the run's store")
+    parser.add_argument(
+        "--run", dest="run_name", metavar="NAME", help="name of the run, as for hf-cocodc train"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds to wait for the doctors of the other regions, to call them (default: 0, only compare)",
+    )
+    add_secret(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to this file")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    check("--wait", options.wait, 0, 86_400)
+    if options.json is not None:
+        check_writable("--json", options.json)
+    recipe = Recipe.load(options.recipe, options.overrides)
+    here = recipe.regions
+    region = from_env(
+        options.region if options.region is not None else here.region, os.environ, ENV_REGION, "--region"
+    )
+    store = options.store or here.store or os.environ.get(ENV_STORE)
+    count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
+    if count is None:
+        check_alone(region, store)
+    most = max(count or 1, here.max or 1)
+    if region is not None and not 0 <= region < most:
+        raise InputError(f"--region {region} does not exist: regions are numbered 0 .. {most - 1}.")
+    if options.wait and (region is None or store is None):
+        raise InputError("--wait waits for the doctors of other regions: it needs --region and --store.")
+    regions = dataclasses.replace(
+        here,
+        count=count or 1,
+        store=store,
+        run=options.run_name or here.run,
+        secret_file=options.secret_file or here.secret_file,
+    )
+    recipe = dataclasses.replace(recipe, regions=regions)
+    import_torch()
+    from ..doctor.examine import Patient, examine
+    from ..doctor.findings import WRONG, lines
+
+    def tell(words: str) -> None:
+        if sys.stderr.isatty():
+            print(f"... {words}", file=sys.stderr, flush=True)
+
+    found = list(examine(Patient(recipe, region, name_of(recipe), options.wait), tell))
+    print("\n".join(lines(found)))
+    if options.json is not None:
+        content = {
+            "hf_cocodc": __version__,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "region": region,
+            "findings": [dataclasses.asdict(each) for each in found],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    wrong = [each.topic for each in found if each.level == WRONG]
+    if wrong:
+        print(f"wrong: {', '.join(dict.fromkeys(wrong))}", file=sys.stderr)
+    return WRONG_EXIT if wrong else 0

@@ -1,0 +1,148 @@
+"""Lines about the machine itself: packages, devices, memory and disk."""
+
+from pathlib import Path
+
+from .facts import Disk, Machine
+from .findings import OK, WARN, WRONG, Finding, unknown
+from .needs import Needs
+
+_TIGHT = 1.2
+"""A need that leaves less than this share is a warning: batches, other processes and the page cache take memory too."""
+
+
+def versions(machine: Machine) -> Finding:
+    """Whether the installed packages are those that this one needs."""
+    if machine.unmet:
+        words = [f"needs {need}, has {there or 'none'}" for need, there in machine.unmet.items()]
+        command = f"pip install {' '.join(repr(need) for need in machine.unmet)}"
+        return Finding("versions", WRONG, f"{'; '.join(words)}.", command)
+    return Finding("versions", OK, ", ".join(f"{name} {each}" for name, each in machine.versions.items()))
+
+
+def devices(machine: Machine, regions_here: int, use_cpu: bool) -> Finding:
+    """Whether torch can use the devices of this machine, and each region has one."""
+    cpu = f"the CPU ({machine.cores} cores)"
+    if use_cpu:
+        return Finding("devices", OK, f"training.use_cpu: trains on {cpu}")
+    if machine.unused:
+        return Finding(
+            "devices",
+            WRONG,
+            f"the driver has {machine.unused} GPU(s), and torch {machine.versions.get('torch')} can use none of them: it would "
+            f"train on {cpu}.",
+            "pip install --force-reinstall torch    # a build with CUDA, which fits the driver (nvidia-smi)",
+        )
+    if machine.accelerator is not None:
+        return Finding("devices", OK, f"{machine.accelerator}; its memory is not known here")
+    if not machine.devices:
+        return Finding("devices", OK, f"no GPU: trains on {cpu}")
+    words = ", ".join(f"{each.name} ({each.total / 1e9:.0f} GB)" for each in machine.devices)
+    if len(machine.devices) < regions_here:
+        return Finding(
+            "devices",
+            WRONG,
+            f"{regions_here} regions on this machine, but {len(machine.devices)} GPU(s): {words}. Each region needs one.",
+            "hf-cocodc train RECIPE --region 0 --store HOST:PORT    # one region here, the others elsewhere",
+        )
+    return Finding("devices", OK, words)
+
+
+def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bool) -> list[Finding]:
+    """Whether what a run takes fits into the free memory of the devices and of the host."""
+    if needs is None:
+        return [unknown("memory", "an adapter's base model is not known before it is loaded: not computed")]
+    found = []
+    host = needs.outer_on_host
+    if machine.devices and not use_cpu:
+        share = max(1, len(machine.devices) // regions_here)
+        least = min(machine.devices[: share * regions_here], key=lambda each: each.free)
+        need = needs.training + needs.outer_on_device
+        found.append(
+            _fits(
+                "GPU memory",
+                f"{least.name}, on a rank that holds the whole model",
+                need,
+                least.free,
+                least.total,
+                "nvidia-smi    # which processes hold it",
+                "smaller parts (FSDP2 over more ranks, an adapter), or a smaller model, and outer.device=host",
+            )
+        )
+    else:
+        host += needs.training + needs.outer_on_device
+    found.append(
+        _fits(
+            "memory",
+            "this machine" if regions_here == 1 else f"{regions_here} regions on this machine",
+            host * regions_here,
+            machine.available,
+            machine.total,
+            "ps aux --sort=-rss | head    # which processes hold it",
+            "a smaller model or model.dtype=bfloat16, fewer regions here"
+            + (", outer.device=model" if machine.devices else ""),
+        )
+    )
+    return found
+
+
+def _fits(topic: str, where: str, need: int, free: int, total: int, who: str, remedy: str) -> Finding:
+    words = f"{where}: weights, inner optimizer and outer state take at least {_size(need)}, "
+    words += f"{_size(free)} of {_size(total)} are free"
+    if need > total:
+        return Finding(topic, WRONG, f"{words}. It cannot fit: take {remedy}.")
+    if need > free:
+        return Finding(topic, WRONG, f"{words}. End other processes, or take {remedy}.", who)
+    if need * _TIGHT > free:
+        return Finding(
+            topic, WARN, f"{words}, and batches come on top. If it does not fit, take {remedy}.", who
+        )
+    return Finding(topic, OK, f"{words} (batches come on top)")
+
+
+def disk(disk: Disk, folder: Path, needs: Needs | None, regions_here: int) -> Finding:
+    """Whether the checkpoints of a run fit on the disk."""
+    if not disk.is_writable:
+        return Finding(
+            "disk",
+            WRONG,
+            f"{disk.folder} cannot be written to, and training.output_dir={folder} lies there.",
+            "hf-cocodc train RECIPE --set training.output_dir=FOLDER    # or chown the folder",
+        )
+    free = f"{_size(disk.free)} of {_size(disk.total)} are free at {disk.folder}"
+    if needs is None:
+        return Finding(
+            "disk", OK if disk.free > 10e9 else WARN, f"{free}; the size of a checkpoint is not known"
+        )
+    one = needs.checkpoint * regions_here
+    each = f"a checkpoint takes about {_size(one)}" + (
+        f" in {regions_here} regions" if regions_here > 1 else ""
+    )
+    if disk.free < one:
+        return Finding(
+            "disk", WRONG, f"{each}, but {free}.", f"df -h {disk.folder}; du -xsh {disk.folder}/* | sort -h"
+        )
+    if needs.checkpoints == 0:
+        return Finding("disk", OK, f"{free}; no checkpoints, only the model at the end")
+    if needs.checkpoints is None:
+        return Finding(
+            "disk",
+            WARN if disk.free < 10 * one else OK,
+            f"{each}, {free}; how many there will be is not known: nothing limits them",
+            "hf-cocodc train RECIPE --set training.save_total_limit=2" if disk.free < 10 * one else None,
+        )
+    if disk.free < needs.checkpoints * one:
+        return Finding(
+            "disk",
+            WARN,
+            f"{each}, and {needs.checkpoints} will be there at once; {free}.",
+            "hf-cocodc train RECIPE --set training.save_total_limit=2",
+        )
+    return Finding("disk", OK, f"{each}, at most {needs.checkpoints} at once; {free}")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
