@@ -1,41 +1,72 @@
-"""Report a run that has finished: its summary, and its picture."""
+"""`hf-cocodc report`: one page about one or several runs, from their journals."""
 
-import dataclasses
-import importlib.util
-import json
-from collections.abc import Sequence
+import argparse
+import sys
 from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, short
+from .checks import check_writable
+
+_MOST_NAMED = 5
+"""So many damaged lines are named on the terminal; the page has more."""
 
 
-def report(folders: Sequence[Path], output: Path, json_file: Path | None = None) -> None:
-    """Print the summary of the regions that write to `folders`, and draw their picture into `output`.
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="write one page about runs: losses, who waited for whom, what was sent",
+        description="Write one HTML page about one run, or about several runs side by side, from the journals of their regions: "
+        "losses, a timeline of regions and transfers, what the time went into, bandwidth, staleness, norms, settings. Runs may "
+        "still train. The page needs no network and has no script. Folders with regions of one run make one run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "folders",
+        metavar="RUN_FOLDER",
+        nargs="+",
+        type=Path,
+        help="output folder of a run, or of a region of it",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="default: report.html"
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar=("FROM", "TO"),
+        nargs=2,
+        type=float,
+        help="draw the transfers of these seconds since the start one by one, instead of those around the longest wait, in the "
+        "middle and at the end",
+    )
+    parser.set_defaults(run=run, parser=parser)
 
-    Of a run that goes on without a lost region, at least one region must have finished: else there is nothing to report but that
-    those here have left it.
 
-    Args:
-        folders: one per region, region 0's first.
-        output: the folder of the run.
-        json_file: also write the figures of the summary to this file.
-    """
-    from ..run.journal import read
-    from ..views.summary import has_finished, summarise
-
-    journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
-    finished = [folder for folder, path in zip(folders, journals, strict=True) if has_finished(read(path))]
-    if not finished:
-        print(
-            f"left the run before its end: {', '.join(folder.name for folder in folders)}. The others train on."
+def run(options: argparse.Namespace) -> int:
+    window = options.seconds
+    if window is not None and not 0 <= window[0] < window[1] < float("inf"):
+        raise InputError(
+            f"--seconds {window[0]:g} {window[1]:g}: FROM must be at least 0, and less than TO. Both are finite."
         )
-        return
-    summary = summarise(journals)
-    print("\n".join(summary.lines(finished[0], journals)))
-    if importlib.util.find_spec("matplotlib"):
-        from ..views.pictures import plot_run
+    check_writable("-o", options.output)
+    from ..views.journals import unreadable
+    from ..views.page import page
+    from ..views.runs import load
 
-        plot_run(journals, output / "run.png")
-        print(f"picture               {output / 'run.png'}")
-    else:
-        print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
-    if json_file is not None:
-        json_file.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n", encoding="utf-8")
+    runs = load(options.folders)
+    damaged = [sentence for each in runs for sentence in unreadable(each.journals)]
+    damaged += [f"{short(path)} has no line that can be read" for each in runs for path in each.empty]
+    for sentence in damaged[:_MOST_NAMED]:
+        print(f"warning: {sentence}", file=sys.stderr)
+    if damaged[_MOST_NAMED:]:
+        print(
+            f"warning: {len(damaged) - _MOST_NAMED} more lines are damaged; the page names them",
+            file=sys.stderr,
+        )
+    text = page(runs, None if window is None else tuple(window))
+    options.output.write_text(text, encoding="utf-8", errors="replace")
+    for each in runs:
+        regions = ", ".join(map(str, each.regions))
+        print(f"{each.name:<20}  {each.method}, step {each.step:,}, journals of region {regions}")
+    print(f"report                {options.output}")
+    return 0

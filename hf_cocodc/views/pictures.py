@@ -1,88 +1,175 @@
-"""Pictures of a run, from its journals. Only this module imports matplotlib, and only to draw a picture."""
+"""Pictures of runs. matplotlib is imported only to draw one."""
 
-from collections.abc import Mapping, Sequence
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..run.journal import read
-from .members import Change, changes, spans
-from .summary import has_finished, summarise
+from . import charts, timeline
+from .journals import read_journal
+from .runs import Run, run_of
+from .spending import blocked, duration
+
+_WIDE = 10.0
+_STYLE = {
+    "text.parse_math": False,  # names come from other regions
+    "svg.fonttype": "none",  # text stays text: small, and one can search for it
+    "svg.hashsalt": "hf_cocodc",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "figure.dpi": 100,
+}
+_IDS = re.compile(r'(<g|<svg)([^>]*?) id="[A-Za-z]+[0-9a-z]*_\d+"')
 
 
-def plot_run(journals: Sequence[Path], path: Path) -> None:
-    """Draw one picture: loss of each region, held-out loss of the global model, sends and landings of each fragment.
-
-    Where a run goes on without a lost region, a strip below the losses shows who was there.
-
-    Args:
-        journals: one per region, region 0's first. Of regions that were lost, only the losses are drawn.
-        path: file to write; its ending decides between PNG and SVG.
+@contextmanager
+def _drawing() -> Iterator[Any]:
+    """Gives a function that makes a figure: figure(height in inches).
 
     Raises:
         InputError: matplotlib is not installed.
     """
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError("pictures need matplotlib. Run `pip install 'hf-cocodc[plots]'`.") from error
-    runs = [read(journal) for journal in journals]
-    found = changes(runs)
-    there = spans(found, max(event.get("step") or 0 for run in runs for event in run)) if found else {}
-    first = next((run for run in runs if has_finished(run)), runs[0]) if found else runs[0]
-    num_fragments = first[0]["num_fragments"]
-    rows = [4, *([0.3 + 0.25 * len(there)] if there else []), 0.6 + 0.5 * num_fragments]
-    height = 5.2 + 0.25 * num_fragments + (0.3 + 0.25 * len(there) if there else 0)
-    figure = Figure(figsize=(9, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    losses, *strip, traffic = figure.subplots(len(rows), 1, sharex=True, height_ratios=rows)
-    for run in runs:
-        points = [(e["step"], e["loss"]) for e in run if e["kind"] == "log"]
-        points += [(start, None) for start, _ in there.get(run[0]["region"], [])]  # no line where it was away
-        points.sort(key=lambda point: (point[0], point[1] is not None))
-        losses.plot(
-            *zip(*points, strict=True), lw=1.2, alpha=0.8, label=f"region {run[0]['region']}, training"
-        )
-    held_out = [(e["step"], e["eval_loss"]) for e in first if e["kind"] == "evaluate" and "eval_loss" in e]
-    if held_out:
-        losses.plot(*zip(*held_out, strict=True), "ko-", ms=4, label="held out")
-    losses.set_ylabel("loss (nats per token)")
-    losses.grid(alpha=0.25)
-    losses.legend(frameon=False)
-    title = f"{first[0]['outer']['method']}, {first[0]['num_regions']} regions"
-    if has_finished(first) if found else all(has_finished(run) for run in runs):
-        title += f"; blocked on the link: {summarise(journals).blocked()}"
-    losses.set_title(title, loc="left")
-    for axis in strip:
-        _draw_members(axis, there, found)
-    _draw_traffic(traffic, [e for e in first if e["kind"] == "land"], num_fragments)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+
+    def figure(height: float) -> Any:
+        found = Figure(figsize=(_WIDE, height), layout="constrained")
+        FigureCanvasAgg(found)
+        return found
+
+    with matplotlib.rc_context({"font.family": "sans-serif", **_STYLE}):
+        yield figure
 
 
-def _draw_members(axis: Any, there: Mapping[int, Sequence[tuple[int, int]]], found: Sequence[Change]) -> None:
-    """One row per region: a bar where it took part. A line through all rows at each change."""
-    for row, bars in enumerate(there.values()):
-        axis.hlines([row] * len(bars), *zip(*bars, strict=True), color="tab:green", lw=6, alpha=0.6)
-    for change in found[1:]:
-        axis.axvline(change.step, color="gray", lw=0.6, ls=":")
-    axis.set_yticks(range(len(there)), [f"region {region}" for region in there])
-    axis.set_ylim(len(there) - 0.5, -0.5)
-    axis.grid(alpha=0.25, axis="x")
+def plot_run(journals: Sequence[Path], path: Path) -> None:
+    """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
+
+    Where a run goes on without a lost region, a strip below the losses shows who was there.
+
+    Args:
+        journals: one per region.
+        path: file to write; its ending decides between PNG and SVG.
+
+    Raises:
+        InputError: matplotlib is not installed, or a journal cannot be read.
+    """
+    found = [journal for journal in map(read_journal, journals) if journal is not None]
+    run = run_of(path.resolve().parent.name, found)
+    shown = timeline.windows(run)[:1]
+    there = len(run.attendance) if run.found else 0
+    heights = [
+        3.4,
+        *([0.35 + 0.16 * there] if there else []),
+        _strips(run),
+        *(_rows(run, each) for each in shown),
+    ]
+    with _drawing() as figure:
+        made = figure(sum(heights))
+        losses, *rest = made.subplots(len(heights), 1, height_ratios=heights)
+        charts.draw_losses([losses], [run], which=[0])
+        losses.set_title(_title(run))
+        _legend_beside(losses)
+        if there:
+            charts.draw_attendance(rest.pop(0), run)
+        timeline.draw_shares(rest[0], run)
+        timeline.legend(rest[0], run, with_phases=False)
+        for axis, window in zip(rest[1:], shown, strict=True):
+            timeline.draw_window(axis, run, window)
+            timeline.legend(axis, run, with_phases=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.savefig(path, dpi=130)
 
 
-def _draw_traffic(axis: Any, landings: Sequence[dict[str, Any]], num_fragments: int) -> None:
-    """One row per fragment: a triangle at the send, a bar during the transfer, a dot at the landing."""
-    rows = [landing["fragment"] for landing in landings]
-    sent = [landing["sent_at"] for landing in landings]
-    landed = [landing["step"] for landing in landings]
-    axis.hlines(rows, sent, landed, color="tab:orange", lw=5, alpha=0.5)
-    axis.plot(sent, rows, ">", color="tab:orange", ms=6, label="sent")
-    axis.plot(landed, rows, ".", color="tab:blue", ms=6, label="landed")
-    axis.set_yticks(range(num_fragments), [f"fragment {i}" for i in range(num_fragments)])
-    axis.set_ylim(num_fragments - 0.5, -0.5)
-    axis.set_xlabel("inner step")
-    axis.grid(alpha=0.25, axis="x")
-    if landings:
-        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+def _title(run: Run) -> str:
+    title = f"{run.method}, {run.num_regions} regions"
+    if run.has_finished and not run.in_steps:
+        most = max(map(blocked, run.stories))
+        title += f"; waited at most {duration(most)} of {duration(run.end)}"
+    return title
+
+
+def _strips(run: Run) -> float:
+    """Inches for the strips of all regions, and their legend."""
+    return 0.95 + 0.42 * len(run.stories)
+
+
+def _rows(run: Run, window: timeline.Window) -> float:
+    return 1.15 + 0.24 * timeline.rows_of(run, window)
+
+
+def _legend_beside(axis: Any) -> None:
+    handles, labels = charts.legends([axis])
+    if handles:
+        axis.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def losses(runs: Sequence[Run]) -> str:
+    """The losses of runs against steps, tokens, bytes and time, as SVG."""
+    with _drawing() as figure:
+        made = figure(6.4)
+        axes = made.subplots(2, 2).flatten()
+        charts.draw_losses(axes, runs)
+        _legend_below(made, axes)
+        return _svg(made)
+
+
+def strips(run: Run) -> str:
+    """What the time of each region went into, as SVG."""
+    with _drawing() as figure:
+        made = figure(_strips(run))
+        axis = made.subplots()
+        timeline.draw_shares(axis, run)
+        timeline.legend(axis, run, with_phases=False)
+        return _svg(made)
+
+
+def transfers(run: Run, window: timeline.Window) -> str:
+    """A part of a run, transfer by transfer, as SVG."""
+    with _drawing() as figure:
+        made = figure(_rows(run, window))
+        axis = made.subplots()
+        timeline.draw_window(axis, run, window)
+        timeline.legend(axis, run, with_phases=True)
+        return _svg(made)
+
+
+def attendance(run: Run) -> str:
+    """Who took part, as SVG."""
+    with _drawing() as figure:
+        made = figure(0.7 + 0.2 * len(run.attendance))
+        charts.draw_attendance(made.subplots(), run)
+        return _svg(made)
+
+
+def pair(run: Run, left: Callable[[Any, Run], None], right: Callable[[Any, Run], None] | None = None) -> str:
+    """One chart, or two charts beside each other, as SVG."""
+    with _drawing() as figure:
+        made = figure(3.0)
+        drawn = [left] if right is None else [left, right]
+        axes = made.subplots(1, len(drawn), squeeze=False)[0]
+        for axis, draw in zip(axes, drawn, strict=True):
+            draw(axis, run)
+        _legend_below(made, axes)
+        return _svg(made)
+
+
+def _legend_below(made: Any, axes: Sequence[Any]) -> None:
+    handles, labels = charts.legends(axes)
+    if handles:
+        made.legend(handles, labels, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+
+
+def _svg(made: Any) -> str:
+    """A figure as an SVG element that stands in a page beside others: it has no ids that only name its parts."""
+    file = io.StringIO()
+    made.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue()
+    return _IDS.sub(r"\1\2", text[text.index("<svg") :])

@@ -1,5 +1,6 @@
 """The summary of a run, read from its journals."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any
 
 from ..run.journal import read
 from ..run.unread import merged
-from .members import changes, sentence
+from .members import changes, sentence, spans
+from .tokens import tokens_at
 
 
 @dataclass(frozen=True)
@@ -16,9 +18,12 @@ class Summary:
 
     `bytes_sent` is most often region 0's, which also sends the first parameters; see `engine.account.Totals`.
 
+    `total_s` is the time from the moment at which the regions have met to the last event, evaluations included.
+    `tokens` are those of all regions together; None if the journals do not say how many an inner step has.
     `timing` says what the seconds are: "measured", "simulated", or "none".
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
-    `sat_out` has a sentence about each region that was not finite at times.
+    `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
+    `num_void` counts the transfers whose mean could not be believed: not finite, or far larger than all that went into it.
     `unread` names the data that nobody read because its region was away.
     `members` says how many regions took part from which inner step on; empty for a run that would end with a lost region.
     """
@@ -30,22 +35,42 @@ class Summary:
     perplexity_after: float | None
     evaluated: str
     best_step: int | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens: int | None
     blocked_s: float
     training_s: float
+    total_s: float
     timing: str
     bytes_sent: int
     data_parallel_bytes: int
     method: str
-    sat_out: Sequence[str]
+    not_counted: Sequence[str]
     members: str = ""
+    num_void: int = 0
     unread: Sequence[str] = ()
 
     def blocked(self) -> str:
         """How long training waited for the link, in words."""
         if self.timing == "none":
             return "unknown (time was not simulated)"
-        unit = "s" if self.timing == "measured" else "s of simulated time"
-        return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {unit}"
+        return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {self._unit}"
+
+    @property
+    def _unit(self) -> str:
+        return "s" if self.timing == "measured" else "s of simulated time"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all regions in a second of training, as long as it took; None if unknown."""
+        known = self.tokens is not None and self.timing != "none" and self.training_s > 0
+        return self.tokens / self.training_s if known and self.tokens is not None else None
+
+    def _amounts(self) -> list[str]:
+        """Tokens and total time, as far as they are known."""
+        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
+        rows = [] if self.tokens is None else [f"tokens                {self.tokens:,} of all regions{rate}"]
+        return rows + [f"total time            {self.total_s:.1f} {self._unit}"] * (self.timing != "none")
 
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
@@ -56,21 +81,30 @@ class Summary:
             rows.append(
                 f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights{best})"
             )
+        if self.accuracy_after is not None:
+            before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
+            rows.append(f"held-out accuracy     {before}{100 * self.accuracy_after:.1f} % after")
         rows += [
             f"method                {self.method}",
             f"inner steps           {self.inner_steps}"
             + ("" if self.members else f" in each of {self.num_regions} region(s)"),
             *([f"regions               {self.members}"] if self.members else []),
             f"outer steps           {self._outer_steps()}",
+            *self._amounts(),
             f"blocked on the link   {self.blocked()}",
         ]
         if self.num_regions > 1:
             ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
             rows.append(
-                f"sent by a region      {_bytes(self.bytes_sent)}; data-parallel training would have sent "
-                f"{_bytes(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
+                f"sent by a region      {amount(self.bytes_sent)}; data-parallel training would have sent "
+                f"{amount(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
             )
-        rows += [f"not finite            {words}" for words in self.sat_out]
+        rows += [f"not counted           {words}" for words in self.not_counted]
+        if self.num_void:
+            count = sum(self.outer_steps) + self.num_void
+            rows.append(
+                f"void                  {self.num_void} of {count} transfers changed nothing (see the log)"
+            )
         rows += [f"read by nobody        {words}" for words in self.unread]
         rows.append(f"global model          {model}")
         rows += [f"journal               {journal}" for journal in journals]
@@ -87,6 +121,8 @@ class Summary:
 def summarise(journals: Sequence[Path]) -> Summary:
     """Read the journals of all available regions, region 0's first. At least one of them has finished; a lost one has not."""
     runs = [read(journal) for journal in journals]
+    starts = {run[0]["region"]: run[0] for run in runs}
+    total_s = max(event.get("time_s", 0.0) for run in runs for event in run)
     found = changes(runs)
     if found:
         runs = [run for run in runs if has_finished(run)]
@@ -96,28 +132,38 @@ def summarise(journals: Sequence[Path]) -> Summary:
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
     evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
     perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
+    accuracies = {event["step"]: event.get("eval_accuracy") for event in evaluations}
     end = max(index for index, event in enumerate(runs[0]) if event["kind"] == "finish")
     best = next((event["step"] for event in runs[0][end:] if event["kind"] == "best"), None)
-    after = evaluations[-1]["eval_perplexity"] if evaluations and evaluations[-1]["step"] else None
+    last = evaluations[-1]["step"] if evaluations and evaluations[-1]["step"] else None
+    shown = last if best is None else best
     inner_steps = finishes[0]["step"]
     num_regions = start["num_regions"]
+    attendance = (
+        spans(found, inner_steps) if found else {region: [(0, inner_steps)] for region in range(num_regions)}
+    )
     landed = [event["fragment"] for event in runs[0] if event["kind"] == "land"]
     return Summary(
         num_regions=num_regions,
         inner_steps=inner_steps,
         outer_steps=tuple(landed.count(fragment) for fragment in range(start["num_fragments"])),
         perplexity_before=perplexities.get(0),
-        perplexity_after=after if best is None else perplexities.get(best),
+        perplexity_after=None if shown is None else perplexities.get(shown),
+        accuracy_before=accuracies.get(0),
+        accuracy_after=None if shown is None else accuracies.get(shown),
         evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
         blocked_s=max(finish["blocked_s"] for finish in finishes),
         training_s=max(finish["time_s"] for finish in finishes),
+        total_s=total_s,
+        tokens=tokens_at(inner_steps, starts, attendance),
         best_step=best,
         timing=start.get("timing", "measured"),
         bytes_sent=max(finish["bytes_sent"] for finish in finishes),
         data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
         method=describe(start["outer"]),
-        sat_out=[words for run in runs for words in _sat_out(run)],
+        not_counted=[words for run in runs for words in _not_counted(run)],
         members=sentence(found) if found else "",
+        num_void=sum(event["kind"] == "void" for event in runs[0]),
         unread=[each.words for each in merged(longest)],
     )
 
@@ -127,12 +173,26 @@ def has_finished(run: Sequence[dict[str, Any]]) -> bool:
     return any(event["kind"] == "finish" for event in run)
 
 
-def _sat_out(run: Sequence[dict[str, Any]]) -> list[str]:
-    """One sentence about a region that was not finite at times; none about any other."""
-    count = sum(event["kind"] == "sit_out" for event in run)
+def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
+    """One sentence about a region that did not count at times; none about any other."""
+    region = str(run[0]["region"])
+    sat_out = sum(event["kind"] == "sit_out" for event in run)
+    fates = Counter(event["regions"].get(region) for event in run if event["kind"] == "guard")
+    said = [f"sat {sat_out} transfers out"] if sat_out else []
+    said += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
     anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
-    after = f", and began anew after step {', '.join(anew)}" if anew else ""
-    return [f"region {run[0]['region']} sat {count} transfers out{after}"] if count else []
+    said += [f"began anew after step {', '.join(anew)}"] if anew else []
+    return [f"region {region} {listed(said)}"] if said else []
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Parts of a sentence, joined.
+
+    >>> listed(["a", "b", "c"]), listed(["a"])
+    ('a, b, and c', 'a')
+    """
+    *first, last = parts
+    return f"{', '.join(first)}, and {last}" if first else last
 
 
 def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
@@ -143,11 +203,18 @@ def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
 def describe(outer: dict[str, Any]) -> str:
     """A method and its settings, in one line."""
     return f"{outer['method']}: " + ", ".join(
-        f"{name}={value}" for name, value in outer.items() if name not in ("method", "digest_interval")
+        f"{name}={value}"
+        for name, value in outer.items()
+        if name not in ("method", "digest_interval") and not name.startswith("part.")
     )
 
 
-def _bytes(count: float) -> str:
+def amount(count: float) -> str:
+    """Bytes, with a unit.
+
+    >>> amount(1234567)
+    '1.235 MB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"

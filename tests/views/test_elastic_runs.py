@@ -72,7 +72,7 @@ def test_the_picture_has_a_strip_with_gaps(
     draw = matplotlib.axes.Axes.hlines
 
     def hlines(axis: Any, rows: Any, begins: Any, ends: Any, **style: Any) -> Any:
-        if style["color"] == "tab:green":
+        if style["color"] == "#009e73":
             bars.extend(zip(rows, begins, ends, strict=True))
         return draw(axis, rows, begins, ends, **style)
 

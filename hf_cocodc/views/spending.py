@@ -1,0 +1,166 @@
+"""What the time of a run was spent on: sums, and shares over time."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .runs import Run
+from .story import Activity, Flight, Span, Story, waits
+
+Row = tuple[str, list[float]]
+"""What the time was spent on, and the seconds of each region."""
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time, without overlaps, in order.
+
+    >>> union([(0, 2), (1, 3), (5, 6)])
+    [(0, 3), (5, 6)]
+    """
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(spans: Iterable[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
+    """Seconds of the spans between each two edges: (len(edges) - 1,)."""
+    knots, total = [-np.inf], [0.0]
+    for begin, end in union(spans):
+        knots += [begin, end]
+        total += [total[-1], total[-1] + end - begin]
+    return np.diff(np.interp(edges, knots[1:], total[1:])) if knots[1:] else np.zeros(len(edges) - 1)
+
+
+def shares(story: Story, edges: np.ndarray) -> dict[Activity, np.ndarray]:
+    """Which share of each bin a region spent on what. Where it was not there, all shares are 0."""
+    widths = np.diff(edges)
+    there = within(story.there, edges)
+    found: dict[Activity, np.ndarray] = {}
+    rest = there
+    for activity in Activity:
+        if activity is not Activity.TRAINING:
+            own = within([span[:2] for span in story.spans if span.activity is activity], edges)
+            own = np.minimum(own, rest)  # where two overlap, the first one counts
+            rest = rest - own
+            found[activity] = own / widths
+    return {Activity.TRAINING: rest / widths, **found}
+
+
+def spent(run: Run) -> list[Row]:
+    """What the seconds of each region went into, from the beginning of the run to the last moment of which it tells."""
+    rows: dict[str, list[float]] = {}
+    for place, story in enumerate(run.stories):
+        for name, seconds in _spent(run, story).items():
+            rows.setdefault(name, [0.0] * len(run.stories))[place] += seconds
+    order = {name: number for number, name in enumerate(_order(rows))}
+    seen = [row for row in rows.items() if max(row[1]) >= LEAST_S]
+    return sorted(seen, key=lambda row: order[row[0]])
+
+
+LEAST_S = 0.05
+"""What took less than this in every region is not worth a row."""
+GIVEN_UP = "made again after a resume"
+NOT_THERE = "not there"
+
+
+def _order(names: Iterable[str]) -> list[str]:
+    late = sorted(name for name in names if name.startswith("waiting for region"))
+    fixed = [
+        Activity.FOR_A_REGION,
+        Activity.FOR_THE_LINK,
+        Activity.HANDLING,
+        Activity.EVALUATING,
+        Activity.SAVING,
+    ]
+    return [Activity.TRAINING.value, *late, *(each.value for each in fixed), NOT_THERE, GIVEN_UP]
+
+
+def _spent(run: Run, story: Story) -> dict[str, float]:
+    there = sum(end - begin for begin, end in union(story.there))
+    found = {Activity.TRAINING.value: there}
+    late = _late(story)
+    for activity in list(Activity)[1:]:
+        spans = [span[:2] for span in story.spans if span.activity is activity]
+        seconds = sum(end - begin for begin, end in union(spans))
+        found[Activity.TRAINING.value] -= seconds
+        if activity is Activity.FOR_A_REGION:
+            for region, share in late.items():
+                found[f"waiting for region {region}"] = share
+                seconds -= share
+        if seconds > 1e-9:
+            found[activity.value] = seconds
+    found[Activity.TRAINING.value] = max(found[Activity.TRAINING.value], 0.0)
+    journal = run.journals[run.stories.index(story)]
+    is_lost = bool(run.found) and story.region not in run.found[-1].members
+    away = (run.end if is_lost else story.end) - there
+    if away > 1.0:
+        found[NOT_THERE] = away
+    again = sum(max(each[-1]["time_s"] - each[0]["time_s"], 0.0) for each in journal.given_up)
+    if again:
+        found[GIVEN_UP] = again
+    return found
+
+
+def _late(story: Story) -> dict[int, float]:
+    """Seconds that training waited for each region that came last to a transfer."""
+    found: dict[int, float] = {}
+    for flight in story.flights:
+        if flight.last is not None and flight.late_s:
+            found[flight.last] = found.get(flight.last, 0.0) + flight.late_s
+    return found
+
+
+def blocked(story: Story) -> float:
+    """Seconds that training waited."""
+    spans = [s[:2] for s in story.spans if s.activity in (Activity.FOR_A_REGION, Activity.FOR_THE_LINK)]
+    return sum(end - begin for begin, end in union(spans))
+
+
+def utilisation(run: Run, story: Story) -> float | None:
+    """The share of the time that training did not wait; None if time stood still."""
+    there = sum(end - begin for begin, end in union(story.there))
+    return None if run.in_steps or not there else 1 - blocked(story) / there
+
+
+def longest_waits(run: Run, most: int) -> list[tuple[int, float, float, Flight]]:
+    """The longest waits of all regions: the region, from when to when, and the transfer."""
+    found = [(story.region, *wait) for story in run.stories for wait in waits(story)[:most]]
+    return sorted(found, key=lambda wait: wait[1] - wait[2])[:most]
+
+
+def sent_over(story: Story, edges: np.ndarray) -> np.ndarray:
+    """Bytes that a region sent between each two edges. A transfer's bytes spread evenly over its time on the link."""
+    flights = [f for f in story.flights if f.bytes_sent and f.landed is not None]
+    if not flights:
+        return np.zeros(len(edges) - 1)
+    total = np.zeros(len(edges))
+    for f in flights:
+        end = f.landed if f.arrived is None else f.arrived
+        begin = f.sent if f.began is None else f.began
+        assert end is not None
+        total += f.bytes_sent * np.clip((edges - begin) / max(end - begin, 1e-9), 0, 1)
+    return np.diff(total)
+
+
+def overlapping(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
+    """The spans that lie in a window at least in part, cut to it."""
+    return [
+        Span(max(s.begin, begin), min(s.end, end), s.activity)
+        for s in spans
+        if s.end > begin and s.begin < end
+    ]
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75.25), duration(4000)
+    ('75.2 s', '1 h 06 min')
+    """
+    if seconds < 600:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,0 +1,106 @@
+"""Journals as runs write them, made in a moment: regions that wait for each other, without a model."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+
+def a_run(
+    folder: Path,
+    *,
+    regions: int = 2,
+    fragments: int = 2,
+    steps: int = 80,
+    interval: int = 20,
+    overlap: int = 2,
+    step_s: float = 0.5,
+    link_s: float = 0.3,
+    late: int = 1,
+    method: str = "streaming",
+    skew_s: float = 1000.0,
+    until: int | None = None,
+    seed: int = 0,
+    **start: Any,
+) -> list[Path]:
+    """A run of regions of which `late` makes every fifth step slower; each has a clock of its own, `skew_s` apart.
+
+    The mean of a transfer is here `link_s` after the last region has sent it. With `until` the run has come to this step only.
+    """
+    chance = random.Random(seed)
+    events: list[list[dict[str, Any]]] = [[] for _ in range(regions)]
+    now, blocked, sent_bytes = [0.0] * regions, [0.0] * regions, 0
+    settings = {
+        "method": method,
+        "sync_interval": interval,
+        "num_fragments": fragments,
+        "overlap_steps": overlap,
+    }
+    for region in range(regions):
+        begin = {"region": region, "num_regions": regions, "num_params": 1000, "num_fragments": fragments}
+        training = {"batch": 4, "data.block_size": 128, "training.learning_rate": 0.003}
+        more = {
+            "max_steps": steps,
+            "timing": "measured",
+            "bytes_sent": 0,
+            "outer": settings,
+            "training": training,
+        }
+        more |= {"at": 1.79e9 + skew_s * region, "versions": {"hf_cocodc": "0.1.0", "torch": "2.13.0"}}
+        _add(events[region], "start", 0.0, 0, **{**begin, **more, **start})
+    flying: dict[tuple[int, int], tuple[float, list[float]]] = {}
+    for step in range(1, (until or steps) + 1):
+        for region in range(regions):
+            slow = 3.0 if region == late and step % 5 == 0 else 1.0
+            now[region] += step_s * slow * (1 + 0.1 * chance.random())
+            if step % 10 == 0:
+                loss = 2.5 + 3 * 0.99**step + 0.05 * chance.random()
+                _add(events[region], "log", now[region], step, loss=loss)
+        for fragment in range(fragments):
+            if step % interval == (fragment * interval // fragments) % interval and step + overlap <= steps:
+                norms = [1 + 0.1 * chance.random() for _ in range(regions)]
+                flying[fragment, step] = (max(now) + link_s, norms)
+                for region in range(regions):
+                    now[region] += 0.002
+                    _add(events[region], "send", now[region], step, fragment=fragment, numel=500, blocked_s=0.0,
+                         took_s=0.002, norm=norms[region])  # fmt: skip
+        for (fragment, sent_at), (arrived, norms) in list(flying.items()):
+            if step < sent_at + overlap:
+                continue
+            del flying[fragment, sent_at]
+            sent_bytes += 250
+            for region in range(regions):
+                waited = max(arrived - now[region], 0.0)
+                blocked[region] += waited
+                now[region] += waited + 0.004
+                times = {"blocked_s": waited, "took_s": waited + 0.004, "rested_s": now[region] - arrived}
+                _add(events[region], "land", now[region], step, fragment=fragment, sent_at=sent_at, transfer_s=link_s,
+                     staleness=step - sent_at, bytes_sent=250, outer_grad_norm=sum(norms) / regions, regions=regions,
+                     members=list(range(regions)), norms=norms, **times)  # fmt: skip
+        if step % 40 == 0:
+            for region in range(regions):
+                now[region] += 1.5
+                loss = 2.4 + 3 * 0.99**step
+                facts = {"eval_loss": loss, "eval_perplexity": 2.718**loss, "took_s": 1.5, "blocked_s": 0.0}
+                _add(events[region], "evaluate", now[region], step, **facts)
+                now[region] += 0.5
+                _add(events[region], "save", now[region], step, took_s=0.5, blocked_s=0.0)
+    if until is None:
+        for region in range(regions):
+            _add(
+                events[region], "finish", now[region], steps, blocked_s=blocked[region], bytes_sent=sent_bytes
+            )
+    return [write(folder / f"region-{region}", own) for region, own in enumerate(events)]
+
+
+def write(region_folder: Path, events: list[dict[str, Any]], name: str = "journal.jsonl") -> Path:
+    path = region_folder / "cocodc" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def _add(events: list[dict[str, Any]], kind: str, time_s: float, step: int, **facts: Any) -> None:
+    events.append({"kind": kind, "time_s": round(time_s, 4), "step": step, **facts})
