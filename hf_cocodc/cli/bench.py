@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .checks import check, check_memory, check_writable
+from ..meeting.secret import secret_of
+from ..settings import RegionConfig
+from .checks import add_secret, check, check_memory, check_writable
 
 # bytes of memory for each parameter or value, measured
 _OUTER_BYTES = 145
@@ -79,6 +81,8 @@ def _add_link(benches: Any) -> None:
     link.add_argument(
         "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
     )
+    add_secret(link)
+    link.add_argument("--encrypt", action="store_true", help="encrypt what regions send (regions.encrypt)")
     link.add_argument("--region", type=int, help="number of this region (from 0)")
     link.add_argument("--interface", help="network interface of the link, for example wg0")
     link.add_argument(
@@ -191,20 +195,20 @@ def _codec(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _link(options: argparse.Namespace) -> Iterator[Any]:
-    from ..settings import RegionConfig
-
     ends = RegionConfig(  # makes the same checks as a run
         region=options.region,
         count=options.regions,
         store=options.store,
         interface=options.interface,
         run=options.run_name,
+        secret_file=options.secret_file,
     )
+    extras = ends.interface or ends.run or ends.secret_file
     check("--regions", options.regions, 2, 100)
-    if (ends.store is None) != (ends.region is None) or ((ends.interface or ends.run) and not ends.store):
+    if (ends.store is None) != (ends.region is None) or (extras and not ends.store):
         raise InputError(
-            "--store and --region need each other, and --interface and --run need both. Give --store and --region to measure one "
-            "end of a real link. Give none of the four to measure between regions on this machine."
+            "--store and --region need each other, and --interface, --run and --secret-file need both. Give --store and --region "
+            "to measure one end of a real link. Give none of the five to measure between regions on this machine."
         )
     if ends.region is not None and ends.region >= options.regions:
         raise InputError(
@@ -220,11 +224,15 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         connections=_connections(options.connections),
         repeat=options.repeat,
         rate_limit=_rate_limit(options.rate_limit),
+        encrypt=options.encrypt,
     )
     here = options.regions if ends.store is None else 1
     check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     if ends.store is not None and ends.region is not None:
-        found = link.take_part(trial, ends.store, ends.region, options.regions, ends.interface, ends.run)
+        keys = secret_of(ends)
+        found = link.take_part(
+            trial, ends.store, ends.region, options.regions, ends.interface, ends.run, keys
+        )
         setting = {"over": ends.interface or ends.store}
     else:
         found = link.measure_here(trial, options.regions)
@@ -245,7 +253,7 @@ def _wan(options: argparse.Namespace) -> Iterator[Any]:
         rate=options.rate_mbit * 1e6,
         loss=options.loss,
         congestion=options.congestion,
-        methods=options.methods or tuple(wan.SETTINGS),
+        methods=options.methods or wan.Plan.methods,
         steps=options.steps,
         sync_interval=options.sync_interval,
         rate_limit=_rate_limit(options.rate_limit),

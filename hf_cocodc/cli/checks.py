@@ -1,5 +1,6 @@
 """Checks of options, before anything heavy is imported or measured. Each error names the option."""
 
+import argparse
 import math
 import os
 from pathlib import Path
@@ -7,6 +8,16 @@ from pathlib import Path
 import psutil
 
 from ..errors import InputError, short
+from ..settings import ENV_SECRET
+
+
+def add_secret(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the secret of a store."""
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help=f"file with the secret that the store and its runs share, at least 16 characters (or the secret in {ENV_SECRET})",
+    )
 
 
 def check(flag: str, value: float, least: float, most: float = math.inf) -> None:

@@ -60,6 +60,7 @@ class Display:
         self._epoch = 0
         self._start_step: int | None = None
         self._last: list[dict[str, Any]] = [{} for _ in journals]
+        self._landed: list[int | None] = [None for _ in journals]
         self._max_steps = max_steps
         self._statuses = list(statuses)
         self._told: list[dict[str, Any]] = [{} for _ in journals]
@@ -122,8 +123,10 @@ class Display:
         is_history = (self._resumed or self._joins) and is_new_file
         is_of_this_run = self._inodes[index] != self._inodes_before[index]
         for event in events:
-            if event["kind"] in ("log", "send", "land"):
+            if event["kind"] in ("log", "send", "land", "void"):
                 self._last[index].update(event)
+            if event["kind"] in ("land", "void"):
+                self._landed[index] = event["step"]
             if event["kind"] in ("start", "resume") and is_of_this_run:
                 self._notes[index] = []
                 self._start_step = event["step"] if index == 0 else self._start_step
@@ -186,7 +189,7 @@ class Display:
         if self.step or any("loss" in last for last in self._last):
             words.append(f"step {self.step}" + (f"/{self._max_steps}" if self._max_steps > 0 else ""))
             words.append(losses)
-        return "  ".join([*words, *self._rates(), *self._doings()]) or "starting"
+        return "  ".join([*words, *self._rates(), *self._landings(), *self._doings()]) or "starting"
 
     def _rates(self) -> list[str]:
         """Tokens per second of all regions shown, time to the end, and the share of the time not spent on the link."""
@@ -201,6 +204,14 @@ class Display:
         share = min(1 - t["blocked_s"] / t["trained_s"] for t in moving)
         words.append(f"utilisation {100 * max(share, 0):.0f} %")
         return words
+
+    def _landings(self) -> list[str]:
+        """The inner step of each region's last landing; once if they are equal."""
+        steps = [self._landed[index] for index in self._present()]
+        if not any(steps):
+            return []
+        shown = steps[:1] if len(set(steps)) == 1 else steps
+        return ["last landing at step " + ", ".join("-" if step is None else str(step) for step in shown)]
 
     def _doings(self) -> list[str]:
         """What regions do that do not train, and for which region they wait."""

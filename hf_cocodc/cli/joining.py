@@ -45,7 +45,7 @@ def claim_number(recipe: Recipe, address: str) -> "Claim":
     from ..meeting.live import read, read_alive
     from .status import reach
 
-    store, name = reach(address), name_of(recipe)
+    store, name = reach(address, recipe.regions.secret_file), name_of(recipe)
     deadline = time.monotonic() + recipe.regions.start_timeout_s
     while (record := read_alive(store, name)) is None:
         if time.monotonic() > deadline:
@@ -73,7 +73,7 @@ def trains(recipe: Recipe, address: str, region: int) -> bool:
     from ..run.place import taken
     from .status import reach
 
-    record = read_alive(reach(address), name_of(recipe))
+    record = read_alive(reach(address, recipe.regions.secret_file), name_of(recipe))
     held = None if record is None else taken(record, region)
     if held is not None:
         print(f"{held} This command loads the model, and then tries to join.", flush=True)

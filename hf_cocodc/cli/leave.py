@@ -25,9 +25,9 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..meeting.live import ask_to_leave, has_heard, take_back
+    from ..meeting.live import Request
 
-    store = reach(options.store)
+    store = reach(options.store, options.secret_file)
     found = running(store, options.store, options.run_name)
     if len(found) > 1:
         names = ", ".join(record.name for record in found)
@@ -38,11 +38,12 @@ def run(options: argparse.Namespace) -> int:
             f"region {options.region} takes no part in run {record.name!r}. Its members are: "
             f"{', '.join(map(str, record.regions))}."
         )
-    ask_to_leave(store, record.name, options.region, "hf-cocodc leave")
+    request = Request(store, record, options.region)
+    request.write("hf-cocodc leave")
     deadline = time.monotonic() + PATIENCE_S
-    while not has_heard(store, record.name, options.region):
+    while not request.is_heard:
         if time.monotonic() > deadline:
-            take_back(store, record.name, options.region)
+            request.take_back()
             raise LinkError(
                 f"region {options.region} of run {record.name!r} has not answered for {PATIENCE_S:.0f} s: it may be frozen, or "
                 "cut off from the store. Look at hf-cocodc status, or end its process: the others go on without it."

@@ -10,9 +10,9 @@ from typing import TextIO
 
 from .. import __version__
 from ..errors import CocodcError, short, shown
-from . import bench, leave, simulate, status, store, train
+from . import bench, doctor, leave, plan, recipe, report, simulate, status, store, train
 
-COMMANDS = (train, simulate, store, status, leave, bench)
+COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,9 +34,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         options.parser.error(f"unrecognized arguments: {short(' '.join(unknown))}")
     options.launcher = list(argv[dashes + 1 :])
-    if options.launcher and options.run is not train.run:
+    if options.launcher and options.run not in (train.run, plan.run):
         options.parser.error(
-            "only hf-cocodc train takes arguments after --, because only train starts accelerate launch. Remove them."
+            "only hf-cocodc train and plan take arguments after --, because only they start accelerate launch. Remove them."
         )
     return options
 

@@ -11,8 +11,8 @@ from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from .checks import check, check_writable
+from .ending import report
 from .labels import Labelled
-from .report import report
 
 
 def register(subparsers: Any) -> None:

@@ -6,7 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MeetingError
-from .checks import import_torch
+from ..meeting.secret import secret_of
+from ..settings import RegionConfig
+from .checks import add_secret, import_torch
 
 if TYPE_CHECKING:
     from ..meeting.live import Record
@@ -41,35 +43,36 @@ def add_place(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the run, if several train at the store; as a rule, the name of the output folder",
     )
+    add_secret(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    for record in running(reach(options.store), options.store, options.run_name):
+    for record in running(reach(options.store, options.secret_file), options.store, options.run_name):
         print(json.dumps(as_figures(record)) if options.json else "\n".join(lines(record)))
     return 0
 
 
-def reach(address: str) -> "SteadyStore":
+def reach(address: str, secret_file: str | None = None) -> "SteadyStore":
     """The store at HOST:PORT, of a run that trains.
 
     Raises:
-        InputError: this is no address.
-        MeetingError: no store answers there.
+        InputError: this is no address, or the secret cannot be read.
+        MeetingError: no store answers there, or one with another secret.
     """
-    from ..settings import RegionConfig
-
-    RegionConfig(store=address)
+    keys = secret_of(RegionConfig(store=address, secret_file=secret_file))
     import_torch()
+    from ..meeting.sealed import check
     from ..meeting.store import SteadyStore, connect_store
 
     try:
-        connect_store(address, PATIENCE_S)
+        store = connect_store(address, PATIENCE_S, keys)
     except MeetingError as error:
         raise MeetingError(
             f"no store answers at {address}. If `hf-cocodc train` has printed this address, its run has ended, and its store "
             f"with it. Otherwise correct --store, or look at the machine of the store. ({error.__cause__ or error})"
         ) from error
-    return SteadyStore(address)
+    check(store, begins=False)
+    return SteadyStore(address, keys=keys)
 
 
 def running(store: "SteadyStore", address: str, name: str | None) -> "list[Record]":

@@ -4,8 +4,11 @@ import argparse
 import signal
 from typing import Any
 
-from ..settings import check_host
-from .checks import check
+from ..errors import InputError
+from ..meeting.addresses import is_loopback
+from ..meeting.secret import secret_of
+from ..settings import ENV_SECRET, RegionConfig, check_host
+from .checks import add_secret, check
 
 
 def register(subparsers: Any) -> None:
@@ -25,15 +28,33 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--port", type=int, default=29650, help="port to listen on; 0 takes a free port (default: 29650)"
     )
+    add_secret(parser)
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve other machines without a secret: whoever reaches the store can then end or change every run there",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     check("--port", options.port, 0, 65_535)
     check_host("--host", options.host)
+    keys = secret_of(RegionConfig(secret_file=options.secret_file))
+    if keys is not None and options.insecure:
+        raise InputError(f"--insecure with a secret: remove it, or the secret (--secret-file, {ENV_SECRET}).")
+    if keys is None and not options.insecure and not is_loopback(options.host):
+        raise InputError(
+            f"--host {options.host} is reached by other machines, and whoever reaches a store without a secret can end or change "
+            "every run there. Make a secret with `openssl rand -hex 32 > secret; chmod 600 secret`, and give it here and to "
+            f"every region: --secret-file secret (regions.secret_file, or {ENV_SECRET}). On a network that is yours alone: "
+            "--insecure."
+        )
+    from ..meeting.sealed import mark, sealed
     from ..meeting.store import serve_store
 
     server = serve_store(options.host, options.port)
+    mark(sealed(server, keys))
     print(f"store listening on {options.host}:{server.port}; press Ctrl-C to end it", flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     return 0

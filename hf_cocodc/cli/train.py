@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..meeting.cipher import check_encryption
+from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import (
@@ -25,8 +27,8 @@ from ..settings import (
 )
 from .checks import import_torch
 from .display import Display
+from .ending import report
 from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
-from .report import report
 
 
 def register(subparsers: Any) -> None:
@@ -52,7 +54,8 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint that is good in every region, or from the start if there is none",
+        help="continue from the newest checkpoint that is good in every region, or from the start if there is none; where others "
+        "train on without a lost region, join them instead",
     )
     parser.add_argument(
         "--join",
@@ -104,28 +107,33 @@ def run(options: argparse.Namespace) -> int:
             f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
             "--store HOST:PORT."
         )
+    keys = secret_of(recipe.regions) if has_company else None
+    if recipe.regions.encrypt and has_company:
+        check_encryption(keys)
     import_torch()
+    from ..meeting.sealed import check
     from ..meeting.store import connect_store, serve_store
     from ..training import launch
     from ..training.building import output_dir
     from ..training.preflight import preflight
 
+    if store is not None and has_company:
+        check(connect_store(store, recipe.regions.timeout_s, keys))  # before anything is loaded
     preflight(recipe, 1 if join else len(regions))
     if told is None:
         warn_alone()
-    if store is not None and has_company:
-        connect_store(store, recipe.regions.timeout_s)  # fails within seconds, before anything is loaded
     server = serve_store("127.0.0.1") if store is None and has_company else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if server is not None and recipe.regions.elastic:
         print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
-    if options.resume:
-        overrides.append("training.resume_from_checkpoint=true")
-    elif address is not None and region is not None and recipe.regions.elastic:
+    if address is not None and region is not None and recipe.regions.elastic:
         join = trains(recipe, address, region) or join
     if join:
+        options.resume = False  # a region that joins takes the others' state
         overrides.append("regions.join=true")
         recipe = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, join=True))
+    if options.resume:
+        overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
     with contextlib.ExitStack() as ended:
         if join and region is None:

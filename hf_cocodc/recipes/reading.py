@@ -92,7 +92,7 @@ def converted(value: Any, hint: Any, name: str, *, is_ours: bool = True) -> Any:
     if not fitting and float in options and isinstance(value, int) and not isinstance(value, bool):
         value, fitting = float(value), [float]
     if not fitting:
-        wanted = " or ".join(word for option in options for word in _words(option, str in options))
+        wanted = " or ".join(word for option in options for word in words_of(option, str in options))
         raise InputError(f"{name}={shown(value)} must be {wanted}, not {type(value).__name__}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{name}={value} must be finite.")
@@ -130,8 +130,8 @@ def _is_a(value: Any, kind: Any) -> bool:
     )
 
 
-def _words(option: Any, is_text_allowed: bool) -> list[str]:
-    """How a message names the values that a type hint accepts."""
+def words_of(option: Any, is_text_allowed: bool = False) -> list[str]:
+    """How messages name the values that a type hint, which is no union, accepts."""
     if get_origin(option) is Literal:
         return [repr(each) for each in get_args(option)]
     kind = get_origin(option) or option

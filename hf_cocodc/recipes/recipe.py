@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InputError, nearest, shown
 from ..settings import OuterConfig, RegionConfig, require
+from ..settings.rules import setting
 from .files import read_recipe
 from .reading import build, override_key
 
@@ -28,9 +29,13 @@ def _need_one(section: Any, name: str, **choices: str) -> None:
 class ModelSection:
     """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
 
-    config: dict[str, Any] | None = None
-    name_or_path: str | None = None
-    dtype: str | None = None
+    config: dict[str, Any] | None = setting(
+        "Fields of a configuration of transformers, with model_type: a model with random weights."
+    )
+    name_or_path: str | None = setting("A folder or a name on the Hub: a model with trained weights.")
+    dtype: str | None = setting(
+        "Number format of the weights: float32, bfloat16 or float16; by default the model's own."
+    )
 
     def __post_init__(self) -> None:
         _need_one(self, "model", config="random weights", name_or_path="trained weights")
@@ -45,8 +50,8 @@ class ModelSection:
 class TokenizerSection:
     """The tokenizer: `builtin: bytes`, or a `name_or_path` to load."""
 
-    builtin: str | None = None
-    name_or_path: str | None = None
+    builtin: str | None = setting("bytes: each byte is a token.")
+    name_or_path: str | None = setting("A folder, or a name on the Hub.")
 
     def __post_init__(self) -> None:
         _need_one(self, "tokenizer", builtin="bytes", name_or_path="a folder, or a name on the Hub")
@@ -60,15 +65,17 @@ class TokenizerSection:
 class DataSection:
     """Text from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
 
-    builtin: str | None = None
-    path: str | None = None
-    name: str | None = None
-    split: str = "train"
-    eval_split: str = "test"
-    text_column: str = "text"
-    streaming: bool = False
-    block_size: int = 1024
-    eval_blocks: int | None = None
+    builtin: str | None = setting("python-stdlib: the source of Python's standard library.")
+    path: str | None = setting(
+        "Anything that datasets.load_dataset loads: a name on the Hub, or a folder of files."
+    )
+    name: str | None = setting("Configuration of the data set, for example wikitext-103-raw-v1.")
+    split: str = setting("Split to train on.", "train")
+    eval_split: str = setting("Held-out split.", "test")
+    text_column: str = setting("Column that holds the text.", "text")
+    streaming: bool = setting("Read the data set while training, without a copy on the disk.", False)
+    block_size: int = setting("Tokens in a sequence: text is packed into blocks of this length.", 1024)
+    eval_blocks: int | None = setting("Blocks of the held-out split to evaluate on; all by default.")
 
     def __post_init__(self) -> None:
         _need_one(self, "data", builtin="python-stdlib", path="anything datasets loads")
@@ -84,8 +91,11 @@ class DataSection:
 class EvaluationSection:
     """The metrics on the held-out split, and the weights (global or local) on which they are measured."""
 
-    metrics: list[str] = field(default_factory=lambda: ["perplexity", "accuracy"])
-    on: str = "global"
+    metrics: list[str] = field(
+        default_factory=lambda: ["perplexity", "accuracy"],
+        metadata={"help": "Any of perplexity and accuracy (of the next token)."},
+    )
+    on: str = setting("Weights that are evaluated: global, or local (each region's own).", "global")
 
     def __post_init__(self) -> None:
         for name in self.metrics:

@@ -16,7 +16,8 @@ from ..recipes.recipe import Recipe
 
 def output_dir(recipe: Recipe) -> Path:
     """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
-    return Path(recipe.training.get("output_dir") or f"runs/{recipe.outer.method}")
+    name = str(getattr(recipe.outer.method, "name", recipe.outer.method))
+    return Path(recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from .command import ENV_COMMAND, ENV_OUTLIVES
 
 GRACE_S = 30.0
 POLL_S = 0.2
+_ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass
@@ -79,6 +80,24 @@ class RegionProcess:
     def has_trained(self) -> bool:
         """Whether the region has come as far as its training."""
         return "step" in heard(self.status)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its launcher has ended, and the ranks too that a launcher has left behind because a signal ended it.
+
+        Slurm signals every process of a job. A launcher that has one rank ends at once, and the rank takes its leave.
+        """
+        code = self.process.poll()
+        return code is not None and not (code in _ASKED and self._left_behind())
+
+    def _left_behind(self) -> list[psutil.Process]:
+        """The living processes of the launcher's group."""
+        found = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(each.pid) == self.process.pid and each.status() != psutil.STATUS_ZOMBIE:
+                    found.append(each)
+        return found
 
     def end(self, sig: signal.Signals) -> None:
         """Signal the launcher and every rank that it started: together they form a process group."""
@@ -237,10 +256,10 @@ def watch(
     lost: list[RegionProcess] = []
     deadline = math.inf
     while True:
-        is_over = all(each.process.poll() is not None for each in processes)
+        ended = [each for each in processes if each.has_ended]
         show()
-        failed += [each for each in processes if each.process.poll() and each not in failed]
-        if is_over:
+        failed += [each for each in ended if each.process.returncode and each not in failed]
+        if len(ended) == len(processes):
             break
         others = [each for each in processes if each not in failed]
         if lose is not None and any(each.has_trained for each in others):

@@ -77,6 +77,24 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
                 _optimizer(args, model)
 
 
+def on_meta(recipe: Recipe) -> Any:
+    """The model of a recipe on the meta device, whatever machine will train it: this one need not have its GPU or its memory.
+
+    Raises:
+        InputError: the recipe cannot work, or names an adapter, whose base model only its region finds.
+    """
+    check(recipe)
+    known = recipe.model.config is None or "vocab_size" in recipe.model.config
+    with _quietly():
+        model = _model(recipe, 0 if known else len(building.tokenizer(recipe)), regions_here=0)
+    if model is None:
+        raise InputError(
+            f"model.name_or_path={shown(recipe.model.name_or_path)} is an adapter, of which the size is not known before it is "
+            "loaded. Name its base model, and describe the adapter in the section peft."
+        )
+    return model
+
+
 _ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
 """Types that Trainer and PEFT take besides those of their hints."""
 
@@ -222,7 +240,7 @@ def _model(recipe: Recipe, vocab_size: int, regions_here: int) -> Any:
         model = building.random_weights(recipe, config)
         model = building.finished(recipe, model, vocab_size)
         _forward(model)
-    if has_known_size:
+    if has_known_size and regions_here:
         _refuse_too_large(recipe, model, regions_here)
     from_config(recipe.outer).fragments(model)
     return model

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
+from ..methods import Method
 from ..recipes.recipe import Recipe
+from ..settings import OF_EVERY_METHOD, OuterConfig
 from .building import output_dir
 
 T = TypeVar("T")
@@ -19,6 +21,7 @@ def simulate(
     regions: int | None = None,
     overrides: Sequence[str] = (),
     link: VirtualLink | None = None,
+    method: Method | None = None,
 ) -> list[Any]:
     """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
@@ -35,6 +38,7 @@ def simulate(
         overrides: changes to a recipe that is given by its path, each "section.key=value".
         link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer
             takes no time, a schedule that follows measured times has no times to follow, and journals have no times.
+        method: trains a recipe with this method instead of its own, whose settings then do not count.
 
     Returns:
         One value per region: its Trainer (the model holds the global weights), or the value that the function returned.
@@ -45,6 +49,8 @@ def simulate(
     """
     if isinstance(what, (str, os.PathLike)):
         what = Recipe.load(what, overrides)
+    if method is not None:
+        what = _with_method(what, method)
     if isinstance(what, Recipe):
         return _simulate_recipe(what, regions, link)
     if regions is None:
@@ -54,6 +60,15 @@ def simulate(
     if regions < 1:
         raise InputError(f"simulate(function, regions={regions}): the number of regions must be at least 1.")
     return run_in_lockstep(regions, what, link)
+
+
+def _with_method(what: Any, method: Method) -> Recipe:
+    if not isinstance(what, Recipe):
+        raise InputError(
+            "simulate(function, method=...): the function chooses its method. Give it to the callback or to OuterOptimizer."
+        )
+    kept = {name: getattr(what.outer, name) for name in OF_EVERY_METHOD}
+    return dataclasses.replace(what, outer=OuterConfig(**kept | {"method": method, "options": None}))
 
 
 def simulated_dir(recipe: Recipe) -> Path:

@@ -48,9 +48,9 @@ def run(recipe: Recipe, link: Any = None) -> Any:
 
 def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     """Build everything, train and save; return the Trainer."""
-    from accelerate.utils import broadcast_object_list
     from transformers import Trainer, default_data_collator, set_seed
 
+    from ..run.ranks import from_main
     from ..run.shards import num_shards, region_shard
     from .data import pack
     from .metrics import causal_lm_metrics
@@ -96,8 +96,8 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if callback.outer is None:
         # the main rank decides: on other machines of the region the folder may be empty
-        [is_there] = broadcast_object_list([is_saved(Path(args.output_dir), trainer.state.global_step)])
-        if is_there:
+        is_there = is_saved(Path(args.output_dir), trainer.state.global_step)
+        if from_main(trainer.accelerator, is_there):
             return trainer  # the run had finished: what lies in its folder stays as it is
     trainer.save_model()
     trainer.create_model_card(dataset=recipe.data.builtin or recipe.data.path)

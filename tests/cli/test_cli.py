@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_cocodc
 from hf_cocodc import settings
@@ -226,7 +227,7 @@ def test_an_ipv6_address_reaches_the_regions(monkeypatch: pytest.MonkeyPatch) ->
         given.extend(overrides)
         raise InputError("that is all")
 
-    monkeypatch.setattr("hf_cocodc.meeting.store.connect_store", lambda *args: None)
+    monkeypatch.setattr("hf_cocodc.meeting.store.connect_store", lambda *args: dist.HashStore())
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
     assert main(["train", str(RECIPES / "diloco.yaml"), "--region", "1", "--store", "[::1]:29650"]) == 2
     assert Recipe.load(RECIPES / "diloco.yaml", given).regions.store == "[::1]:29650"

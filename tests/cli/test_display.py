@@ -161,6 +161,21 @@ def test_a_narrow_terminal_keeps_the_losses(run: Run, monkeypatch: pytest.Monkey
         display.close()
 
 
+def test_a_line_names_the_last_landing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once if the regions shown are equally far, otherwise that of each; one that changed nothing is one too."""
+    for region in (0, 1):
+        run.journals[region].write("land", step=20, fragment=0)
+        run.train(region, 21)
+    run.after(60)
+    assert "utilisation 95 %  last landing at step 20  " in capsys.readouterr().out
+    run.journals[1].write("void", step=40, fragment=0)
+    run.after(60)
+    assert "last landing at step 20, 40" in capsys.readouterr().out
+    run.display.lose(0, "region 0 is lost")
+    run.after(60)
+    assert "last landing at step 40" in capsys.readouterr().out
+
+
 def test_a_lost_region_holds_nothing_up(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """The line goes on with the others; each change of the members is said once, whoever has written it."""
     for region in (0, 1):

@@ -19,6 +19,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
 from hf_cocodc.recipes.recipe import Recipe
+from tests.meeting.records import process
 from tests.meeting.waiting import eventually
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
@@ -125,12 +126,15 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
         "regions.join=true",
     ]
     recipe = Recipe.load(RECIPE, [*settings, "regions.start_timeout_s=60"])
-    members = tuple(live.Standing(region=region, ticket=region + 1, address="a:1") for region in (0, 2))
+    members = tuple(
+        live.Standing(region=region, ticket=region + 1, address="10.0.0.1:1") for region in (0, 2)
+    )
     record = live.Record(
         run="r", name="mine", epoch=0, losses=0, members=members, count=2, least=1, most=4, hello={}
     )
     run = threading.Timer(
-        0.5, lambda: published.append(live.Publisher(SteadyStore(address), "mine", 0, lambda: record))
+        0.5,
+        lambda: published.append(live.Publisher(SteadyStore(address), "mine", process(0), lambda: record)),
     )
     published: list[live.Publisher] = []
     run.start()
@@ -145,19 +149,22 @@ def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
         joining.claim_number(hasty, address)
 
 
+@pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_region_that_its_scheduler_starts_again_comes_back(
-    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trains: bool, resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the command that started it: if the run trains, the region joins it, and its log goes on."""
+    """With the command that started it: if the run trains, the region joins it, and its log goes on; with --resume too."""
     monkeypatch.setattr(live, "BEAT_S", 0.05)
     server = serve_store()
     address = f"127.0.0.1:{server.port}"
-    member = live.Standing(region=0, ticket=1, address="a:1")
+    member = live.Standing(region=0, ticket=1, address="10.0.0.1:1")
     record = live.Record(
         run="r", name=tmp_path.name, epoch=1, losses=1, members=(member,), count=4, least=2, most=4, hello={}
     )
-    publisher = live.Publisher(SteadyStore(address), tmp_path.name, 0, lambda: record if trains else None)
+    publisher = live.Publisher(
+        SteadyStore(address), tmp_path.name, process(0), lambda: record if trains else None
+    )
     store = SteadyStore(address)
     eventually(lambda: not trains or live.names(store))
     given: list[Any] = []
@@ -165,13 +172,14 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
     def start(
         recipe: Recipe, path: str, overrides: list[str], regions: list[int], *more: Any, **facts: Any
     ) -> None:
-        given.extend([recipe.regions.join, "regions.join=true" in overrides, list(regions)])
+        resumes = "training.resume_from_checkpoint=true" in overrides
+        given.extend([recipe.regions.join, "regions.join=true" in overrides, list(regions), resumes])
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
     words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--store", address]
-    assert main(["train", RECIPE, *words]) == 130
-    assert given == [trains or None, trains, [1]]
+    assert main(["train", RECIPE, *words, *(["--resume"] if resume else [])]) == 130
+    assert given == [trains or None, trains, [1], resume and not trains]
     publisher.close()
 
 

@@ -17,7 +17,7 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.cli.status import lags, lines
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
-from tests.meeting.records import RECORD
+from tests.meeting.records import RECORD, process
 from tests.meeting.waiting import eventually
 
 
@@ -52,7 +52,8 @@ def test_status_of_the_runs_at_a_store(address: str, capsys: pytest.CaptureFixtu
     """Of all of them, or of one; as JSON, too."""
     records = [RECORD, replace(RECORD, name="other")]
     publishers = [
-        live.Publisher(SteadyStore(address), each.name, 0, lambda each=each: each) for each in records
+        live.Publisher(SteadyStore(address), each.name, process(0), lambda each=each: each)
+        for each in records
     ]  # type: ignore[misc]
     store = SteadyStore(address)
     eventually(lambda: len(live.names(store)) == 2)
@@ -76,7 +77,7 @@ def test_status_says_that_there_is_nothing_to_see(
     assert main(["status", "--store", address]) == 2
     said = capsys.readouterr().err
     assert f"no run trains at {address}. Only runs with regions.min or regions.on_loss=continue say" in said
-    publisher = live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD)
+    publisher = live.Publisher(SteadyStore(address), "mine", process(0), lambda: RECORD)
     store = SteadyStore(address)
     eventually(lambda: live.names(store))
     publisher.close()
@@ -85,7 +86,7 @@ def test_status_says_that_there_is_nothing_to_see(
     assert "Without a sign of life from any region: mine." in capsys.readouterr().err
     assert main(["status", "--store", address, "--run", "other"]) == 2
     assert "no run named 'other' trains" in capsys.readouterr().err
-    live.Publisher(SteadyStore(address), "mine", 0, lambda: None).close(ended=True)
+    live.Publisher(SteadyStore(address), "mine", process(0), lambda: None).close(ended=True)
     for which in ([], ["--run", "mine"]):
         assert main(["leave", "--region", "1", "--store", address, *which]) == 2
         assert "trains at" in (said := capsys.readouterr().err)
@@ -101,8 +102,8 @@ def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.Capture
     """One that is no member is refused, and one that does not hear is named."""
     heard: list[str] = []
     publishers = [
-        live.Publisher(SteadyStore(address), "mine", 0, lambda: RECORD),
-        live.Publisher(SteadyStore(address), "mine", 1, lambda: None, heard.append),
+        live.Publisher(SteadyStore(address), "mine", process(0), lambda: RECORD),
+        live.Publisher(SteadyStore(address), "mine", process(1), lambda: None, heard.append),
     ]
     store = SteadyStore(address)
     eventually(lambda: live.names(store))
@@ -113,7 +114,7 @@ def test_a_region_hears_that_it_shall_leave(address: str, capsys: pytest.Capture
     assert "region 3 takes no part in run 'mine'. Its members are: 0, 1, 2." in capsys.readouterr().err
     assert main(["leave", "--store", address, "--region", "2"]) == 1
     assert "region 2 of run 'mine' has not answered for 2 s" in capsys.readouterr().err
-    assert live.has_heard(SteadyStore(address), "mine", 2), "nobody asks any longer"
+    assert live.Request(SteadyStore(address), RECORD, 2).is_heard, "nobody asks any longer"
     for each in publishers:
         each.close()
 

@@ -13,8 +13,10 @@ from hf_cocodc import settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
+from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.recipes.recipe import DataSection, Recipe
-from hf_cocodc.resolve import from_config
+from hf_cocodc.resolve import from_config, guard_of
+from hf_cocodc.resolve import settings as method_settings
 from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
@@ -46,6 +48,13 @@ def test_null_removes_what_a_recipe_holds() -> None:
         ("outer.sync_interval=0", "outer.sync_interval=0 must be at least 1"),
         ("outer.sync_interval=five", "outer.sync_interval='five' must be a whole number or null, not str"),
         ("outer.outer_lr=-1", "outer.outer_lr=-1.0 must be positive"),
+        ("outer.guard=of", "outer.guard='of': 'of' is not known. Known: clip, drop, history"),
+        ("outer.guard.clap=3", "Did you mean 'clip'"),
+        ("outer.guard=clip=x", "outer.guard: clip='x' is not a number"),
+        ("outer.guard.drop=2", "outer.guard: clip=5 and drop=2 must be finite, clip more than 1"),
+        ("outer.guard.clip=1", "must be finite, clip more than 1"),
+        ("outer.guard.history=8.5", "history=8.5 must be a whole number from 8 to 4096"),
+        (f"outer.guard.history={LONGEST_HISTORY + 1}", "must be a whole number from 8 to 4096"),
         ("outer.method=dilcoo", "Did you mean 'diloco'"),
         ("outer.codec=bf17", "Did you mean 'bf16'"),
         ("outer.mixing_alpha=0.5", "outer.mixing_alpha=0.5 has no meaning for method=diloco"),
@@ -256,6 +265,24 @@ def test_a_run_of_one_region_that_others_may_join_needs_a_store() -> None:
     assert RegionConfig(count=1, min=1).resolved({}).max == 1
     with pytest.raises(InputError, match="2 regions need a store"):
         RegionConfig(count=1, min=1, max=2).resolved({})
+
+
+def test_the_guard_is_given_as_a_mapping_or_a_line_or_not_at_all() -> None:
+    """It is on by default; regions and checkpoints that do not say otherwise have the default."""
+    for given, expected in (
+        (None, Guard()),
+        ({"clip": 5}, Guard()),
+        ("clip=3, drop=30", Guard(clip=3, drop=30)),
+        ({"history": 20.0}, Guard(history=20)),
+        ({"history": LONGEST_HISTORY}, Guard(history=LONGEST_HISTORY)),
+        ("none", None),
+    ):
+        config = OuterConfig(guard=given)  # type: ignore[arg-type]
+        assert guard_of(config) == expected
+        assert ("guard" in method_settings(config)) == (expected != Guard())
+        assert dataclasses.replace(config, sync_interval=5).guard == config.guard
+    [parsed] = HfArgumentParser(OuterConfig).parse_args_into_dataclasses(["--guard", "history=9"])  # type: ignore[arg-type]
+    assert guard_of(parsed) == Guard(history=9)
 
 
 def test_flags_and_recipes_take_the_settings_of_elastic_runs() -> None:

@@ -21,7 +21,7 @@ from hf_cocodc.training.preflight import check
 from tests.toys import with_known_names
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(set((ROOT / "recipes").rglob("*.yaml")) - set((ROOT / "recipes" / "launch").rglob("*.yaml")))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORT = ["training.max_steps=4", "outer.sync_interval=2", "training.eval_steps=4", "data.eval_blocks=4"]
 SHORT += ["training.logging_steps=1", "training.warmup_steps=1"]
@@ -87,13 +87,31 @@ def test_the_readmes_table_is_the_code() -> None:
     rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", README, flags=re.MULTILINE)
     assert [name for name, _ in rows] == list(METHODS)
     for name, cells in rows:
-        pattern, _, codec, chain, merge, closing = cells.split(" | ")
+        pattern, _, codec, chain, merge = cells.split(" | ")
         chosen, composed = settings(OuterConfig(method=name)), from_config(OuterConfig(method=name))
         assert pattern == chosen["fragment_pattern"]
         assert codec == f"{chosen['codec']}{', feedback' if chosen['error_feedback'] else ''}"
         assert chain == ", ".join(composed.outer.init(torch.zeros(1)))
         assert merge == chosen.get("merge", "replace")
-        assert closing == composed.closing.__name__
+        assert composed.closing.__name__ == ("other_parts" if name == "eager" else "one_more_round")
+    assert "A run closes with `one_more_round`, of `eager` with `other_parts`" in README
+
+
+def test_the_messages_of_the_troubleshooting_are_the_codes() -> None:
+    """Ten, each word for word in the package."""
+    table = README.split("## Troubleshooting")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == 10
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_cocodc").rglob("*.py"))
+    for row in rows:
+        for words in re.findall(r"`([^`]+)`", row):
+            assert words in code, words
+
+
+def test_tables_are_narrow() -> None:
+    """Rows have at most 100 columns: wider ones wrap in a terminal. Faults have their messages word for word."""
+    text = re.sub(r"<!-- faults -->.*?<!-- /faults -->", "", README, flags=re.DOTALL)
+    assert not [line for line in text.splitlines() if line.startswith("|") and len(line) > 100]
 
 
 @pytest.mark.slow

@@ -166,6 +166,31 @@ def test_regions_that_cannot_go_on_are_ended(
     assert regions[0].process.returncode < 0
 
 
+LEAVES = """
+import signal, subprocess
+rank = subprocess.Popen([sys.executable, "-c", '''
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, lambda number, frame: (time.sleep(0.5), pathlib.Path({saved!r}).touch(), exit()))
+pathlib.Path({ready!r}).touch()
+time.sleep(600)
+'''])
+rank.wait()
+"""
+
+
+def test_a_region_whose_processes_are_all_signalled_ends_with_its_last_rank(tmp_path: Path) -> None:
+    """Slurm signals every process of a job: the launcher ends at once, and its rank saves first."""
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    region = a_region(tmp_path, 0, LEAVES.format(ready=str(ready), saved=str(saved)))
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    region.end(signal.SIGTERM)
+    assert launch.watch([region], lambda: None, timeout_s=1e6) == [region]
+    assert region.process.returncode == -signal.SIGTERM
+    assert saved.exists()
+
+
 def test_the_folder_of_a_lost_region_is_given_away(tmp_path: Path) -> None:
     """Another command can start it there; the others stay in use."""
 

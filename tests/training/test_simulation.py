@@ -54,11 +54,15 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     assert found["blocked_s"] > 2, "two round trips of a second each way, at least"
     said = f"{found['blocked_s']:.2f} s of {found['training_s']:.1f} s of simulated time"
     assert f"blocked on the link   {said}\n" in printed
-    [*_, last] = [
-        event
-        for event in read(tmp_path / "run" / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
-        if event["kind"] == "log"
-    ]
+    events = read(tmp_path / "run" / "simulated" / "region-0" / "cocodc" / "journal.jsonl")
+    for landing in [event for event in events if event["kind"] == "land"]:
+        assert landing["rested_s"] == 0 < landing["blocked_s"] == landing["took_s"], (
+            "it landed when it was here"
+        )
+        assert len(landing["norms"]) == 2 and all(landing["norms"])
+    assert {"versions", "training"} < events[0].keys()
+    assert "at" not in events[0], "simulated time has no date"
+    [*_, last] = [event for event in events if event["kind"] == "log"]
     assert 0 < last["outer/compute_utilization"] < 1
     assert (tmp_path / "run" / "simulated" / "run.png").is_file()
 
@@ -85,7 +89,8 @@ def test_time_that_no_one_simulates_stands_still() -> None:
 
 def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
     """And one from a journal of an earlier version counts as measured."""
-    start = {"kind": "start", "num_regions": 2, "num_params": 1, "num_fragments": 1, "outer": {"method": "x"}}
+    sizes = {"num_regions": 2, "num_params": 1, "num_fragments": 1}
+    start = {"kind": "start", "region": 0, **sizes, "outer": {"method": "x"}}
     finish = {"kind": "finish", "step": 1, "blocked_s": 0.5, "time_s": 2.0, "bytes_sent": 1}
     path = tmp_path / "journal.jsonl"
     for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):

@@ -1,0 +1,74 @@
+"""Every key of a recipe: its default, the values that it takes, and what it means, from the classes that read recipes."""
+
+import dataclasses
+import textwrap
+import types
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from .reading import words_of
+from .recipe import Recipe
+
+OTHERS = {
+    "training": "Every field of `transformers.TrainingArguments`.",
+    "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
+}
+"""Sections whose keys another library documents."""
+
+
+class Key(NamedTuple):
+    """One key of a recipe.
+
+    Attributes:
+        name: with its section, for example outer.sync_interval.
+        values: the kinds of value, in words.
+        default: as one writes it in YAML; empty if there is none.
+        meaning: one or more sentences.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+
+
+def keys() -> list[Key]:
+    """All keys, in the order of the sections."""
+    hints = get_type_hints(Recipe)
+    return [
+        Key(f"{section}.{each.name}", _values(kinds[each.name]), _default(each), each.metadata["help"])
+        for section in (field.name for field in dataclasses.fields(Recipe))
+        if dataclasses.is_dataclass(hints[section])
+        for kinds in [get_type_hints(hints[section])]
+        for each in dataclasses.fields(hints[section])
+    ]
+
+
+def table() -> str:
+    """The keys as a table in Markdown."""
+    rows = [f"| `{section}` | | | {meaning} |" for section, meaning in OTHERS.items()]
+    rows += [
+        f"| `{key.name}` | {key.values} | {f'`{key.default}`' if key.default else ''} | {key.meaning} |"
+        for key in keys()
+    ]
+    return "\n".join(["| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows])
+
+
+def listing() -> str:
+    """The keys as text for a terminal."""
+    said = [(f"{section}:", meaning) for section, meaning in OTHERS.items()]
+    said += [(f"{key.name}: {key.default or key.values}", key.meaning) for key in keys()]
+    return "\n".join(f"{head}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}" for head, text in said)
+
+
+def _values(hint: Any) -> str:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return " or ".join(
+        word for option in options if option not in (type(None), Any) for word in words_of(option)
+    )
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value is None:
+        return ""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", "")

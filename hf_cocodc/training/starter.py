@@ -1,0 +1,145 @@
+"""Writes a first recipe for a model and a data set, with the settings of a method and a comment on every key of ours."""
+
+import contextlib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import InputError, nearest, shown
+from ..methods import METHODS
+from ..recipes.keys import keys
+from ..recipes.parsing import read_yaml
+from ..recipes.recipe import Recipe
+from ..resolve import settings
+from ..settings import OuterConfig
+
+_WIDTH = 110
+_BUILTIN = "python-stdlib"
+_MANY_ROUNDS = 50
+_ON_TRAINING = {
+    "output_dir": "Each region writes into a folder of its own below this one.",
+    "max_steps": "Inner steps of each region.",
+    "per_device_train_batch_size": "Sequences that a GPU takes at once: raise it until its memory is full.",
+    "gradient_accumulation_steps": "A region's batch is this times the line above, times its GPUs.",
+    "learning_rate": "For the inner optimizer (AdamW): what you would take in one place.",
+    "bf16": "Compute in bfloat16: true for a GPU that has it. A CPU cannot.",
+    "save_steps": "Checkpoints are exact: after a stop, the same command with --resume goes on.",
+    "report_to": "Or tensorboard, trackio, wandb.",
+}
+
+
+def starter(
+    model: str,
+    data: str,
+    *,
+    data_name: str | None = None,
+    text_column: str = "text",
+    eval_split: str = "test",
+    method: str = "streaming",
+    num_regions: int = 2,
+    max_steps: int = 1000,
+    lora: bool = False,
+    bf16: bool = True,
+) -> str:
+    """A recipe in YAML, which trains `model` on `data` as it is.
+
+    Args:
+        model: folder or name on the Hub, of trained weights and their tokenizer.
+        data: what `datasets.load_dataset` loads, or "python-stdlib".
+        data_name: configuration of the data set.
+        text_column: its column with the text.
+        eval_split: its held-out split.
+        method: takes its paper's settings.
+        num_regions: with which the run begins.
+        max_steps: inner steps of each region.
+        lora: train an adapter instead of all parameters.
+        bf16: compute in bfloat16.
+
+    Raises:
+        InputError: a value is impossible.
+    """
+    if method not in METHODS:
+        raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(METHODS))}")
+    is_builtin = data == _BUILTIN
+    of_data: dict[str, Any] = {"builtin": data} if is_builtin else {"path": data, "name": data_name}
+    if not is_builtin:
+        of_data |= {"text_column": text_column, "eval_split": eval_split}
+    content: dict[str, Any] = {
+        "model": {"name_or_path": model, "dtype": "bfloat16" if lora else "float32"},
+        "tokenizer": {"name_or_path": model},
+        "data": {**of_data, "block_size": 1024, "eval_blocks": 128},
+        "peft": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"} if lora else None,
+        "training": {
+            "output_dir": f"runs/{model.rstrip('/').rpartition('/')[2].lower()}-{method}",
+            "max_steps": max_steps,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 16,
+            "per_device_eval_batch_size": 1,
+            "learning_rate": 2e-4 if lora else 2e-5,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": max(1, max_steps // 20),
+            "bf16": bf16,
+            "logging_steps": 10,
+            "eval_strategy": "steps",
+            "eval_steps": max(1, max_steps // 10),
+            "eval_on_start": True,
+            "save_strategy": "steps",
+            "save_steps": max(1, max_steps // 10),
+            "save_total_limit": 2,
+            "report_to": "none",
+        },
+        "outer": settings(OuterConfig(method=method)),
+        "regions": {"count": num_regions},
+    }
+    text = "\n".join(
+        [
+            f"# {method}: trains {shown(model)} on {shown(data)}, in {num_regions} regions. Written by `hf-cocodc recipe new`.",
+            "# `hf-cocodc recipe keys` lists all keys. The values under `outer` are those of the method's paper.",
+            *_comment(_on_momentum(content["outer"], max_steps), ""),
+            *(
+                line
+                for name, section in content.items()
+                if section is not None
+                for line in _section(name, section)
+            ),
+            "",
+        ]
+    )
+    Recipe.from_dict(read_yaml(text, "the recipe"))
+    return text
+
+
+def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
+    meanings = {key.name: key.meaning for key in keys()}
+    yield f"{name}:"
+    for key, value in section.items():
+        if value is None:
+            continue
+        said = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
+        yield from _comment(said, "  ")
+        yield f"  {key}: {_scalar(value)}"
+
+
+def _on_momentum(outer: Mapping[str, Any], max_steps: int) -> str:
+    rounds = max_steps // outer["sync_interval"]
+    if not outer["outer_momentum"] or rounds >= _MANY_ROUNDS:
+        return ""
+    return (
+        f"{max_steps} steps are {rounds} rounds, and a momentum of {outer['outer_momentum']:g} remembers "
+        f"{1 / (1 - outer['outer_momentum']):.0f}: that suits papers' thousands of rounds. With fewer than {_MANY_ROUNDS}, lower "
+        "sync_interval, or outer_momentum (and sweep outer_lr with it)."
+    )
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def _scalar(value: Any) -> str:
+    """A value as YAML: bare where that reads as the same value."""
+    with contextlib.suppress(InputError):
+        if isinstance(value, str) and value.isprintable() and read_yaml(f"x: {value}", "") == {"x": value}:
+            return value
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)

@@ -1,0 +1,88 @@
+"""A first recipe, as `hf-cocodc recipe new` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from hf_cocodc.cli.main import main
+from hf_cocodc.errors import InputError
+from hf_cocodc.methods import METHODS
+from hf_cocodc.recipes.parsing import read_yaml
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.resolve import from_config, settings
+from hf_cocodc.settings import OuterConfig
+from hf_cocodc.training import building
+from hf_cocodc.training.simulation import simulate
+from hf_cocodc.training.starter import starter
+
+
+def read(text: str) -> Recipe:
+    return Recipe.from_dict(read_yaml(text, "the recipe"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_has_the_methods_settings(method: str) -> None:
+    recipe = read(starter("m", "d", method=method, num_regions=3))
+    assert settings(recipe.outer) == settings(OuterConfig(method=method))
+    from_config(recipe.outer)
+    assert recipe.regions.count == 3
+
+
+@examples(deadline=None, max_examples=60)
+@given(st.text(min_size=1, max_size=30), st.text(min_size=1, max_size=30))
+def test_any_name_is_read_as_it_was_given(model: str, data: str) -> None:
+    try:
+        recipe = read(starter(model, data, data_name=data))
+    except InputError:  # YAML has no form for it
+        return
+    assert recipe.model.name_or_path == recipe.tokenizer.name_or_path == model
+    assert recipe.data.name == data
+    assert data in (recipe.data.path, recipe.data.builtin)
+
+
+def test_few_rounds_are_said() -> None:
+    """Nothing is said of a run with many rounds, nor of a method without outer momentum."""
+    said = "1000 steps are 10 rounds, and a momentum of 0.9 remembers 10"
+    assert said in starter("m", "d", method="streaming")
+    assert "rounds, and" not in starter("m", "d", method="streaming", max_steps=5000)
+    assert "rounds, and" not in starter("m", "d", method="co2")
+
+
+def test_it_writes_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe", "new", "mine.yaml", "--model", "m", "--data", "d"]
+    for wrong in (["--regions", "0"], ["--steps", "0"], ["--method", "dilloco"]):
+        assert main([*words, *wrong]) == 2
+        assert "error: --" in capsys.readouterr().err
+    assert not Path("mine.yaml").exists()
+    assert main(words) == 0
+    assert "hf-cocodc train mine.yaml" in capsys.readouterr().out
+    written = Path("mine.yaml").read_text()
+    assert main([*words, "--lora"]) == 2
+    assert "'mine.yaml' exists already" in capsys.readouterr().err
+    assert Path("mine.yaml").read_text() == written
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_it_trains_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its length: a model of one's own, from a folder, with an adapter."""
+    monkeypatch.chdir(tmp_path)
+    small = ["hidden_size=16", "num_hidden_layers=1", "intermediate_size=16"]
+    recipe = Recipe.load("quickstart/diloco", [f"model.config.{each}" for each in small])
+    tokenizer = building.tokenizer(recipe)
+    tokenizer.save_pretrained("model")
+    building.model(recipe, len(tokenizer)).save_pretrained("model")
+    Path("mine.yaml").write_text(starter("model", "python-stdlib", method="diloco", lora=True, bf16=False))
+    short = ["training.max_steps=2", "outer.sync_interval=1", "data.block_size=16", "data.eval_blocks=2"]
+    short += ["training.gradient_accumulation_steps=1", "training.disable_tqdm=true"]
+    short += ["training.dataloader_pin_memory=false"]
+    first, second = simulate(Path("mine.yaml"), overrides=short)
+    assert first.state.global_step == second.state.global_step == 2
