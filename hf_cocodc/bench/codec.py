@@ -48,13 +48,21 @@ def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Repor
     shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
     fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    rows = [_row(name, KNOWN[name](), fragment, values, repeat) for name in only or KNOWN]
-    return Report(
-        "codecs", {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}, rows, _NOTES
-    )
+    samples: dict[str, list[float]] = {}
+    rows = [_row(name, KNOWN[name](), fragment, values, repeat, samples) for name in only or KNOWN]
+    setting = {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}
+    return Report("codecs", setting, rows, _NOTES, samples=samples)
 
 
-def _row(name: str, codec: Codec, fragment: Fragment, values: Tensor, repeat: int) -> Row:
+def _row(
+    name: str,
+    codec: Codec,
+    fragment: Fragment,
+    values: Tensor,
+    repeat: int,
+    samples: dict[str, list[float]],
+) -> Row:
+    """The row of a codec. The single seconds join `samples`."""
     target, state, memory = torch.empty_like(values), codec.init(fragment), dict[int, tuple[Tensor, Tensor]]()
     copies, encodes, decodes, busy = [], [], [], []
     for _ in range(repeat + 1):
@@ -67,7 +75,9 @@ def _row(name: str, codec: Codec, fragment: Fragment, values: Tensor, repeat: in
         encodes.append(encode)
         decodes.append(decode)
     # Leave out the first measurement, which allocates memory.
-    copy, encode, decode, cpu = (median(seconds[1:]) for seconds in (copies, encodes, decodes, busy))
+    measured = {"copy": copies[1:], "encode": encodes[1:], "decode": decodes[1:], "CPU": busy[1:]}
+    samples.update({f"{name}, {what} s": seconds for what, seconds in measured.items()})
+    copy, encode, decode, cpu = map(median, measured.values())
     gigabytes, num_bytes = 4e-9 * len(values), codec.wire_bytes(fragment, 0, 2)
     return {
         "codec": name,

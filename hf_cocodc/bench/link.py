@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import secrets
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,7 +18,10 @@ from ..links.base import Parcel
 from ..links.gloo import GlooLink
 from ..links.trailer import Trailer
 from ..meeting.addresses import own_address
+from ..meeting.cipher import check_encryption
 from ..meeting.rendezvous import rendezvous
+from ..meeting.sealed import check
+from ..meeting.secret import Keys
 from ..meeting.store import connect_store, serve_store
 from ..parts.codecs.base import Codec
 from ..parts.fragments import Fragment
@@ -42,6 +46,7 @@ class Trial:
         connections: TCP connections to each other region; None chooses by the round trip.
         repeat: number of transfers.
         rate_limit: the most Mbit/s that a region sends; None for no limit.
+        encrypt: whether the regions encrypt what they send, with a secret that they share.
 
     Raises:
         InputError: a value is out of range or unknown.
@@ -52,6 +57,7 @@ class Trial:
     connections: int | None = None
     repeat: int = 5
     rate_limit: float | None = None
+    encrypt: bool = False
 
     def __post_init__(self) -> None:
         if not 0.001 <= self.megabytes < math.inf:
@@ -121,14 +127,21 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
     Raises:
         LinkError: a process failed.
     """
-    common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions}
+    secret = secrets.token_hex(16) if trial.encrypt else None
+    common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions, "secret": secret}
     num_threads = max(cores() // regions, 1)
     [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
     return Figures(**found)
 
 
 def take_part(
-    trial: Trial, store: str, region: int, regions: int, interface: str | None = None, run: str | None = None
+    trial: Trial,
+    store: str,
+    region: int,
+    regions: int,
+    interface: str | None = None,
+    run: str | None = None,
+    keys: Keys | None = None,
 ) -> Figures:
     """Measure as one end of the link; every region calls this at about the same time.
 
@@ -139,15 +152,20 @@ def take_part(
         regions: number of regions.
         interface: network interface of the link; by default the one that reaches the store.
         run: name of the measurement, if the store serves several at once.
+        keys: of the store's secret.
 
     Returns:
         The figures, the same in every region.
 
     Raises:
         HandshakeError: another region has a different `trial`.
+        InputError: it is to encrypt, and cannot.
         LinkError: the store or a region failed, or did not answer in time.
     """
-    reached = connect_store(store, TIMEOUT_S)
+    if trial.encrypt:
+        check_encryption(keys)
+    reached = connect_store(store, TIMEOUT_S, keys)
+    check(reached)
     roster = rendezvous(reached, run or RUN, region, regions, dataclasses.asdict(trial), TIMEOUT_S)
     address = own_address(store, interface)
     link = GlooLink(
@@ -159,6 +177,8 @@ def take_part(
         address=address,
         timeout_s=TIMEOUT_S,
         rate_limit=None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8,
+        keys=keys,
+        encrypt=trial.encrypt,
     )
     try:
         found = _measure(link, trial)
@@ -258,14 +278,15 @@ def report(
         "rate_limit": trial.rate_limit,
         **setting,
     }
-    return Report("one mean over a link", setting, rows, notes)
+    return Report("one mean over a link", setting, rows, notes, samples={"seconds": found.seconds})
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One region of `measure_between`."""
     region, regions, store = spec["region"], spec["regions"], spec["store"]
+    keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
     with store_in_region_0(store, region, regions) if spec["alone"] else nullcontext():
-        found = take_part(Trial(**spec["trial"]), store, region, regions, spec["interface"])
+        found = take_part(Trial(**spec["trial"]), store, region, regions, spec["interface"], keys=keys)
     yield dataclasses.asdict(found)
 
 

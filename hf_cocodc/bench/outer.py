@@ -59,14 +59,16 @@ def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> Report:
     before = torch.get_num_threads()
     counts = list(dict.fromkeys(threads or (1, before)))
     rows: list[Row] = []
+    samples: dict[str, list[float]] = {}
     try:
         for count in counts:
             torch.set_num_threads(count)
             rows += [{"threads": count, **row} for row in _rows(shapes, clock, repeat)]
+            samples |= {f"{what}, {count} thread(s), s": each for what, each in clock.samples.items()}
     finally:
         torch.set_num_threads(before)
     setting = {"parameters": clock.numel, "tensors": len(shapes), "repeat": repeat, "threads": counts}
-    return Report("outer step", setting, rows, _NOTES)
+    return Report("outer step", setting, rows, _NOTES, samples=samples)
 
 
 def _rows(shapes: Sequence[tuple[int, ...]], clock: "_Clock", repeat: int) -> list[Row]:
@@ -120,6 +122,7 @@ class _Clock:
     def __init__(self, numel: int) -> None:
         self.numel = numel
         self.copies: list[float] = []
+        self.samples: dict[str, list[float]] = {}
         self._source = torch.ones(_COPIED // 8 * numel)
         self._target = torch.zeros_like(self._source)
 
@@ -128,6 +131,7 @@ class _Clock:
         return _Sample(_seconds(call), self.copies[-1])
 
     def row(self, what: str, bytes_per_param: int | None, samples: Sequence[_Sample]) -> Row:
+        self.samples[what] = [sample.seconds for sample in samples]
         seconds, copy_s = (median(each) for each in zip(*samples, strict=True))
         row: Row = {"what": what, "ms": 1e3 * seconds}
         if bytes_per_param is None:

@@ -1,11 +1,14 @@
 """The report of a benchmark: a table for people, JSON for programs."""
 
+import datetime
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .. import __version__
 
 Row = dict[str, Any]
 """One line of figures, by column title: a number, a text, or None if there is no figure."""
@@ -21,6 +24,7 @@ class Report:
         rows: lines of the table, all with the same columns.
         notes: sentences that explain the figures to the reader.
         formats: format specifications by column, for numbers that need another form than three digits.
+        samples: the single measurements behind the rows, by what was measured (with its unit), in their order.
     """
 
     title: str
@@ -28,6 +32,7 @@ class Report:
     rows: Sequence[Row]
     notes: Sequence[str] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """The report as lines of text."""
@@ -49,11 +54,26 @@ class Report:
 
 
 def write(path: Path, reports: Sequence[Report]) -> None:
-    """Write reports as JSON: one object, or a list of objects if there are several."""
-    found = [{**asdict(report), "machine": machine()} for report in reports]
+    """Write reports as JSON: an object with `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
+    found = [asdict(report) for report in reports]
     for each in found:
         del each["formats"]
-    path.write_text(json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n", encoding="utf-8")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    content = {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": found}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The reports in a file of `write`, as JSON, each with the `machine`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no reports.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not (isinstance(content, dict) and isinstance(content.get("reports"), list)):
+        raise ValueError(f"{path} holds no reports of a benchmark")
+    return [{**each, "machine": content.get("machine")} for each in content["reports"]]
 
 
 def machine() -> Row:

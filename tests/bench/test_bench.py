@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from hf_cocodc import __version__
 from hf_cocodc.bench import link, workers
-from hf_cocodc.bench.report import Report, write
+from hf_cocodc.bench.report import Report, read, write
 from hf_cocodc.cli.main import main
 from hf_cocodc.emulation import hub, privileges
 from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.meeting.store import serve_store
 from tests.processes.launching import ROOT
 
@@ -45,7 +48,8 @@ def one_way(**changes: float | None) -> hub._Pair:
 def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
     """Numbers align right, texts left; a missing value is a dash; JSON has all figures and the machine."""
     rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
-    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"})
+    samples = {"seconds": [0.012, 0.013]}
+    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"}, samples)
     assert report.lines() == [
         "a title: rate=1000, loss=0.0001",
         "",
@@ -58,9 +62,26 @@ def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
     ]
     write(tmp_path / "one.json", [report])
     write(tmp_path / "two.json", [report, report])
-    one = json.loads((tmp_path / "one.json").read_text())
-    assert (one["rows"], one["notes"], one["machine"]["system"]) == (rows, ["A note."], os.uname().sysname)
-    assert json.loads((tmp_path / "two.json").read_text()) == [one, one]
+    for name, count in (("one", 1), ("two", 2)):
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        assert list(content) == ["hf_cocodc", "date", "machine", "reports"]
+        assert (content["hf_cocodc"], content["machine"]["system"]) == (__version__, os.uname().sysname)
+        assert datetime.datetime.fromisoformat(content["date"]).utcoffset() == datetime.timedelta(0)
+        found = read(tmp_path / f"{name}.json")
+        assert found == count * [{**content["reports"][0], "machine": content["machine"]}]
+        assert (found[0]["rows"], found[0]["notes"], found[0]["samples"]) == (rows, ["A note."], samples)
+    for wrong in ("[]", "{}", "nonsense"):
+        (tmp_path / "wrong.json").write_text(wrong)
+        with pytest.raises(ValueError):
+            read(tmp_path / "wrong.json")
+
+
+def test_kept_results_are_of_this_form() -> None:
+    """Those of tests/benchmarks: their version, date and machine are known."""
+    results = sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.json"))
+    assert len(results) >= 7
+    for path in results:
+        assert read(path)[0]["rows"], path.name
 
 
 def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
@@ -138,13 +159,14 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["link", "--json", "."], "--json . cannot be written: Is a directory."),
         (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
         (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
+        (["link", "--encrypt", "--region", "0", "--store", "localhost:1"], "regions.encrypt needs a secret"),
         (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be at least 0.01."),
         (
             ["link", "--region", "0"],
-            "--store and --region need each other, and --interface and --run need both. Give",
+            "--store and --region need each other, and --interface, --run and --secret-file need both. Give",
         ),
-        (["link", "--interface", "wg0"], "--interface and --run need both"),
-        (["link", "--run", "mine"], "--interface and --run need both"),
+        (["link", "--interface", "wg0"], "--interface, --run and --secret-file need both"),
+        (["link", "--run", "mine"], "--interface, --run and --secret-file need both"),
         (["link", "--store", "nowhere"], "must be HOST:PORT"),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
@@ -235,7 +257,9 @@ def test_a_link_is_measured_between_processes(tmp_path: Path, capsys: pytest.Cap
     words = ["bench", "link", "--megabytes", "1", "--repeat", "1", "--rate-mbit", "1e6"]
     assert main([*words, "--json", str(tmp_path / "link.json")]) == 0
     assert "one mean over a link: regions=2, megabytes=1, codec=fp32" in capsys.readouterr().out
-    [row] = json.loads((tmp_path / "link.json").read_text())["rows"]
+    [found] = read(tmp_path / "link.json")
+    [row] = found["rows"]
+    assert found["samples"] == {"seconds": [row["seconds"]]}
     assert (row["transfer"], row["MB sent"]) == ("first", 1.0)
     assert row["seconds"] > row["floor s"] > 0
 
@@ -246,7 +270,7 @@ def test_methods_train_over_an_emulated_link(tmp_path: Path, capsys: pytest.Capt
     """`bench wan` measures the link, then every method over it, against regions without a link."""
     words = ["bench", "wan", "--rtt-ms", "20", "--steps", "20", "--methods", "diloco", "streaming"]
     assert main([*words, "--congestion", "cubic", "--json", str(tmp_path / "wan.json")]) == 0
-    over_link, training = json.loads((tmp_path / "wan.json").read_text())
+    over_link, training = read(tmp_path / "wan.json")
     assert over_link["setting"]["congestion"] == training["setting"]["congestion"] == "cubic"
     assert [row["method"] for row in training["rows"]] == ["no link", "diloco", "streaming"]
     alone, diloco, streaming = training["rows"]
@@ -268,24 +292,52 @@ def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
         command = [sys.executable, "-m", f"tests.benchmarks.{words[0]}", *words[1:]]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
-    alone, ours = json.loads(found.read_text())["rows"]
+    alone, ours = read(found)[0]["rows"]
     assert (alone["contestant"], ours["contestant"]) == ("no link", "DiLoCo int8 (ours)")
     assert alone["share"] == 1 and ours["share"] > 0
     assert alone["MB sent"] < 0.1 < ours["MB sent"]
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_faults_are_tabled(tmp_path: Path) -> None:
+    """Two rows of the program of tests/benchmarks: what the others see, and the same bits as undisturbed. No README changes."""
+    documents = [ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md"]
+    before = [path.read_text(encoding="utf-8") for path in documents]
+    rows = ["--only", "a trailer claims", "comes with another secret", "--by", "ours"]
+    command = [sys.executable, "-m", "tests.benchmarks.faults", *rows, "--quick", "--pace", "0"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| a ")]
+    assert lines == [
+        "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1: it counts as 1` | 0, the same bits | no API |",
+        "| a region comes with another secret | nothing; the region that comes: `was begun with another secret` "
+        "| 0, the same bits | no API |",
+    ]
+    found = read(tmp_path / "faults.json")[0]["rows"]
+    assert [each["exit codes"] for each in found] == ["0 0 0"] * 3
+    assert [path.read_text(encoding="utf-8") for path in documents] == before
+
+
 def test_the_ends_of_a_real_link_find_each_other() -> None:
-    """Every end gets the same figures; ends with different options fail and say so."""
-    store = serve_store("127.0.0.1")
+    """Every end gets the same figures, encrypted or not; ends with different options fail and say so."""
+    store, sealed = serve_store("127.0.0.1"), serve_store("127.0.0.1")
+    keys = Keys.from_secret("a long secret of ours")
 
     def meet(region: int, codec: str) -> link.Figures:
         return link.take_part(
             link.Trial(megabytes=0.1, codec=codec, repeat=2), f"127.0.0.1:{store.port}", region, 2
         )
 
+    def encrypt(region: int) -> link.Figures:
+        trial = link.Trial(megabytes=0.1, codec="int8", repeat=1, encrypt=True)
+        return link.take_part(trial, f"127.0.0.1:{sealed.port}", region, 2, keys=keys)
+
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(meet, (0, 1), ("int8", "int8"))
+        assert [each.bytes_sent for each in pool.map(encrypt, (0, 1))] == [one.bytes_sent] * 2
         assert one == other
         assert len(one.seconds) == 2
         assert one.bytes_sent < 0.03e6

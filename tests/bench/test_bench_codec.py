@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from hf_cocodc.bench import codec
+from hf_cocodc.bench.report import read
 from hf_cocodc.cli.main import main
 from hf_cocodc.parts.choose import CODECS
+
+PARTS = ("copy", "encode", "decode", "CPU")
 
 
 def test_every_codec_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A million values: exact bytes, the errors of the codecs' docstrings, positive speeds."""
     file = tmp_path / "codecs.json"
     assert main(["bench", "codec", "--millions", "1", "--repeat", "1", "--json", str(file)]) == 0
-    rows = {row["codec"]: row for row in json.loads(file.read_text())["rows"]}
+    [report] = read(file)
+    rows = {row["codec"]: row for row in report["rows"]}
+    assert list(report["samples"]) == [f"{name}, {what} s" for name in rows for what in PARTS]
+    assert {len(each) for each in report["samples"].values()} == {1}
     assert list(rows) == [*CODECS, "lowrank"]
     shown = capsys.readouterr().out
     assert "codecs: values=1000000, repeat=1" in shown and all(name in shown for name in rows)

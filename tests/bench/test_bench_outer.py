@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from hf_cocodc.bench import outer
+from hf_cocodc.bench.report import read
 from hf_cocodc.cli.main import main
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.traffic import Traffic
@@ -77,5 +77,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     )
     printed = capsys.readouterr().out
     assert printed.startswith("outer step: parameters=")
-    found = json.loads((tmp_path / "found.json").read_text())
+    [found] = read(tmp_path / "found.json")
     assert [row["what"] for row in found["rows"]][:2] == ["copy", "idle step"]
+    assert len(found["samples"]) == len(found["rows"])
+    assert all(found["samples"].values())

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from hf_cocodc.bench.report import Report, write
@@ -32,11 +33,18 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row: who trains, with which settings."""
+    """A row: who trains, with which settings.
+
+    Attributes:
+        more: fields of `Place` beside those of every row.
+        env: more variables of the environment.
+    """
 
     name: str
     by: str
     settings: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
 
 CONTESTANTS = [
@@ -49,12 +57,18 @@ CONTESTANTS = [
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a region once region 0 has come to inner step `step`."""
+    """What happens to a region once region 0 has come to inner step `step`.
+
+    Attributes:
+        what: kill, freeze, or something that goes on beside the run until its end (`beside`).
+        seconds: until the region is started again, or thawed.
+    """
 
     step: int
     what: str
-    region: int
-    seconds: float
+    region: int = 0
+    seconds: float = 0.0
+    beside: Callable[["Run"], contextlib.AbstractContextManager[Any]] | None = None
 
 
 def events_of(options: argparse.Namespace) -> dict[str, list[Event]]:
@@ -70,36 +84,52 @@ def events_of(options: argparse.Namespace) -> dict[str, list[Event]]:
 
 
 class Run:
-    """The processes of one run, and what is done to them."""
+    """The processes of one run, and what is done to them.
+
+    Attributes:
+        folder: with the logs and diaries.
+        store: HOST:PORT of our store, or of the lighthouse.
+        happened: the events, with their times.
+        codes: exit codes, by region; None where a process had not ended.
+    """
 
     def __init__(
         self, contestant: Contestant, events: list[Event], folder: Path, options: argparse.Namespace
     ) -> None:
-        self._contestant, self._events, self._folder, self._options = contestant, events, folder, options
+        self._contestant, self._events, self.folder, self._options = contestant, events, folder, options
+        self.store = ""
         self.happened: list[dict[str, Any]] = []
+        self.codes: dict[int, int | None] = {}
         self._processes: dict[int, subprocess.Popen] = {}
         self._due: list[tuple[float, Callable[[], None]]] = []
 
     def __call__(self) -> str:
         """Run until every process has ended, or time is over; returns what went wrong, or nothing."""
-        with self._meeting_point() as self._store:
+        with self._meeting_point() as self.store:
             try:
                 for region in range(self._options.regions):
-                    self._start(region)
-                return self._watch()
+                    self.start(region)
+                with contextlib.ExitStack() as self._beside:
+                    return self._watch()
             finally:
+                self.codes = {region: process.poll() for region, process in self._processes.items()}
                 for process in self._processes.values():
                     with contextlib.suppress(ProcessLookupError):
                         process.send_signal(signal.SIGCONT)
                     process.kill()
                     process.wait()
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes that train."""
+        return [process.pid for process in self._processes.values()]
+
     def _watch(self) -> str:
         deadline = time.monotonic() + self._options.patience
         waiting = list(self._events)
         diary: Path | None = None
         while time.monotonic() < deadline:
-            diary = diary or next(iter(self._folder.glob("region-0.*.jsonl")), None)
+            diary = diary or next(iter(self.folder.glob("region-0.*.jsonl")), None)
             step = last_step(diary) if diary is not None else 0
             while waiting and step >= waiting[0].step:
                 self._do(waiting.pop(0))
@@ -107,9 +137,11 @@ class Run:
                 self._due.remove((at, do))
                 do()
             codes = {region: process.poll() for region, process in self._processes.items()}
-            if not self._due and not waiting and all(code is not None for code in codes.values()):
+            if not self._due and all(code is not None for code in codes.values()):
                 failed = [region for region, code in codes.items() if code]
-                return f"region {failed[0]} failed: {self._last_words(failed[0])}" if failed else ""
+                if failed:
+                    return f"region {failed[0]} failed: {self.last_words(failed[0])}"
+                return f"it ended before step {waiting[0].step}" if waiting else ""
             if step and not waiting and codes[0] is not None and not self._due:
                 deadline = min(deadline, time.monotonic() + self._options.after)
             time.sleep(0.02)
@@ -117,6 +149,9 @@ class Run:
         return f"region(s) {', '.join(map(str, left))} had not ended after {self._options.patience:g} s"
 
     def _do(self, event: Event) -> None:
+        if event.beside is not None:
+            self._beside.enter_context(event.beside(self))
+            return
         process = self._processes[event.region]
         self.happened.append({"what": event.what, "region": event.region, "t": time.time()})
         if event.what == "kill":
@@ -129,39 +164,51 @@ class Run:
 
     def _start_again(self, region: int) -> None:
         self.happened.append({"what": "start", "region": region, "t": time.time()})
-        self._start(region)
+        self.start(region)
 
     def _thaw(self, region: int) -> None:
         self.happened.append({"what": "thaw", "region": region, "t": time.time()})
         self._processes[region].send_signal(signal.SIGCONT)
 
-    def _start(self, region: int) -> None:
+    def start(self, region: int) -> None:
+        """Start the process of a region."""
+        self._processes[region] = self.begin(region)
+
+    def begin(
+        self,
+        region: int,
+        folder: Path | None = None,
+        env: Mapping[str, str | None] = MappingProxyType({}),
+        **settings: Any,
+    ) -> subprocess.Popen:
+        """A process as a region has it; or one with a folder, variables of the environment (None: without) and settings of its
+        own."""
+        folder = folder or self.folder
         spec = {
             "contestant": self._contestant.by,
             "region": region,
             "count": self._options.regions,
-            "folder": str(self._folder),
-            "store": self._store,
+            "folder": str(folder),
+            "store": self.store,
             "rounds": self._options.rounds,
             "pace_s": self._options.pace,
             "seed": self._options.seed,
-            "settings": self._contestant.settings,
+            "settings": {**self._contestant.settings, **settings},
+            **self._contestant.more,
         }
-        with (self._folder / f"log-{region}.txt").open("ab") as log:
-            self._processes[region] = subprocess.Popen(
+        variables: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+        variables |= {"ACCELERATE_USE_CPU": "true", **self._contestant.env, **env}
+        with (folder / f"log-{region}.txt").open("ab") as log:
+            return subprocess.Popen(
                 [sys.executable, "-m", "tests.benchmarks.elastic_region", json.dumps(spec)],
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "GOMP_SPINCOUNT": "0",
-                    "ACCELERATE_USE_CPU": "true",
-                },
+                env={name: value for name, value in variables.items() if value is not None},
                 stdout=log,
                 stderr=log,
             )
 
-    def _last_words(self, region: int) -> str:
-        lines = (self._folder / f"log-{region}.txt").read_text(errors="replace").strip().splitlines()
+    def last_words(self, region: int) -> str:
+        """The last line that a region has printed."""
+        lines = (self.folder / f"log-{region}.txt").read_text(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "no output"
 
     @contextlib.contextmanager
@@ -176,7 +223,7 @@ class Run:
             port = free.getsockname()[1]
         program = str(Path(sys.executable).with_name("torchft_lighthouse"))
         arguments = ["--min_replicas", str(LEAST), "--join_timeout_ms", str(self._options.join_timeout_ms)]
-        with (self._folder / "lighthouse.txt").open("ab") as log:
+        with (self.folder / "lighthouse.txt").open("ab") as log:
             lighthouse = subprocess.Popen(
                 [program, "--bind", f"[::]:{port}", *arguments], stdout=log, stderr=log
             )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import workload
+from . import damages, workload
 from .workload import H, Region, Text
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
@@ -32,6 +32,12 @@ class Place:
         rounds: outer steps of the run.
         pace_s: seconds of an inner step.
         settings: of the contestant.
+        interval: inner steps of a round.
+        shift: region r trains on part r + shift of the text: with other parts in other places, sums have another order.
+        damage: what breaks, see `damages`; nothing if it is empty.
+        damaged: the region in which it breaks.
+        damaged_at: the last inner step before it breaks.
+        overheard: whether somebody on the network hears how regions greet each other.
     """
 
     region: int
@@ -42,6 +48,12 @@ class Place:
     pace_s: float
     seed: int
     settings: dict[str, Any]
+    interval: int = H
+    shift: int = 0
+    damage: str = ""
+    damaged: int = -1
+    damaged_at: int = 0
+    overheard: bool = False
 
 
 class Diary:
@@ -56,10 +68,15 @@ class Diary:
         self._file.flush()
 
 
+def spot_of(place: Place) -> Region:
+    """The part of the text."""
+    part = (place.region + place.shift) % place.count
+    return Region(part, place.count, Path(place.folder), "", "", 0)
+
+
 def train(place: Place, model: Any, optimizer: Any, diary: Diary, at: Callable[[], int], more: Any) -> None:
     """Inner steps at a constant pace until `more()` is false; `at()` is the inner step of the run."""
-    spot = Region(place.region, place.count, Path(place.folder), "", "", 0)
-    text = Text(spot)
+    text = Text(spot_of(place))
     due = time.perf_counter()
     while more():
         step = at() + 1
@@ -80,7 +97,7 @@ def end(diary: Diary, model: Any, weights: list[Tensor], place: Place) -> None:
         for param, value in zip(model.parameters(), weights, strict=True):
             param.copy_(value)
     content = b"".join(value.numpy().tobytes() for value in weights)
-    loss = Text(Region(place.region, place.count, Path(place.folder), "", "", 0)).held_out_loss(model)
+    loss = Text(spot_of(place)).held_out_loss(model)
     diary.write("end", loss=loss, digest=hashlib.sha256(content).hexdigest()[:16])
 
 
@@ -92,17 +109,27 @@ def ours(place: Place, diary: Diary) -> None:
 
     accelerator = Accelerator(cpu=True)
     bare = workload.model_of(workload.TRAINED)
-    model, optimizer = accelerator.prepare(bare, workload.inner_optimizer(bare))
+    inner = workload.inner_optimizer(bare)
+    model, optimizer = accelerator.prepare(bare, inner)
+    settings = dict(place.settings)
+    more = settings.pop("outer", {})
     regions = RegionConfig(
-        region=place.region, count=place.count, store=place.store, run="elastic", **place.settings
+        region=place.region, count=place.count, store=place.store, run="elastic", **settings
     )
-    config = OuterConfig(method="diloco", sync_interval=H, outer_lr=OUTER_LR, outer_momentum=OUTER_MOMENTUM)
-    max_steps = place.rounds * H
+    lr: dict[str, Any] = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+    config = OuterConfig(method="diloco", sync_interval=place.interval, **lr, **more)
+    max_steps = place.rounds * place.interval
     journal = Path(place.folder) / f"journal-{place.region}.jsonl"
     outer = OuterOptimizer(
         accelerator, model, optimizer, config, regions, max_steps=max_steps, journal=journal
     )
     diary.write("ready", step=outer.inner_step)
+
+    def global_params() -> list[Tensor]:
+        with outer.own_global_weights():
+            return [param.detach().clone() for param in bare.parameters()]
+
+    damages.prepare(place, inner, global_params)
 
     class Stepping:
         """The inner optimizer with the outer one behind it, as torchft's hook has it."""
@@ -115,7 +142,7 @@ def ours(place: Place, diary: Diary) -> None:
             optimizer.step()
             outer.step()
             if outer.synchronizer.totals.landings > landings:
-                diary.write("landed", round=outer.inner_step // H)
+                diary.write("landed", round=outer.inner_step // place.interval)
 
     more = lambda: outer.inner_step < max_steps and not outer.should_stop  # noqa: E731
     train(place, model, Stepping(), diary, lambda: outer.inner_step, more)
@@ -169,14 +196,18 @@ def torchft(place: Place, diary: Diary) -> None:
 
     manager.should_commit = should_commit
     outer_optimizer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-    outer = DiLoCo(manager, [model], inner, [outer_optimizer], sync_every=H)
+    outer = DiLoCo(manager, [model], inner, [outer_optimizer], sync_every=place.interval)
     diary.write("ready", step=0)
+
+    def kept() -> list[Tensor]:
+        [fragment] = outer._fragments
+        return [fragment.original_parameters[name].clone() for name, _ in model.named_parameters()]
+
+    damages.prepare(place, inner, kept)  # before the hooks of `outer`, which sync
     with outer:
-        at = lambda: manager.current_step() * H + outer._local_step  # noqa: E731
+        at = lambda: manager.current_step() * place.interval + outer._local_step  # noqa: E731
         train(place, model, inner, diary, at, lambda: manager.current_step() < place.rounds)
-    [fragment] = outer._fragments
-    kept = [fragment.original_parameters[name].clone() for name, _ in model.named_parameters()]
-    end(diary, model, kept, place)
+    end(diary, model, kept(), place)
 
 
 def main() -> None:
@@ -186,6 +217,8 @@ def main() -> None:
     torch.set_num_threads(1)
     diary = Diary(place)
     diary.write("start")
+    if place.overheard:
+        damages.overhear(Path(place.folder))
     contestant(place, diary)
     os._exit(0)  # a manager has threads that outlive the run
 

@@ -1,10 +1,11 @@
 """One picture of a comparison: `python -m tests.benchmarks.picture REPORT.json ... --output FILE.png`."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from hf_cocodc.bench.report import read
 
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
 BAR = 0.38
@@ -69,7 +70,7 @@ def main() -> int:
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     options = parser.parse_args()
-    draw([json.loads(path.read_text(encoding="utf-8")) for path in options.reports], options.output)
+    draw([each for path in options.reports for each in read(path)], options.output)
     return 0
 
 

@@ -1,0 +1,151 @@
+"""What breaks inside a region of a benchmark, in this library and in another one alike; and on its way to the others.
+
+Damages of the numbers of training are hooks of the inner optimizer. Others replace a function of this package in one process:
+what a region that is broken, or somebody on the network, would send.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .elastic_region import Place
+
+Params = Callable[[], list[Tensor]]
+GREETINGS = "greetings.jsonl"
+"""The file in the run's folder for greetings that were overheard."""
+_HIGHEST = 0x40
+"""In the fourth byte of an fp32 value: the highest bit of its exponent."""
+
+
+def prepare(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+    """Let it break as the place says, if it is to break in this region. Call it before training begins."""
+    if place.damage and place.region == place.damaged:
+        DAMAGES[place.damage](place, inner, global_params)
+
+
+def _once(change: Callable[[Tensor, Tensor], Any]) -> Callable[..., None]:
+    """Once, behind inner step `damaged_at` and before a sync that follows: change(local param, global param)."""
+
+    def begin(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+        def now() -> None:
+            mine = [param for group in inner.param_groups for param in group["params"]]
+            for param, at in zip(mine, global_params(), strict=True):
+                change(param.detach(), at)
+
+        _after(inner, place.damaged_at, now)
+
+    return begin
+
+
+def _after(inner: torch.optim.Optimizer, step: int, do: Callable[[], None]) -> None:
+    made = 0
+
+    def count(*args: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == step:
+            do()
+
+    inner.register_step_post_hook(count)
+
+
+def _one_value(value: float) -> Callable[[Tensor, Tensor], Any]:
+    return lambda local, at: local.view(-1)[:1].fill_(value)
+
+
+def _too_fast(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+    """A learning rate a thousand times too high, from the first step on."""
+
+    def raise_it(*args: Any) -> None:
+        for group in inner.param_groups:
+            group["lr"] *= 1000
+
+    inner.register_step_pre_hook(raise_it)
+
+
+def _weight(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+    """The trailer of one transfer claims a weight of 1e6."""
+    from hf_cocodc.links import calls
+    from hf_cocodc.links.trailer import Trailer
+
+    to_row = calls.to_row
+
+    def lie(record: tuple) -> Tensor:
+        if isinstance(record, Trailer) and record.inner_step == place.damaged_at:
+            record = record._replace(weight=1e6)
+        return to_row(record)
+
+    calls.to_row = lie
+
+
+def _flip(gathered: bool) -> Callable[..., None]:
+    """One bit of one piece on the network; `gathered`: of a mean on its way back, otherwise of an outer gradient."""
+
+    def begin(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+        from hf_cocodc.links.exchange import Exchange
+        from hf_cocodc.links.pairs import Connection
+
+        due, now = threading.Event(), threading.local()
+        send, start = Exchange._send, Connection.start
+
+        def send_it(self: Any, other: int, payload: Tensor, tag: int, index: int) -> None:
+            if due.is_set() and (tag == self._gather_tag) == gathered:
+                due.clear()
+                now.here = True
+            send(self, other, payload, tag, index)
+
+        def start_it(self: Any, operation: str, memory: Tensor, tag: int) -> Any:
+            if operation == "send" and getattr(now, "here", False):
+                now.here = False
+                memory = memory.clone()
+                memory[4003] ^= _HIGHEST
+            return start(self, operation, memory, tag)
+
+        Exchange._send, Connection.start = send_it, start_it  # type: ignore[method-assign]
+        _after(inner, place.damaged_at, due.set)
+
+    return begin
+
+
+def overhear(folder: Path) -> None:
+    """Write every greeting of this process to another region to a file, as somebody on the network could."""
+    from hf_cocodc.meeting import callers
+
+    line_of, call = callers.line_of, callers.Callers._call
+    addresses: dict[tuple[int, ...], str] = {}
+
+    def called(self: Any, member: Any, address: str) -> None:
+        addresses[tuple(member)] = address
+        call(self, member, address)
+
+    def said(message: dict[str, Any]) -> bytes:
+        line = line_of(message)
+        if "to" in message:
+            facts = {"address": addresses[tuple(message["to"])], "line": line.decode()}
+            with (folder / GREETINGS).open("a") as file:
+                file.write(json.dumps(facts) + "\n")
+        return line
+
+    callers.Callers._call, callers.line_of = called, said  # type: ignore[method-assign]
+
+
+DAMAGES: dict[str, Callable[..., None]] = {
+    "NaN": _once(_one_value(math.nan)),
+    "Inf": _once(_one_value(math.inf)),
+    "weights": _once(lambda local, at: local.mul_(1e4)),
+    "gradient": _once(lambda local, at: local.copy_(at + 1e6 * (local - at))),
+    "fp16": _once(_one_value(1e6)),
+    "learning rate": _too_fast,
+    "trailer": _weight,
+    "flip": _flip(gathered=False),
+    "flip back": _flip(gathered=True),
+}

@@ -1,0 +1,223 @@
+"""Holds `hf-cocodc plan` against real training over an emulated link: `python -m tests.benchmarks.plan`.
+
+Each cell trains with one method, codec and link, in two regions. An inner step sleeps, as a processor that waits for an
+accelerator: other load on the machine then changes little, and what it changes is measured in the same run, as are the speed of
+the codecs and of the outer step. It prints the utilisation that the planner expects and the one measured, and the table of
+the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about nine minutes.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_cocodc.bench.report import Report, write
+from hf_cocodc.bench.workers import STORE_PORT, run, serve, store_in_region_0
+from hf_cocodc.emulation.privileges import obstacle
+from hf_cocodc.emulation.wan import INTERFACE, Wan
+from hf_cocodc.planning.course import MEASURED, WARM_UP
+from hf_cocodc.planning.forecast import Subject, codecs_of
+from hf_cocodc.planning.speeds import Speeds, measure
+from hf_cocodc.planning.tcp import LinkFigures
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.settings import OuterConfig, RegionConfig
+
+from .workload import model_of
+
+PROGRAM = "tests.benchmarks.plan"
+SHAPE = {"num_hidden_layers": 16, "intermediate_size": 401}
+H, PACE_S = 20, 0.1
+REPEATS = 3
+"""Trainings of a cell whose link loses packets: which ones are lost changes a training of a few rounds by a tenth and more."""
+RESULTS = Path(__file__).parent / "results" / "plan.json"
+
+
+class Cell(NamedTuple):
+    """One training."""
+
+    link: str
+    outer: dict[str, Any]
+
+
+LINKS = {
+    "100 ms, 1000 Mbit/s": LinkFigures(0.1, 1e9),
+    "100 ms, 50 Mbit/s, 0.01 % loss": LinkFigures(0.1, 50e6, 1e-4),
+    "30 ms, 40 Mbit/s": LinkFigures(0.03, 40e6),
+}
+FAST, LOSSY, HOME = LINKS
+CELLS = (
+    Cell(FAST, {"method": "diloco", "codec": "fp32"}),
+    Cell(FAST, {"method": "streaming", "codec": "fp32", "overlap_steps": 2}),
+    Cell(FAST, {"method": "eager", "codec": "fp32"}),
+    Cell(FAST, {"method": "cocodc", "codec": "fp32"}),
+    Cell(LOSSY, {"method": "diloco", "codec": "int8"}),
+    Cell(LOSSY, {"method": "streaming", "codec": "bf16", "overlap_steps": 4}),
+    Cell(LOSSY, {"method": "co2", "codec": "int8"}),
+    Cell(LOSSY, {"method": "dilocox", "codec": "lowrank", "rank": 16}),
+    Cell(LOSSY, {"method": "cocodc", "codec": "int8"}),
+    Cell(HOME, {"method": "diloco", "codec": "fp4"}),
+    Cell(HOME, {"method": "diloco", "codec": "bf16"}),
+    Cell(HOME, {"method": "streaming", "codec": "int8", "overlap_steps": 1}),
+    Cell(HOME, {"method": "streaming", "codec": "fp4", "overlap_steps": 1}),
+    Cell(HOME, {"method": "eager", "codec": "bf16"}),
+)
+
+
+def subject_of(link: LinkFigures, step_s: float, speeds: Speeds) -> Subject:
+    """What the planner is told of a training."""
+    recipe = Recipe.from_dict(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "tokenizer": {"builtin": "bytes"},
+            "data": {"builtin": "python-stdlib"},
+            "training": {},
+        }
+    )
+    with torch.device("meta"):
+        model = model_of(SHAPE)
+    return Subject(recipe, model, link, step_s, 2, speeds)
+
+
+def config_of(cell: Cell) -> OuterConfig:
+    return OuterConfig(sync_interval=H, **cell.outer)
+
+
+def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One region: measure this machine, then train every cell; region 0's figures count."""
+    link = LinkFigures(**spec["link"])
+    cells = [Cell(*each) for each in spec["cells"]]
+    with store_in_region_0(spec["store"], spec["region"], 2):
+        for cell in [each for each in cells for _ in range(REPEATS if link.loss else 1)]:
+            speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
+            planned = subject_of(link, PACE_S, speeds)
+            found = _train(spec, config_of(cell), planned)
+            expected = subject_of(link, found["step_s"], speeds).course(config_of(cell))
+            yield {
+                **found,
+                "expected": expected.utilization,
+                "limit_mbit": planned.limit * 8 / 1e6,
+                "connections": planned.connections,
+            }
+
+
+def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    from hf_cocodc import OuterOptimizer
+
+    model = model_of(SHAPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    regions = RegionConfig(
+        region=spec["region"],
+        count=2,
+        store=spec["store"],
+        interface=INTERFACE,
+        connections=planned.connections,
+        rate_limit=planned.limit * 8 / 1e6,
+    )
+    params = [param.detach() for param in model.parameters()]
+    torch.manual_seed(spec["region"])
+    drift = [1e-4 * torch.randn_like(param) for param in params]
+    begin, end = WARM_UP * H, (WARM_UP + MEASURED) * H
+    outer = OuterOptimizer(Accelerator(cpu=True), model, optimizer, config, regions, max_steps=end)
+    stepping_s = blocked_s = began = took_s = 0.0
+    for step in range(1, end + 1):
+        start = time.perf_counter()
+        torch._foreach_add_(params, drift)
+        time.sleep(max(PACE_S - (time.perf_counter() - start), 0.0))
+        now = time.perf_counter()
+        if step > begin:
+            stepping_s += now - start
+        outer.step()
+        if step == begin:
+            began, blocked_s = time.perf_counter(), outer.synchronizer.totals.blocked_s
+        if step == end:
+            took_s = time.perf_counter() - began
+            blocked_s = outer.synchronizer.totals.blocked_s - blocked_s
+    outer.finish()
+    return {
+        "measured": stepping_s / took_s,
+        "step_s": stepping_s / (end - begin),
+        "blocked": blocked_s / took_s,
+    }
+
+
+def mean_of(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of several trainings as one: utilisations by the times that they stand for."""
+    shares = ("measured", "expected")
+    return {
+        name: len(answers) / sum(1 / each[name] for each in answers)
+        if name in shares
+        else sum(each[name] for each in answers) / len(answers)
+        for name in answers[0]
+    }
+
+
+def compare(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Train the cells, link by link, and print a line for each."""
+    rows = []
+    for name in dict.fromkeys(cell.link for cell in cells):
+        link, mine = LINKS[name], [cell for cell in cells if cell.link == name]
+        with Wan(2, rtt_s=link.rtt_s, rate=link.rate, loss=link.loss, congestion=link.congestion) as wan:
+            common = {
+                "store": f"{wan.address(0)}:{STORE_PORT}",
+                "link": dataclasses.asdict(link),
+                "cells": mine,
+            }
+            specs = [{**common, "region": region} for region in range(2)]
+            answers = run(PROGRAM, specs, wan.popen, num_threads=1)
+            for cell in mine:
+                found = mean_of([next(answers) for _ in range(REPEATS if link.loss else 1)])
+                config = config_of(cell)
+                rows.append(
+                    {
+                        "link": name,
+                        "method": config.method,
+                        "codec": config.codec,
+                        "tau": config.overlap_steps,
+                        "expected": found["expected"],
+                        "measured": found["measured"],
+                        "error": found["expected"] / found["measured"] - 1,
+                        "blocked": found["blocked"],
+                        "step s": found["step_s"],
+                    }
+                )
+                sys.stdout.write(f"{rows[-1]}\n")
+                sys.stdout.flush()
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", type=int, metavar="N", help="numbers of cells, from 0")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FILE")
+    options = parser.parse_args()
+    missing = obstacle()
+    if missing is not None:
+        sys.stdout.write(f"{missing}\n")
+        return 2
+    rows = compare([CELLS[number] for number in options.only] if options.only else CELLS)
+    shares = dict.fromkeys(("expected", "measured", "error", "blocked"), ".1%")
+    setting = {"parameters": sum(param.numel() for param in model_of(SHAPE).parameters()), "H": H}
+    report = Report("the planner against training over an emulated link", setting, rows, formats=shares)
+    sys.stdout.write(
+        "\n" + "\n".join(report.lines()) + "\n| link | method | codec | expected | measured | error |\n"
+    )
+    sys.stdout.write("|---|---|---|---|---|---|\n")
+    for row in rows:
+        tau = "" if row["tau"] is None else f", tau {row['tau']}"
+        cells = f"{row['link']} | {row['method']}{tau} | {row['codec']} | {row['expected']:.1%} | {row['measured']:.1%}"
+        sys.stdout.write(f"| {cells} | {100 * row['error']:+.1f} % |\n")
+    write(options.output, [report])
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        serve(_region)
+    sys.exit(main())
