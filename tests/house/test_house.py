@@ -23,7 +23,7 @@ FLOORS = (
     ("run",),
     ("integrations", "views"),
     ("training", "bench"),
-    ("emulation", "train"),
+    ("doctor", "emulation", "planning", "train"),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -108,6 +108,26 @@ def test_the_emulation_is_used_by_the_command_line_alone() -> None:
 def test_files_stay_short(module: Path) -> None:
     """No module is longer than 350 lines."""
     assert len(module.read_text(encoding="utf-8").splitlines()) <= 350
+
+
+PICKLES = {
+    "run/joining.py": ("torch.load",),
+    "run/parcel.py": ("torch.load", "dcp_to_torch_save"),
+}
+"""Where a pickle is read: this region's own, and with weights_only."""
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_nothing_unpickles_what_others_send(module: Path) -> None:
+    """No module reads pickles but those that read a region's own; torch's prefixed stores are made in one place."""
+    code, name = module.read_text(encoding="utf-8"), str(module.relative_to(PACKAGE))
+    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)}
+    readers = ("pickle.load", "pickle.loads", "torch.load", "dcp_to_torch_save")
+    objects = ("broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list")
+    found = {call for call in calls if call in readers or call.rpartition(".")[2] in objects}
+    assert found == set(PICKLES.get(name, ()))
+    assert code.count("torch.load(") == code.count("weights_only=True")
+    assert ("dist.PrefixStore" in calls) == (name == "meeting/sealed.py")
 
 
 def test_public_names() -> None:

@@ -1,0 +1,41 @@
+"""A seventh method needs no row in any table of the tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "equalities",
+    "engine",
+    "run/test_checkpoints.py",
+    "parts/test_own.py",
+    "integrations/test_matrix.py",
+)
+
+
+@pytest.mark.slow
+def test_tests_of_all_methods_take_one_more() -> None:
+    """`tests.seventh` adds a function to METHODS; the tests then run with it, and pass."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "tests.seventh",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["-k", "seventh and not readme", *(f"tests/{each}" for each in TESTS)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", ended.stdout)
+    assert passed and int(passed[1]) >= 60

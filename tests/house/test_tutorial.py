@@ -1,0 +1,172 @@
+"""The method of a user's own in CONTRIBUTING is what it says: its files are taken from the text and run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from hf_cocodc import OuterConfig, OuterOptimizer, simulate
+from hf_cocodc.cli.main import main
+from hf_cocodc.errors import CheckpointError, HandshakeError
+from hf_cocodc.links.base import Link
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.run.journal import read
+from hf_cocodc.training.preflight import check
+from tests.toys import Blocks
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["training.max_steps=20", "training.eval_strategy=no", "training.eval_on_start=false"]
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the tutorial's files, where the process runs."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    files = re.findall(r"<!-- (\S*sparseloco\.\w+) -->\n```\w+\n(.*?)```", text, flags=re.DOTALL)
+    assert [name for name, _ in files] == ["sparseloco.py", "sparseloco.yaml", "try_sparseloco.py"]
+    for name, content in files:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("sparseloco", None)
+
+
+def train(region: int, link: Link, config: Any, steps: int = 9) -> Tensor:
+    """A few steps on vectors, with gradients of the region's own."""
+    model = Blocks([torch.linspace(-1, 1, 512).view(8, 64), torch.linspace(0, 1, 100)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    accelerator = Accelerator(cpu=True)
+    with OuterOptimizer(accelerator, model, optimizer, config, max_steps=steps, link=link) as outer:
+        for step in range(outer.inner_step, steps):
+            for vector in model.vectors():
+                goal = torch.linspace(1, -1, vector.numel()).view_as(vector) * (region + 1 + step % 2)
+                vector.grad = vector.detach() - goal
+            optimizer.step()
+            outer.step()
+    return torch.cat([vector.detach().flatten() for vector in model.vectors()])
+
+
+def test_its_regions_agree(tutorial: Path) -> None:
+    """Named in a config, and as an object: all regions end with the bits of one model, and both ways give the same bits."""
+    named = OuterConfig(method="sparseloco:sparseloco", sync_interval=3, options={"k": 8})
+    from sparseloco import sparseloco
+
+    given = dataclasses.replace(sparseloco(sync_interval=3, k=8), name="mine")
+    found = [simulate(lambda r, link, c=config: train(r, link, c), regions=3) for config in (named, given)]
+    for finals in found:
+        assert all(torch.equal(final, found[0][0]) for final in finals)
+    start = torch.cat([torch.linspace(-1, 1, 512), torch.linspace(0, 1, 100)])
+    assert not torch.equal(found[0][0], start)
+
+
+def test_its_coder_gives_what_its_bytes_say(tutorial: Path) -> None:
+    """As many bytes as it says, signs kept, two magnitudes a block, also from memory that is given."""
+    from sparseloco import TwoBits
+
+    values = torch.randn(3 * 16, generator=torch.Generator().manual_seed(0))
+    coder = TwoBits(16)
+    payload = coder.encode(values, out=torch.empty(coder.num_bytes(48), dtype=torch.uint8))
+    assert payload.numel() == 3 * (8 + 4)
+    decoded = coder.decode(payload, 48, out=torch.empty(48))
+    assert torch.equal(decoded.sign(), values.sign())
+    assert all(len(block.abs().unique()) <= 2 for block in decoded.view(-1, 16))
+    assert float((decoded - values).norm() / values.norm()) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"options": {"k": 12}}, r"disagree on options\.k: region 0 has 8, region 1 has 12"),
+        ({"method": "other:sparseloco"}, "disagree on outer.method: .*'sparseloco:sparseloco'.*'other:spars"),
+    ],
+)
+def test_regions_that_differ_in_it_refuse(other: dict[str, Any], words: str, tutorial: Path) -> None:
+    """In an option, or in the module that it comes from."""
+    (tutorial / "other.py").write_text((tutorial / "sparseloco.py").read_text(), encoding="utf-8")
+    same: dict[str, Any] = {"method": "sparseloco:sparseloco", "sync_interval": 3, "options": {"k": 8}}
+
+    def body(region: int, link: Link) -> Tensor:
+        return train(region, link, OuterConfig(**(same | other if region else same)))
+
+    with pytest.raises(HandshakeError, match=words):
+        simulate(body, regions=2)
+
+
+def test_objects_that_differ_refuse(tutorial: Path) -> None:
+    """Under one name, with other parts: the message names the part."""
+    from sparseloco import sparseloco
+
+    def body(region: int, link: Link) -> Tensor:
+        method = sparseloco(sync_interval=3, k=8, decay=0.9 + 0.05 * region)
+        return train(region, link, dataclasses.replace(method, name="mine"))
+
+    with pytest.raises(HandshakeError, match=r"disagree on part\.codec: .*decay=0\.9\).*decay=0\.95"):
+        simulate(body, regions=2)
+
+
+def test_a_recipe_names_it(tutorial: Path) -> None:
+    """The recipe of the tutorial composes, in a process that was not started there."""
+    sys.path.remove(str(tutorial))
+    check(Recipe.load("sparseloco.yaml"))
+    check(Recipe.load("quickstart/cocodc", ["outer.codec=sparseloco:two_bits", "outer.error_feedback=true"]))
+
+
+def test_a_checkpoint_names_it(tutorial: Path) -> None:
+    """A run that goes on with another method is refused; with the same one it ends with the bits of a run never stopped."""
+    from sparseloco import sparseloco
+
+    def body(region: int, link: Link, name: str, saved: Path | None, steps: int) -> Tensor:
+        method = dataclasses.replace(sparseloco(sync_interval=4, k=8), name=name)
+        model = Blocks([torch.linspace(-1, 1, 512).view(8, 64)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        folder = tutorial / f"region-{region}"
+        with OuterOptimizer(accelerator, model, optimizer, method, link=link, max_steps=9) as outer:
+            if saved is not None:
+                accelerator.load_state(str(folder))
+            for step in range(outer.inner_step, steps):
+                for vector in model.vectors():
+                    vector.grad = vector.detach() - (region + 1 + step % 2)
+                optimizer.step()
+                outer.step()
+                if saved is None and step == 5:
+                    accelerator.save_state(str(folder))
+        return torch.cat([vector.detach().flatten() for vector in model.vectors()])
+
+    whole = simulate(lambda r, link: body(r, link, "mine", None, 9), regions=2)
+    again = simulate(lambda r, link: body(r, link, "mine", tutorial, 9), regions=2)
+    assert torch.equal(whole[1], again[1])
+    with pytest.raises(CheckpointError, match="written with outer.method=mine, this run has other"):
+        simulate(lambda r, link: body(r, link, "other", tutorial, 9), regions=2)
+
+
+@pytest.mark.slow
+def test_its_script_runs_as_it_stands(tutorial: Path) -> None:
+    """`python try_sparseloco.py`: two regions end with the same model."""
+    ended = subprocess.run([sys.executable, "try_sparseloco.py"], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "outer/loss" in ended.stdout
+
+
+@pytest.mark.slow
+def test_the_command_trains_its_recipe(tutorial: Path) -> None:
+    """Two regions as processes, started by the command: the module is found where the command runs."""
+    sets = [part for each in SHORT for part in ("--set", each)]
+    assert main(["train", "sparseloco.yaml", *sets]) == 0
+    folder = tutorial / "runs" / "sparseloco"
+    start, *_ = read(folder / "region-1" / "cocodc" / "journal.jsonl")
+    assert (start["outer"]["method"], start["outer"]["options.k"]) == ("sparseloco:sparseloco", 128)
+    card = (folder / "region-0" / "README.md").read_text(encoding="utf-8")
+    assert "Paper: [SparseLoCo](https://arxiv.org/abs/2508.15706)" in card
