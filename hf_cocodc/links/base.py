@@ -217,8 +217,8 @@ class Link(Protocol):
         """Write down why this region leaves. Other regions read the note when they hear that it leaves."""
         ...
 
-    def note_of(self, region: int) -> str | None:
-        """The note that `region` left, if any."""
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        """The note that `region` left, if any. Waits for it if it is not here yet."""
         ...
 
     def close(self, reason: str | None = None) -> None:

@@ -58,5 +58,5 @@ class DirectLink:
     def leave_note(self, reason: str) -> None:
         self._presence.leave_note(reason)
 
-    def note_of(self, region: int) -> str | None:
-        return self._presence.note_of(region)
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        return self._presence.note_of(region, wait_s)

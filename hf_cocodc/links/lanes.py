@@ -84,8 +84,8 @@ class LaneLink(FixedSet):
     def leave_note(self, reason: str) -> None:
         self._link.leave_note(reason)
 
-    def note_of(self, region: int) -> str | None:
-        return self._link.note_of(region)
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        return self._link.note_of(region, wait_s)
 
     def close(self, reason: str | None = None) -> None:
         self._link.close(reason)

@@ -270,7 +270,7 @@ class LockstepLink(FixedSet):
     def leave_note(self, reason: str) -> None:
         self._hub.notes[self.region] = reason
 
-    def note_of(self, region: int) -> str | None:
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
         return self._hub.notes.get(region)
 
     def close(self, reason: str | None = None) -> None:

@@ -167,8 +167,8 @@ class SharedLink:
         if self._link is not None:
             self._link.leave_note(reason)
 
-    def note_of(self, region: int) -> str | None:
-        return None if self._link is None else self._link.note_of(region)
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        return None if self._link is None else self._link.note_of(region, wait_s)
 
     def close(self, reason: str | None = None) -> None:
         if self._link is not None:

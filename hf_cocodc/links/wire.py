@@ -39,6 +39,8 @@ _THREADS = 16
 _CLOSING_S = 10.0
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
+_NOTE_S = 0.5
+"""The note of a region may arrive so long after its connections have closed."""
 
 
 class Wire:
@@ -51,7 +53,7 @@ class Wire:
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
-        note_of: the note that a region left about why it leaves, if any.
+        note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
         keys: of the run's secret: who connects proves that it has them. None without a secret.
@@ -69,7 +71,7 @@ class Wire:
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
-        note_of: Callable[[int], str | None] | None = None,
+        note_of: Callable[[int, float], str | None] | None = None,
         is_patient: bool = False,
         keys: Keys | None = None,
         encrypt: bool = False,
@@ -198,7 +200,7 @@ class Wire:
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
-        reason = self._wait_for_note(region)
+        reason = None if self._note_of is None else self._note_of(region, _NOTE_S)
         if reason is not None:
             return RegionLostError(
                 region, f"region {region} left while region {self.region} waited for {what}: {reason}"
@@ -243,15 +245,6 @@ class Wire:
                 f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
                 "set regions.interface to the network interface of the link."
             ) from error
-
-    def _wait_for_note(self, region: int) -> str | None:
-        """The note of `region`, if any. Waits a moment: the note may arrive after the connection has closed."""
-        note = None
-        for _ in range(10):
-            if self._note_of is None or (note := self._note_of(region)) is not None:
-                break
-            time.sleep(0.05)
-        return note
 
 
 def died(region: int, here: int, what: str) -> RegionLostError:

@@ -9,6 +9,8 @@ from ..links.trailer import Ending, Word, Words
 
 logger = logging.getLogger(__name__)
 
+_NOTE_S = 2.0
+"""Seconds to wait for the note of a region that was interrupted."""
 _WORDS = {
     Ending.DONE: "has completed its training",
     Ending.INTERRUPTED: "was interrupted",
@@ -133,7 +135,8 @@ class Endings:
             words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)
-            self._end({r: word.ending for r, word in words.items()}, self._link.note_of, inner_step)
+            endings = {region: word.ending for region, word in words.items()}
+            self._end(endings, lambda region: self._note_of(region, endings[region]), inner_step)
         agreement = self._link.agreement
         if agreement is None or self.verdict is not None or inner_step == self._max_steps:
             return
@@ -160,6 +163,10 @@ class Endings:
         """This region ends here: with a verdict of all regions, or to "leave" alone."""
         self.verdict, self.why = verdict, why
         logger.warning("%s: region %d ends here.", why, self._link.region)
+
+    def _note_of(self, region: int, ending: Ending) -> str | None:
+        """The note of a region that ends. One that was interrupted has left a note, but a transfer may be faster."""
+        return self._link.note_of(region, _NOTE_S if ending is Ending.INTERRUPTED else 0.0)
 
     def _end(
         self, endings: Mapping[int, Ending], note_of: Callable[[int], str | None], inner_step: int

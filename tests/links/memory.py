@@ -324,7 +324,7 @@ class FakePresence:
     def leave_note(self, reason: str) -> None:
         pass
 
-    def note_of(self, region: int) -> str | None:
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
         return None
 
     def close(self, reason: str | None = None) -> None:

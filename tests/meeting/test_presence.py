@@ -135,6 +135,14 @@ def test_a_region_that_leaves_says_why_and_one_that_ends_well_is_not_lost() -> N
         assert eventually(lambda: found.all[A].note_of(1)) == "the disk is full" == found.all[B].note_of(1)
 
 
+def test_a_note_is_waited_for() -> None:
+    """It may arrive after the transfer that tells of its region's end."""
+    with circle(A, B) as found:
+        assert found.all[A].note_of(1, 0.05) is None
+        threading.Timer(0.2, found.all[B].leave_note, ["the disk is full"]).start()
+        assert found.all[A].note_of(1, 60.0) == "the disk is full"
+
+
 def test_a_silent_member_is_lost_at_both_ends() -> None:
     """A partition: connections live, nothing arrives. Only those that do not hear each other miss each other."""
     called = Member(3, 1)  # all others call it

@@ -1,0 +1,25 @@
+"""What regions say of an early end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hf_cocodc.links.trailer import Ending, Word
+from hf_cocodc.run.endings import Endings
+
+
+def test_why_a_region_was_interrupted_is_waited_for() -> None:
+    """Its note travels on another connection than the transfer that tells of the end. One that has completed leaves none."""
+    waited: dict[int, float] = {}
+
+    def note_of(region: int, wait_s: float = 0.0) -> str | None:
+        waited[region] = wait_s
+        return "the disk is full" if wait_s else None
+
+    link: Any = SimpleNamespace(region=0, num_regions=3, agreement=None, note_of=note_of)
+    endings = Endings(link, "auto", max_steps=30)
+    endings.after_step(9, {0: Word(), 1: Word(ending=Ending.INTERRUPTED), 2: Word(ending=Ending.DONE)})
+    assert endings.verdict == "stop"
+    assert endings.why == "region 1 was interrupted (the disk is full); region 2 has completed its training"
+    assert waited[2] == 0.0 < waited[1]
