@@ -76,7 +76,13 @@ class Frames:
         self.seal(proof.ciphers())
 
     def seal(self, ciphers: tuple[Cipher, Cipher] | None) -> None:
-        """From now on, seal what is sent and open what comes, with these ciphers for the one and the other."""
+        """From now on, seal what is sent and open what comes, with these ciphers for the one and the other.
+
+        Raises:
+            LinkError: more has come than the other end has proven: somebody else may have said it.
+        """
+        if ciphers is not None and self._received:
+            raise LinkError(f"{len(self._received)} bytes have come that the other end has not sealed.")
         self._ciphers = ciphers
 
     def send(self, kind: str, **content: Any) -> None:

@@ -274,6 +274,26 @@ def test_an_altered_record_is_refused() -> None:
     end.close()
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_nothing_that_comes_with_the_proof_is_believed(encrypt: bool) -> None:
+    """Somebody on the way can append to the last message that is not sealed yet."""
+    end, other = pair()
+
+    def donate() -> None:
+        proof, lines = Proof(KEYS, {"for": "base"}, encrypt), other.makefile("rb")
+        proof.hear(json.loads(lines.readline()))
+        other.sendall(line_of(proof.say({"kind": "here"})) + line_of({"kind": "base", "run": 7}))
+        lines.readline()
+
+    donor_thread = threading.Thread(target=donate)
+    donor_thread.start()
+    with pytest.raises(frames.LinkError, match="not sealed"):
+        end.prove(Proof(KEYS, {"for": "base"}, encrypt))
+    donor_thread.join(10)
+    other.close()
+    end.close()
+
+
 def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Path) -> None:
     donation.close()
     donation.join(10)
