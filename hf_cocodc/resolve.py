@@ -64,8 +64,12 @@ def _composer(config: OuterConfig) -> _Composer:
         parameters = inspect.signature(METHODS[chosen]).parameters.items()
         return _Composer(chosen, {name: each.default for name, each in parameters}, METHODS[chosen])
     if isinstance(chosen, Method):
-        if not chosen.name or chosen.name in METHODS:
-            fault = "a name of ours" if chosen.name else "no name"
+        faults = {
+            "no name": not chosen.name,
+            "a name of ours": chosen.name in METHODS,
+            "the form MODULE:NAME": own.is_own(chosen.name),
+        }
+        for fault in (words for words, holds in faults.items() if holds):
             raise InputError(
                 f"the Method that is given has {fault}: {chosen.name!r}. Other regions and checkpoints call it by its name: "
                 "dataclasses.replace(method, name='my-method')."

@@ -139,9 +139,16 @@ def test_what_cannot_work_is_said(wrong: dict[str, Any], words: str, here: Path)
         from_config(OuterConfig(**wrong))
 
 
-@pytest.mark.parametrize(("name", "words"), [("", "no name: ''"), ("diloco", "a name of ours: 'diloco'")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "no name: ''"),
+        ("diloco", "a name of ours: 'diloco'"),
+        ("my:way", "the form MODULE:NAME: 'my:way'"),
+    ],
+)
 def test_an_object_needs_a_name_of_its_own(name: str, words: str) -> None:
-    """One of ours would hide what is trained."""
+    """One of ours would hide what is trained. MODULE:NAME would be imported for the model card."""
     with pytest.raises(InputError, match=words):
         from_config(OuterConfig(method=dataclasses.replace(diloco(), name=name)))
 
