@@ -1,5 +1,6 @@
 """Methods and codecs of a user's own: found by MODULE:NAME, and described so that regions can compare them."""
 
+import copyreg
 import functools
 import hashlib
 import importlib
@@ -170,6 +171,9 @@ def described(part: Any) -> str:
     They hold its class or function and its values, also those that a function remembers. The number at the end stands for all
     of this, and for the source of what is a user's own in it.
 
+    Raises:
+        InputError: it holds what cannot be put into words.
+
     >>> class Mine:
     ...     def __init__(self, k): self.k = k
     >>> described(Mine(k=2)) == described(Mine(k=2)), described(Mine(k=2)) == described(Mine(k=3))
@@ -207,18 +211,38 @@ def _words(value: Any, inside: tuple[int, ...], sources: set[str]) -> str:
     if isinstance(value, type | BuiltinFunctionType):
         _note_source(value, sources)
         return _name(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{of(key)}: {of(each)}" for key, each in value.items()) + "}"
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(map(of, value))) + "}"
-    if isinstance(value, Sequence) and type(value).__module__ == "builtins":
+    is_builtin = type(value).__module__ == "builtins"
+    if isinstance(value, Mapping) and is_builtin:
+        return "{" + ", ".join(f"{of(key)}: {of(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Sequence) and is_builtin:
         return f"[{', '.join(map(of, value))}]"
     _note_source(type(value), sources)
     if hasattr(value, "_asdict"):
         return f"{_name(type(value))}({named(value._asdict())})"
-    slots = [name for each in type(value).__mro__ for name in getattr(each, "__slots__", ())]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name) and name != "__dict__"}
-    return f"{_name(type(value))}({named(held | dict(sorted(getattr(value, '__dict__', {}).items())))})"
+    made_of = _copied(value)
+    if isinstance(made_of, str):
+        return made_of
+    make, args, state, items, pairs = (*made_of, None, None, None)[:5]
+    made_by = [] if make in (type(value), copyreg.__newobj__) else [of(make)]  # type: ignore[attr-defined]
+    # what __dict__ holds, and what __slots__ hold
+    states = [each for each in (state if isinstance(state, tuple) else (state,)) if each is not None]
+    inner = [*made_by, *(of(each) for each in args if each is not type(value))]
+    inner += [named(dict(sorted(each.items()))) if isinstance(each, dict) else of(each) for each in states]
+    inner += [*map(of, items or ()), *(f"{of(key)}: {of(each)}" for key, each in pairs or ())]
+    return f"{_name(type(value))}({', '.join(filter(None, inner))})"
+
+
+def _copied(value: Any) -> Any:
+    """What an object is made of, in the form in which Python copies it: the values that are no attributes are in it, too."""
+    try:
+        return value.__reduce_ex__(2)
+    except Exception as error:
+        raise InputError(
+            f"a part of a method holds {short(repr(value))}, and regions cannot compare a {type(value).__qualname__}: it cannot "
+            "be copied. Hold numbers, texts, tensors, functions, or objects with these, and make the rest where it is used."
+        ) from error
 
 
 def _closure(function: FunctionType) -> list[tuple[str, CellType]]:

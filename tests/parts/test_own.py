@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import operator
+import random
+import threading
+from collections import deque
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -162,6 +169,16 @@ def test_descriptions_are_the_same_when_the_parts_are(name: str) -> None:
         assert own.described(ours) == own.described(theirs), each.name
 
 
+class Chunks(list):
+    """A list of a user's own."""
+
+
+def test_what_no_words_tell_is_refused() -> None:
+    """Two of them would look alike, whatever they hold."""
+    with pytest.raises(InputError, match="cannot compare a lock"):
+        own.described(functools.partial(max, threading.Lock()))
+
+
 def test_descriptions_differ_where_parts_do(here: Path) -> None:
     """In a number that only a function remembers, in a tensor, in an argument, and in the source of a user's module."""
     pairs: list[tuple[Any, Any]] = [
@@ -174,10 +191,21 @@ def test_descriptions_differ_where_parts_do(here: Path) -> None:
         (functools.partial(max, 1), functools.partial(max, 2)),
         (schedules.every(4), schedules.staggered(4, 0)),
         ({"a": 1}, {"a": 2}),
+        (deque([1]), deque([2])),
+        (deque([1], maxlen=1), deque([1], maxlen=2)),
+        (Chunks([1]), Chunks([2])),
+        (1j, 2j),
+        (np.zeros(3), np.ones(3)),
+        (np.float32(2), np.float32(3)),
+        (torch.Size([1]), torch.Size([2])),
+        (operator.methodcaller("max", dim=0), operator.methodcaller("max", dim=1)),
+        (random.Random(1), random.Random(2)),
+        (Fraction(1, 2), Fraction(1, 3)),
         (codecs.topk(k=2), codecs.topk(k=3)),
     ]
     for one, other in pairs:
         assert own.described(one) != own.described(other)
+        assert own.described(one) == own.described(copy.deepcopy(one))
     found = {}
     for k in (1, 2):
         (here / f"part{k}.py").write_text(f"K = {k}\ndef step():\n    return K\n", encoding="utf-8")
