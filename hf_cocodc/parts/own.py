@@ -63,7 +63,7 @@ def found(setting: str, name: str) -> Any:
             f"{where}: there is no module {error.name}. It is looked for in {short(os.getcwd(), 200)}, where this process "
             "runs, in PYTHONPATH and among the installed packages. Every machine needs it."
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"{where}: importing {module_name} fails: {type(error).__name__}: {reason(error)}."
         ) from error
@@ -125,7 +125,7 @@ def made(where: str, function: Any, settings: Mapping[str, Any]) -> Any:
         return function(**settings)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{where}: {type(error).__name__}: {reason(error)}.") from error
 
 

@@ -44,6 +44,9 @@ def wrong(*, sync_interval: int = 1):
 def fails(*, sync_interval: int = 1):
     raise KeyError("no such thing")
 
+def leaves():
+    raise SystemExit(0)
+
 def half(*, k: int = 8):
     return codecs.feedback(codecs.topk(k=k))
 
@@ -131,6 +134,8 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
         ({"method": "hf_cocodc.methods:diloco"}, "is of this package. Write outer.method=diloco"),
         ({"method": "broken:x"}, "importing broken fails: SyntaxError"),
         ({"method": "lacking:x"}, "importing lacking fails: No module named 'not_there'"),
+        ({"method": "leaving:x"}, "importing leaving fails: SystemExit: 0"),
+        ({"method": "of_mine:leaves"}, "of_mine:leaves': SystemExit: 0"),
         ({"method": 5}, "outer.method=5 is not known. Known: diloco"),
         ({"method": "dilcoo"}, "Did you mean 'diloco'.* Or MODULE:NAME"),
         ({"codec": "of_mine:mine"}, "makes Method.* which is no codec: it has no init"),
@@ -141,6 +146,7 @@ def test_a_recipe_can_name_a_codec(here: Path) -> None:
 def test_what_cannot_work_is_said(wrong: dict[str, Any], words: str, here: Path) -> None:
     """Each mistake names the value, the rule and the way out."""
     (here / "broken.py").write_text("def", encoding="utf-8")
+    (here / "leaving.py").write_text("import sys; sys.exit(0)", encoding="utf-8")
     (here / "lacking.py").write_text("import not_there", encoding="utf-8")
     with pytest.raises(InputError, match=words):
         from_config(OuterConfig(**wrong))
