@@ -2,14 +2,15 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..links.base import Arrival, Link
 from ..parts.guard import Verdict
+from .compatibility import sound_counts, sound_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,14 @@ class Totals:
     landings: int = 0
     bytes_sent: int = 0
     blocked_s: float = 0.0
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> "Totals":
+        """As `dataclasses.asdict` gave them. Raises TypeError or ValueError if nobody has saved them."""
+        found = cls(**saved)
+        sound_counts([found.sends, found.landings, found.bytes_sent], 1)
+        sound_numbers(found.blocked_s)
+        return found
 
 
 class Seconds(NamedTuple):

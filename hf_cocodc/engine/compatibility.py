@@ -66,6 +66,13 @@ def sound_counts(found: Any, levels: int = 0) -> None:
         raise ValueError(f"{str(found)[:80]!r} is no count")
 
 
+def sound_numbers(*found: Any, signed: bool = False) -> None:
+    """Check finite numbers; `signed`: they may be below zero. Raises ValueError if something else is there."""
+    for each in found:
+        if type(each) not in (int, float) or not math.isfinite(each) or (each < 0 and not signed):
+            raise ValueError(f"{str(each)[:80]!r} is no number that a run saves")
+
+
 def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
     """Check that a saved layout equals the layout of `fragments`.
 

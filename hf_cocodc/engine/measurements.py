@@ -8,6 +8,7 @@ from typing import Any
 
 from ..links.base import Arrival
 from ..parts.schedules import AgreedStats
+from .compatibility import sound_numbers
 
 _STEPS_TIMED = 255
 """Number of inner steps before an event whose times count."""
@@ -82,8 +83,18 @@ class Measurements:
         return {name: getattr(self, name) for name in _SAVED} | {"stats": self.agreed._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: nobody has saved it.
+        """
+        change = state["change"]
+        stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
+        sound_numbers(state["lr"], state["lr_sum"], signed=True)
+        sound_numbers(*change, state["step_time_s"], state["sync_time_s"])
+        sound_numbers(*stats.change, stats.step_time_s, stats.sync_time_s, stats.compression)
+        if len(change) != len(self._lengths) or len(stats.change) not in (0, len(change)):
+            raise ValueError(f"it has changes of {len(change)} fragments, and there are {len(self._lengths)}")
         for name in _SAVED:
-            value = state[name]
-            setattr(self, name, list(map(float, value)) if name == "change" else float(value))
-        self.agreed = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
+            setattr(self, name, list(map(float, change)) if name == "change" else float(state[name]))
+        self.agreed = stats

@@ -288,7 +288,7 @@ class Synchronizer:
             self._traffic.of_loaded(fragment)
         self.measured.load_state_dict(state)
         self._traffic.load(state)
-        self.account.totals = Totals(**state["totals"])
+        self.account.totals = Totals.of(state["totals"])
 
     def _show_global(self, averaged: bool) -> None:
         mean = averaged and not self.method.outer.regions_agree

@@ -208,10 +208,11 @@ def check(
             "many ranks and the same sharding, or start a new run from checkpoint-N."
         )
     theirs = facts.settings
-    if theirs["method"] != settings["method"]:
+    method = theirs.get("method")
+    if method != settings["method"]:
         raise CheckpointError(
-            f"the checkpoint was written with outer.method={theirs['method']}, this run has {settings['method']}. Resume with "
-            "the method that wrote it, or start a new run from its global model (checkpoint-N)."
+            f"the checkpoint was written with outer.method={method}, this run has {settings['method']}. Resume with the method "
+            "that wrote it, or start a new run from its global model (checkpoint-N)."
         )
     names = theirs.keys() | settings.keys()
     changed = {name for name in names if value_in(theirs, name) != value_in(settings, name)}

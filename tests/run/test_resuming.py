@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -472,6 +473,13 @@ def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytes
 
     simulate(body, regions=2)
     assert "outer.outer_lr was 0.4 when the checkpoint was written and is 0.123 now" in caplog.text
+    for region in range(2):
+        newest = max(state.checkpoints(tmp_path / f"region-{region}").items())[1]
+        path = newest / state.state_file()
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {}}))
+        state.seal(newest)
+    with pytest.raises(CheckpointError, match=r"written with outer.method=None, this run has streaming"):
+        resumed(tmp_path, max_steps=STEPS + 2)
 
 
 @pytest.mark.parametrize("num_regions", [1, 2])
