@@ -11,10 +11,12 @@ import logging
 import math
 from typing import Any, NamedTuple, Protocol
 
+from .standing import sound
+
 logger = logging.getLogger(__name__)
 
 ScheduleState = dict[str, Any]
-"""The state of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints."""
+"""The state of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints. It keeps the keys of the first."""
 
 
 class Send(NamedTuple):
@@ -58,6 +60,8 @@ class AgreedStats(NamedTuple):
 class Schedule(Protocol):
     """Decides the events of an inner step from values that are equal in all regions.
 
+    One that checks what it continues from has `sound(state, num_fragments)`, too, which raises ValueError.
+
     Attributes:
         back_to_back: whether a fragment is sent again in the step in which its previous transfer lands. Sends come first:
             the fragment then has two transfers for a moment.
@@ -88,6 +92,8 @@ class Schedule(Protocol):
 
 class _Periodic:
     """Sends fragments at fixed steps, all together or in turns. Each lands `overlap_steps` later."""
+
+    sound = sound
 
     def __init__(self, sync_interval: int, overlap_steps: int, primed: bool, in_turns: bool) -> None:
         self._sync_interval = sync_interval
@@ -167,6 +173,7 @@ def staggered(sync_interval: int, overlap_steps: int, primed: bool = False) -> S
 class _Rounds:
     back_to_back = True
     overlaps = True
+    sound = sound
 
     def __init__(self, sync_interval: int) -> None:
         self._sync_interval = sync_interval
@@ -213,6 +220,7 @@ def rounds(sync_interval: int) -> Schedule:
 class _Adaptive:
     back_to_back = False
     overlaps = True
+    sound = sound
 
     def __init__(
         self,
@@ -230,11 +238,8 @@ class _Adaptive:
     def init(self, num_fragments: int, inner_step: int = 0) -> ScheduleState:
         # for each fragment, the steps of its last two sends; 0: never sent, and before its first send where it began
         sent = [[inner_step, 0] for _ in range(num_fragments)]
-        return {
-            "in_flight": [],
-            "sent": sent,
-            "next": inner_step + self._spacing(num_fragments, AgreedStats()),
-        }
+        first = inner_step + self._spacing(num_fragments, AgreedStats())
+        return {"in_flight": [], "sent": sent, "next": first}
 
     def events(
         self, inner_step: int, stats: AgreedStats, state: ScheduleState
@@ -253,9 +258,7 @@ class _Adaptive:
                 ]
         elif not in_flight:
             return (), state
-        landing = [
-            Land(fragment, sent_at) for fragment, sent_at, land_at in in_flight if land_at <= inner_step
-        ]
+        landing = [Land(p, sent_at) for p, sent_at, land_at in in_flight if land_at <= inner_step]
         flying = [entry for entry in in_flight if entry[2] > inner_step]
         return (*sends, *landing), {"in_flight": flying, "sent": sent, "next": following}
 
