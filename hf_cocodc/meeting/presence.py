@@ -179,9 +179,11 @@ class Presence:
         A note may arrive after the transfer, or the closed connection, that tells of its region's end: wait so long for it.
         """
         deadline = time.monotonic() + wait_s
-        while (note := self._note_here_of(region)) is None and time.monotonic() < deadline:
+        while True:
+            note = self._note if region == self.me.region else getattr(self._of(region), "note", None)
+            if note is not None or time.monotonic() >= deadline:
+                return note
             time.sleep(0.02)
-        return note
 
     def wait_for(self, region: int, what: str) -> None:
         """Watch `region` until `arrived` is called. Messages call the awaited transfer `what`."""
@@ -217,11 +219,6 @@ class Presence:
     def _now(self) -> float:
         """A clock that stands still while this process does: others do not become late by that."""
         return time.monotonic() - self._asleep_s
-
-    def _note_here_of(self, region: int) -> str | None:
-        if region == self.me.region:
-            return self._note
-        return None if (peer := self._of(region)) is None else peer.note
 
     def _of(self, region: int) -> Peer | None:
         """The newest member of a region."""
