@@ -83,11 +83,10 @@ def running(store: "SteadyStore", address: str, name: str | None) -> "list[Recor
         StoreAwayError: the store does not answer any more.
         MeetingError: what lies at the store is not ours.
     """
-    from ..meeting.live import ended, names, read_alive
+    from ..meeting.live import ended, names, read_all_alive
 
     known = names(store)
-    asked = known if name is None else [name]
-    found = [record for record in (read_alive(store, each) for each in asked) if record is not None]
+    found = read_all_alive(store, known if name is None else [name])
     if found:
         return found
     which = "no run" if name is None else f"no run named {name!r}"

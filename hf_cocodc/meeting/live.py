@@ -9,7 +9,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from urllib.parse import quote
@@ -189,16 +189,24 @@ def read(store: SteadyStore, name: str) -> Record | None:
     return _parsed(text, _key(name)) if text else None
 
 
-def read_alive(store: SteadyStore, name: str, within_s: float = ALIVE_S) -> Record | None:
+def read_alive(store: SteadyStore, name: str, within_s: float | None = None) -> Record | None:
     """The newest record of a run that trains: one that changes within `within_s`; None if there is none. Raises like `read`."""
-    first = read(store, name)
-    until = time.monotonic() + within_s
-    while first is not None and time.monotonic() < until:
+    found = read_all_alive(store, [name], within_s)
+    return found[0] if found else None
+
+
+def read_all_alive(store: SteadyStore, which: Sequence[str], within_s: float | None = None) -> list[Record]:
+    """`read_alive` of several runs, which it watches at the same time; those without a record are left out."""
+    first = {name: read(store, name) for name in which}
+    found: dict[str, Record | None] = {name: None for name, record in first.items() if record is None}
+    until = time.monotonic() + (ALIVE_S if within_s is None else within_s)
+    while len(found) < len(first) and time.monotonic() < until:
         time.sleep(BEAT_S / 8)
-        now = read(store, name)
-        if now is None or now != first:
-            return now
-    return None
+        for name in first.keys() - found.keys():
+            now = read(store, name)
+            if now != first[name]:
+                found[name] = now
+    return [record for name in first if (record := found.get(name)) is not None]
 
 
 def names(store: SteadyStore) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -81,7 +80,7 @@ def test_status_says_that_there_is_nothing_to_see(
     store = SteadyStore(address)
     eventually(lambda: live.names(store))
     publisher.close()
-    monkeypatch.setattr(live, "read_alive", functools.partial(live.read_alive, within_s=0.2))
+    monkeypatch.setattr(live, "ALIVE_S", 0.2)
     assert main(["status", "--store", address]) == 2
     assert "Without a sign of life from any region: mine." in capsys.readouterr().err
     assert main(["status", "--store", address, "--run", "other"]) == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +53,25 @@ def test_a_run_is_alive_while_its_record_changes(store: SteadyStore) -> None:
     publisher.close(ended=True)
     assert live.read(store, "a/run") is None
     assert (live.names(store), live.ended(store)) == ([], ["a/run"])
+
+
+def test_several_runs_are_watched_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have died, nobody waits longer than for one."""
+    now, beats = [0.0], [0]
+
+    class Store:
+        def peek(self, key: str) -> bytes:
+            lives = key.endswith("lives")
+            beats[0] += lives
+            return json.dumps(asdict(replace(RECORD, beat=beats[0] if lives else 1))).encode()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    found = live.read_all_alive(Store(), ["died", "lives", "dead", "gone"])  # type: ignore[arg-type]
+    assert [record.beat for record in found] == [2]
+    assert live.ALIVE_S <= now[0] < 1.1 * live.ALIVE_S
 
 
 def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:
