@@ -192,7 +192,7 @@ class Display:
         return "  ".join([*words, *self._rates(), *self._landings(), *self._doings()]) or "starting"
 
     def _rates(self) -> list[str]:
-        """Tokens per second of all regions shown, time to the end, and the share of the time not spent on the link."""
+        """Tokens per second of all regions shown, time to the end, and the share of the time without waiting for the link."""
         moving = [told for told in self._told if told.get("steps_made") and told.get("trained_s")]
         if not moving:
             return []

@@ -62,7 +62,8 @@ class Course(NamedTuple):
     """How a training goes over a link, once the first rounds are over.
 
     Attributes:
-        utilization: share of the time in which inner steps are made.
+        utilization: share of the time in which inner steps are made. What a run reports by this name is 1 - `blocked`: all time
+            in which training does not wait for the link (`outer/compute_utilization`, the report, the terminal).
         blocked: share of the time in which training waits for the link.
         bytes_per_s: payload that a region sends.
         staleness: most inner steps between a send and its landing.

@@ -13,6 +13,7 @@ _NOTES = (
     "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. tau: most inner steps between a "
     "send and its landing (staleness). needs: inner steps of overlap in which the slowest transfer would hide.",
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
+    "The utilisation that a run reports counts as used all time in which it does not wait, sends and landings too. "
     "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
     "DDP: data-parallel training over the same link at its best, with fp32 gradients that travel during the backward pass.",
     "dev MB, host MB: memory of the outer state and of transfers, beside the training's own (one rank a region).",

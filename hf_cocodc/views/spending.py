@@ -121,7 +121,10 @@ def blocked(story: Story) -> float:
 
 
 def utilisation(run: Run, story: Story) -> float | None:
-    """The share of the time that training did not wait; None if time stood still."""
+    """The share of the time that training did not wait; None if time stood still.
+
+    Evaluations, saves, sends and landings count as used, as in `outer/compute_utilization`; not so in a plan (`planning.Course`).
+    """
     there = sum(end - begin for begin, end in union(story.there))
     return None if run.in_steps or not there else 1 - blocked(story) / there
 
