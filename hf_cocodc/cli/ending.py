@@ -18,11 +18,12 @@ def report(folders: Sequence[Path], output: Path, json_file: Path | None = None)
         output: the folder of the run.
         json_file: also write the figures of the summary to this file.
     """
-    from ..run.journal import read
-    from ..views.summary import has_finished, summarise
+    from ..views.journals import NAME, read_journal
+    from ..views.summary import summarise
 
-    journals = [folder / "cocodc" / "journal.jsonl" for folder in folders]
-    finished = [folder for folder, path in zip(folders, journals, strict=True) if has_finished(read(path))]
+    journals = [folder / "cocodc" / NAME for folder in folders]
+    found = [(folder, read_journal(path)) for folder, path in zip(folders, journals, strict=True)]
+    finished = [folder for folder, journal in found if journal is not None and journal.has_finished]
     if not finished:
         print(
             f"left the run before its end: {', '.join(folder.name for folder in folders)}. The others train on."

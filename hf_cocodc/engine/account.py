@@ -177,7 +177,7 @@ class Account:
                     "%.3g times the ordinary one. Look at the loss and the learning rate of that region.",
                     *(fate, region, fragment, sent_at, norm, norm / verdict.limit),
                 )
-        facts = {"regions": fates, "norms": norms, "limit": verdict.limit}
+        facts = {"regions": fates, "norms": _shown(norms), "limit": verdict.limit}
         self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
 
     def adopted(

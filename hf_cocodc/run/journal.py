@@ -1,28 +1,109 @@
-"""The record of a run: one JSON line per event, in the order of the events.
+"""The record of a run: one JSON line per event, in the order of the events. Summary, pictures and report read only it.
 
-Kinds: start, resume, note, log, send, sit_out, begin_anew, land, void (a landing that changed nothing, because its mean was
-not finite), guard (outer.guard has clipped or dropped outer gradients), adopt, unread, evaluate, save, finish, error. Every line
-has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). The summary, the pictures
-and the report read only the journal.
+Every line has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). Norms have no
+unit; NaN and infinities become null. Older versions wrote fewer fields. The kinds, and their fields:
 
-For the report there are these, which journals of older versions lack:
+start, resume: training begins, or goes on from a checkpoint.
+    region: number of the region that writes.
+    num_regions: regions that take part; of a region that comes to others that train: that may take part at most.
+    num_params: values of all parameters that are synchronised.
+    num_fragments: fragments of them.
+    max_steps: inner steps of the whole run; null if unknown.
+    timing: what seconds are: measured, simulated or none.
+    bytes_sent: bytes that this region has sent so far.
+    outer: the settings of the method.
+    run: unique name that regions agree on whenever they meet: a resumed run gets another one.
+    at: seconds since 1970 by this machine's clock, where time is real.
+    versions: of the packages that numbers may depend on.
+    training: what regions compare of their training and data (`About.facts`).
+log: a log of Trainer with a training loss; it also has Trainer's fields.
+    outer/rounds: landings divided by the number of fragments.
+    outer/loss: nats, the mean of the regions' training losses, as they came with the last landing.
+    outer/staleness: inner steps from the send of the last landing to the landing.
+    outer/outer_grad_norm: norm of the last mean of outer gradients.
+    outer/regions: how many regions counted in the last landing.
+    outer/transfer_s: seconds of the last transfer on the link, once all regions were there.
+    outer/blocked_s: seconds that training waited for the link, since the start of the run.
+    outer/bytes_sent: bytes that this region has sent since the start of the run.
+    outer/compute_utilization: share of the training time (0 to 1) that did not wait for the link; evaluations, saves, sends and
+        landings count as used. Report and terminal mean the same by utilisation; `planning.Course` counts inner steps alone.
+evaluate: the held-out data was evaluated; it also has Trainer's fields.
+    weights: which ones were evaluated: global or local.
+save: a checkpoint was written. The line comes with the next one: a run that is resumed from the checkpoint does not have it.
+send: an outer gradient has left.
+    fragment: number of the fragment.
+    numel: its values.
+    norm: of this region's outer gradient; null if not finite.
+send, land, void, evaluate, save: what each of them took.
+    took_s: seconds for which it held training, up to this line.
+    blocked_s: seconds of these in which training waited for the link.
+land, void: a mean of outer gradients is here. A void one changed nothing: it was not finite, or could not be believed.
+    fragment: number of the fragment.
+    sent_at: inner step of the send.
+    staleness: inner steps from the send to the landing.
+    outer_grad_norm: norm of the mean; null in a void one.
+    bytes_sent: bytes that this region sent in this transfer.
+    transfer_s: seconds that the link took, from when the last region came.
+    rested_s: seconds from the end of the transfer to this line; null if unknown.
+    regions: how many regions counted.
+    members: numbers of the regions that took part.
+    norms: of their outer gradients, in the order of `members`; null if not finite.
+    digest: checksum of the global params of all regions at the send; only where regions come and go.
+sit_out: this region's outer gradient was not finite, and stayed here.
+    fragment: number of the fragment.
+guard: `outer.guard` has clipped or dropped outer gradients of a transfer that lands.
+    fragment: number of the fragment.
+    sent_at: inner step of the send.
+    regions: which ones: "clipped" or "dropped" by number.
+    norms: of the outer gradients of all that took part, in the order of their numbers; null if not finite.
+    limit: the ordinary norm that they were held against.
+begin_anew: this region took the global params and a fresh inner optimizer (`outer.on_nonfinite`).
+    rounds: how many in a row it had not counted in.
+    times: how often it has begun anew.
+adopt: more parameters are synchronised from here on.
+    num_params: values of all parameters, the new ones too.
+    num_fragments: fragments of them.
+    averaged: names of new parameters that began with the mean of the regions.
+    created: names of new parameters that began with region 0's values.
+unread: nobody has trained on a part of the data, because its region was away.
+    region: whose part it is.
+    from_step: the inner step after which it was not read.
+    to_step: the last inner step of which it was not read.
+    samples: how many; null if unknown.
+best: the run ended with the global weights of its best checkpoint, which is of inner step `step`.
+    metric: name of the metric that is best there.
+    value: of the metric.
+epoch: these regions take part from here on. Each writes it when it begins or enters the run, and at each change.
+    epoch: how often they have changed.
+    members: numbers of the regions. One that is no longer among them was lost.
+    why: what has changed, in words.
+retry: an operation on the link is done again without a lost region.
+    epoch: how often members have changed by then.
+    op: number of the operation.
+    what: the operation, in words.
+    members: numbers of the regions that do it again.
+    why: who was lost, in words.
+late, left: the others go on without a region that is late (`regions.grace_s`), or one has left in good order.
+    region: its number.
+    epoch: how often members have changed by then.
+    why: in words.
+join: a region is a member from the next inner step on.
+    region: its number.
+    epoch: how often members have changed by then.
+    donor: the region that it began from; only in its own journal.
+    base: inner step of what it got there; only in its own journal.
+note: something that people should know.
+    message: what.
+finish: the run has come to its end, with the global weights.
+    blocked_s: seconds that training waited for the link, since the start of the run.
+    bytes_sent: bytes that this region has sent, to all others together, since the start of the run (`engine.account.Totals`).
+    sends: transfers of this region.
+    digest: checksum of the global weights.
+error: training ended with an error.
+    message: of the error.
+    exit_code: of the command.
 
-- start and resume: `at` (seconds since 1970 by this machine's clock, where time is real), `versions`, `training` (`About.facts`).
-- send, land, evaluate, save: `took_s`, for so many seconds it held training, up to this line; `blocked_s` of them waited for the
-  link.
-- send: `norm` of this region's outer gradient. land: `norms` of the outer gradients, in the order of `members`; `transfer_s` the
-  link took, from when the last region came, and `rested_s` passed from its end to this line.
-- save: a checkpoint was written. The line comes with the next one: a run that is resumed from the checkpoint does not have it.
-
-Where a run goes on without a lost region (`regions.on_loss`), there are five kinds more:
-
-- epoch: `members` (numbers of the regions that take part from here on), `epoch` (how often they have changed), `why`. Each
-  region writes it when it begins to train or enters the run, and at each change. One that is no longer there was lost.
-- retry: an operation on the link is done again without a lost region: `op` (its number), `what`, `members`, `epoch`, `why`.
-- late: the others go on without `region`, which is late (`regions.grace_s`): `epoch`, `why`.
-- join: `region` is a member from the next inner step on: `epoch`. In its own journal also `donor` and `base`: the region
-  that it began from, and the inner step of what it got there.
-- left: `region` has left in good order: `epoch`, `why`.
+`epoch`, `retry`, `late`, `left` and `join` are only in runs that go on without a lost region (`regions.on_loss`).
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
 all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a
@@ -36,11 +117,15 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from ..errors import InputError, short
+
+Event = dict[str, Any]
+BEGINNINGS = ("start", "resume")
+"""Each process of a region begins with a line of one of these kinds."""
 
 
 class Mark(NamedTuple):
@@ -66,8 +151,8 @@ class Mark(NamedTuple):
         """
         found = path.read_bytes() if path.is_file() else b""
         whole = found[: found.rfind(b"\n") + 1]
-        events = _events(whole.decode(errors="replace"))
-        runs = [event.get("run") for event in events if event.get("kind") in ("start", "resume")]
+        events = _events(whole)
+        runs = [event.get("run") for event in events if event.get("kind") in BEGINNINGS]
         if not runs or runs[-1] != run:
             return cls()
         return cls(len(whole), hashlib.sha256(whole).hexdigest(), events[-1].get("step"))
@@ -79,7 +164,7 @@ class Mark(NamedTuple):
             return hashlib.sha256(ours).hexdigest() == self.sha256
         if not ours:
             return True
-        last = _events(ours.decode(errors="replace"))[-1:]
+        last = _events(ours)[-1:]
         behind = self.step is not None and any((event.get("step") or 0) > self.step for event in last)
         return len(ours) == self.position and ours.endswith(b"\n") and bool(last) and not behind
 
@@ -195,19 +280,31 @@ class Journal:
         self._sha256.update(written)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read every event of a journal, except a last line that a crash cut off."""
-    return _events(path.read_text(encoding="utf-8"))
+def read(path: Path) -> list[Event]:
+    """Read every event of a journal. Lines that cannot be read are left out."""
+    return _events(path.read_bytes())
 
 
-def _events(text: str) -> list[dict[str, Any]]:
-    events = []
-    for line in text.splitlines():
+def _events(content: bytes) -> list[Event]:
+    return [found for _, found in lines_of(content) if isinstance(found, dict)]
+
+
+def lines_of(content: bytes) -> Iterator[tuple[int, Event | str]]:
+    """The number of each line of a journal, and its event; or why it is none, in words.
+
+    A last line that is being written, or that a crash cut off, is neither.
+    """
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
+            found = json.loads(line.decode("utf-8"), parse_constant=lambda name: None)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                yield number, f"it is not JSON ({short(error, 60)})"
+        else:
+            yield number, found if isinstance(found, dict) else "it is not a mapping"
 
 
 def earlier_name(path: Path) -> Path:

@@ -202,7 +202,8 @@ def draw_norms(axis: Any, run: Run) -> None:
     means: dict[tuple[int, int], tuple[float, float]] = {}
     for place, (journal, story) in enumerate(zip(run.journals, run.stories, strict=True)):
         own = _norms_of(run, journal.region)
-        _band(axis, [(x, y) for x, y in own if y > 1 / MOST_NUMBER], f"region {story.region}", style(place))
+        own = [(x, y) for x, y in own if 1 / MOST_NUMBER < y < MOST_NUMBER]
+        _band(axis, own, f"region {story.region}", style(place))
         for event in journal.events:
             norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
             if norm is not None and norm > 1 / MOST_NUMBER:

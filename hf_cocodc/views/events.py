@@ -1,7 +1,10 @@
 """What holds for the events of a journal that people give us: it may be damaged, or written by somebody else."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from ..run.journal import BEGINNINGS
 
 Event = Mapping[str, Any]
 MOST = 2**53
@@ -9,7 +12,7 @@ MOST_NUMBERED = 10**5
 """No run has so many regions or fragments."""
 MOST_SECONDS = 1e10
 MOST_NUMBER = 1e30
-"""No loss and no norm of a run that can be drawn is larger, or smaller than its inverse."""
+"""No number that can be drawn is larger, or smaller than its inverse. Journals of runs that diverge may have larger ones."""
 
 
 class Rule(NamedTuple):
@@ -24,7 +27,7 @@ def _is_count(value: Any, most: int = MOST) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < MOST_NUMBER
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_seconds(value: Any) -> bool:
@@ -78,15 +81,13 @@ _IF_THERE: dict[str, Rule] = {
 """What a field must be if an event has it."""
 
 
-def wrong_with(event: Any) -> str | None:
-    """Why something that a journal's line holds is no event; None if it is one.
+def wrong_with(event: Event) -> str | None:
+    """Why a mapping that a journal's line holds is no event; None if it is one.
 
     >>> wrong_with({"kind": "send", "time_s": 1.5, "step": 3, "fragment": 0})
     >>> wrong_with({"kind": "send", "time_s": 1.5, "step": -3})
     'step=-3 is not a whole number, not negative'
     """
-    if not isinstance(event, dict):
-        return "it is not a mapping"
     for name, rule in _ALWAYS.items():
         if not rule.holds(event.get(name)):
             return _words(name, event, rule)
@@ -98,7 +99,7 @@ def wrong_with(event: Any) -> str | None:
     for name, rule in _IF_THERE.items():
         if name in event and name not in needed and not rule.holds(event[name]):
             return _words(name, event, rule)
-    if kind in ("start", "resume") and not isinstance(event["outer"].get("method"), str):
+    if kind in BEGINNINGS and not isinstance(event["outer"].get("method"), str):
         return "outer has no method"
     return None
 
@@ -113,6 +114,6 @@ def _words(name: str, event: Mapping[str, Any], rule: Rule) -> str:
 
 
 def figure(event: Event, name: str) -> float | None:
-    """A finite number of an event; None if it has none of this name."""
+    """A number of an event that can be drawn; None if it has none of this name."""
     value = event.get(name)
-    return float(value) if _is_number(value) else None  # type: ignore[arg-type]
+    return float(value) if _is_number(value) and abs(value) < MOST_NUMBER else None  # type: ignore[arg-type]

@@ -1,6 +1,5 @@
 """Finds the journals of runs in folders that people name, and reads them: also damaged ones, and those of a run that trains."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, short
+from ..run.journal import BEGINNINGS, lines_of
 from .events import wrong_with
 
 Events = list[dict[str, Any]]
 NAME = "journal.jsonl"
-_BEGINNINGS = ("start", "resume")
 _MOST_NAMED = 20
 """So many damaged lines of a journal are named."""
+_UNKNOWN = 0
+"""The number of regions by a journal whose `start` is damaged."""
 
 
 @dataclass
@@ -41,7 +42,7 @@ class RegionJournal:
     @cached_property
     def start(self) -> dict[str, Any]:
         """The newest beginning: its settings count."""
-        return next(event for event in reversed(self.events) if event["kind"] in _BEGINNINGS)
+        return next(event for event in reversed(self.events) if event["kind"] in BEGINNINGS)
 
     @property
     def has_finished(self) -> bool:
@@ -98,7 +99,7 @@ def read_journal(path: Path) -> RegionJournal | None:
     events, damaged = _lines(path)
     if not events:
         return None
-    first = next((place for place, event in enumerate(events) if event["kind"] in _BEGINNINGS), None)
+    first = next((place for place, event in enumerate(events) if event["kind"] in BEGINNINGS), None)
     if first is None:
         named = re.search(r"region-(\d{1,5})$", str(path.parent.parent))
         if named is None:
@@ -106,8 +107,9 @@ def read_journal(path: Path) -> RegionJournal | None:
                 f"{short(path)} has no line that says of which region it is (its `start` is damaged or missing). Put it into "
                 f"region-N/cocodc/{NAME}, where N is the number of the region."
             )
-        region, num_fragments = int(named[1]), 1 + max(event.get("fragment", 0) for event in events)
-        start = {"region": region, "num_regions": region + 1, "num_fragments": num_fragments}
+        region = int(named[1])
+        num_fragments = 1 + max((event["fragment"] for event in events if event["kind"] == "send"), default=0)
+        start = {"region": region, "num_regions": _UNKNOWN, "num_fragments": num_fragments}
         outer = {"method": "unknown"}
         first, events = 0, [{**events[0], "kind": "start", **start, "outer": outer}, *events]
     events = events[first:]
@@ -140,7 +142,7 @@ def _given_up(path: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> tuple[Events, list[str]]:
-    """The events of a file, and a sentence for each line that is none. A last line that is being written is neither."""
+    """The events of a file, and a sentence for each line that is none."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -149,19 +151,10 @@ def _lines(path: Path) -> tuple[Events, list[str]]:
         ) from error
     events: Events = []
     damaged: list[str] = []
-    lines = raw.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line.decode("utf-8"), parse_constant=lambda name: None)
-            wrong = wrong_with(event)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                continue
-            wrong = f"it is not JSON ({short(error, 60)})"
-        if wrong is None:
-            events.append(event)
+    for number, found in lines_of(raw):
+        wrong = found if isinstance(found, str) else wrong_with(found)
+        if isinstance(found, dict) and wrong is None:
+            events.append(found)
         else:
             damaged.append(f"{short(path)}, line {number}: {wrong}")
     return events, damaged

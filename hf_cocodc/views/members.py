@@ -1,13 +1,15 @@
-"""Who took part in a run, and when: read from the journals of its regions. Of a run that ends with a lost region: nothing."""
+"""Who took part in a run, and when: read from the journals of its regions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..run.journal import BEGINNINGS
+
 Events = Sequence[Mapping[str, Any]]
 MOST_CHANGES = 12
 """A sentence names at most so many changes."""
-_BEGINNINGS = ("start", "resume")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class _Notice:
 
 
 def changes(runs: Sequence[Events]) -> list[Change]:
-    """Who took part from the start on, and each change of it.
+    """Who took part from the start on, and each change of it; nothing if the run would have ended with a lost region, and was
+    always resumed with as many regions.
 
     Regions may notice a loss at different inner steps: the first one counts. A region notices only after it is back what has
     happened while it was away, and without another journal than its own nothing but that it was away.
@@ -44,7 +47,6 @@ def changes(runs: Sequence[Events]) -> list[Change]:
     Args:
         runs: the events of each journal.
     """
-    found: list[Change] = []
     epoch = -1
     goes = {
         (event["epoch"], event["region"]): event["kind"] for run in runs for event in run if _is_exit(event)
@@ -53,6 +55,7 @@ def changes(runs: Sequence[Events]) -> list[Change]:
         (each for run in runs for each in _notices(run)),
         key=lambda each: (each.step, not each.begins, each.epoch),
     )
+    found = _by_number(runs, notices[0].step if notices else math.inf)
     for each in notices:
         if found and found[-1].members == each.members:
             epoch = each.epoch if each.begins else max(epoch, each.epoch)  # a resumed run counts anew
@@ -70,21 +73,65 @@ def changes(runs: Sequence[Events]) -> list[Change]:
     for run in runs:
         for left_at, back_at in _own_absences(run):
             found = _without(run[0]["region"], left_at, back_at, found)
+    return found if notices or len(found) > 1 else []
+
+
+def _by_number(runs: Sequence[Events], until: float) -> list[Change]:
+    """Who took part before inner step `until`, by the numbers of regions that starts and resumes name.
+
+    Region 0 always takes part. Where journals differ, that of the lowest region is right, from its first line on: others may end
+    with lines that the run has given up.
+    """
+    said: list[tuple[int, int]] = []
+    for run in sorted(runs, key=lambda run: run[0]["region"]):
+        own = [(e["step"], e["num_regions"]) for e in run if e["kind"] in BEGINNINGS and e.get("num_regions")]
+        said = [each for each in own if each[0] < (said[0][0] if said else until)] + said
+    found: list[Change] = []
+    for step, number in said:
+        members = tuple(range(number))
+        if not found:
+            found.append(Change(0, members))
+        elif members != found[-1].members:
+            found.append(Change(step, members, f"resumed with {number} region{'s' * (number != 1)}"))
     return found
+
+
+def num_regions(runs: Sequence[Events], found: Sequence[Change]) -> int:
+    """Regions that began a run; of one that would end with a lost region, those of its newest start or resume.
+
+    Args:
+        runs: the events of each journal.
+        found: their `changes`.
+    """
+    if found:
+        goes_on = any(event["kind"] == "epoch" for run in runs for event in run)
+        return len(found[0 if goes_on else -1].members)
+    newest = [next(event for event in reversed(run) if event["kind"] in BEGINNINGS) for run in runs]
+    return max(max(start["num_regions"], 1 + start["region"]) for start in newest)
+
+
+def attended(runs: Sequence[Events], found: Sequence[Change]) -> Sequence[Change]:
+    """The `changes` of a run; of one without any, all its regions from step 0 on. Never empty."""
+    return found or [Change(0, tuple(range(num_regions(runs, found))))]
+
+
+def periods(found: Sequence[Change], end: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """From which inner step to which each set of members took part. `end` is the last step of the run."""
+    edges = [*(change.step for change in found[1:]), end]
+    return [(change.step, until, change.members) for change, until in zip(found, edges, strict=True)]
 
 
 def spans(found: Sequence[Change], end: int) -> dict[int, list[tuple[int, int]]]:
     """The inner steps from which, and to which, each region took part. `end` is the last step of the run."""
     regions = sorted({region for change in found for region in change.members})
     there: dict[int, list[tuple[int, int]]] = {region: [] for region in regions}
-    edges = [*(change.step for change in found), end]
-    for change, until in zip(found, edges[1:], strict=True):
-        for region in change.members:
+    for since, until, members in periods(found, end):
+        for region in members:
             rows = there[region]
-            if rows and rows[-1][1] == change.step:
+            if rows and rows[-1][1] == since:
                 rows[-1] = (rows[-1][0], until)
             else:
-                rows.append((change.step, until))
+                rows.append((since, until))
     return there
 
 
@@ -116,7 +163,7 @@ def _notices(run: Events) -> Iterator[_Notice]:
     for event in run:
         if event["kind"] == "epoch":
             yield _Notice(event["step"], event["epoch"], tuple(event["members"]), begins)
-        begins = event["kind"] in _BEGINNINGS or (begins and event["kind"] == "note")
+        begins = event["kind"] in BEGINNINGS or (begins and event["kind"] == "note")
 
 
 def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
@@ -127,7 +174,7 @@ def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
         first = place
         if place and run[place - 1]["kind"] == "epoch" and run[place - 1]["epoch"] == event["epoch"]:
             first = place = place - 1  # of the return itself
-        while first and (first == place or run[first]["kind"] not in (*_BEGINNINGS, "epoch")):
+        while first and (first == place or run[first]["kind"] not in (*BEGINNINGS, "epoch")):
             first -= 1
         if run[first]["kind"] == "epoch":  # the process went on: only the members had gone on without it
             first = place

@@ -139,7 +139,7 @@ def _perplexity(run: Run) -> str:
     if not found:
         return ""
     last = max(found, key=lambda event: event["step"])
-    perplexity = figure(last, "eval_perplexity")
+    perplexity = last.get("eval_perplexity")  # however large: it is not drawn
     more = "" if perplexity is None else f", perplexity {perplexity:.4g}"
     return f"{last['eval_loss']:.4g}{more} (step {last['step']:,})"
 
@@ -204,6 +204,10 @@ def _of_run(run: Run, window: tuple[float, float] | None, suffix: str) -> list[s
     parts += _waits(run)
     parts += [
         f"<h2>Utilisation and bandwidth{_text(suffix)}</h2>",
+        _about(
+            "Utilisation is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count "
+            "as used; `hf-cocodc plan` counts inner steps alone."
+        ),
         _drawn(
             pictures.pair(run, charts.draw_utilisation, charts.draw_bandwidth), "utilisation and bandwidth"
         ),

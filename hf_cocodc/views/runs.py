@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, short
+from ..run.journal import BEGINNINGS
 from .clocks import offsets
 from .events import figure
-from .journals import RegionJournal, find, read_journal
-from .members import Change, changes, spans
+from .journals import Events, RegionJournal, find, read_journal
+from .members import Change, attended, changes, num_regions, spans
 from .story import Story, blame, sections, story_of
 from .tokens import tokens_at
 
@@ -29,7 +30,7 @@ class Run:
         stories: what each region did; in the same order.
         shifts: for each section of each journal, what to add to its times for the common axis (`clocks.offsets`).
         in_steps: time stood still, and the axis of the stories shows inner steps.
-        found: who took part from which inner step on; empty if regions neither came nor left.
+        found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
         empty: journals without a line that can be read.
     """
 
@@ -72,16 +73,16 @@ class Run:
     @cached_property
     def attendance(self) -> dict[int, list[tuple[int, int]]]:
         """The inner steps from which, and to which, each region took part."""
-        if self.found:
-            return spans(self.found, self.step)
-        return {region: [(0, self.step)] for region in range(self.num_regions)}
+        return spans(attended(self._events, self.found), self.step)
+
+    @cached_property
+    def num_regions(self) -> int:
+        """See `members.num_regions`."""
+        return num_regions(self._events, self.found)
 
     @property
-    def num_regions(self) -> int:
-        """Regions that began the run."""
-        return (
-            len(self.found[0].members) if self.found else max(self.start["num_regions"], len(self.journals))
-        )
+    def _events(self) -> list[Events]:
+        return [journal.events for journal in self.journals]
 
     def tokens(self, step: int) -> int | None:
         """Tokens on which all regions together had trained at an inner step; None if unknown."""
@@ -161,9 +162,12 @@ def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
 
 def _difference(one: RegionJournal, other: RegionJournal) -> str | None:
     """Why two journals cannot be of the same run; None if they can."""
-    runs = one.start.get("run"), other.start.get("run")
-    if None not in runs and runs[0] != runs[1]:
-        return f"the runs are {short(runs[0])} and {short(runs[1])}"
+    names = _names([one]), _names([other])
+    if names[0] & names[1]:
+        return None
+    if all(names):
+        said = [short(", ".join(sorted(each))) for each in names]
+        return f"the runs are {said[0]} and {said[1]}"
     settings = one.start["outer"], other.start["outer"]
     for name in settings[0].keys() & settings[1].keys():
         if settings[0][name] != settings[1][name]:
@@ -183,11 +187,16 @@ def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJourn
     """Whether these are other regions of the same run: it has a name, or they landed the same means."""
     if {journal.region for journal in some} & {journal.region for journal in others}:
         return False
+    if _names(some) & _names(others):
+        return True
     one, other = some[0], others[0]
-    if _difference(one, other) is not None:
-        return False
-    named = one.start.get("run") is not None and one.start.get("run") == other.start.get("run")
-    return named or bool(_means(one).keys() & _means(other).keys())
+    return _difference(one, other) is None and bool(_means(one).keys() & _means(other).keys())
+
+
+def _names(journals: Sequence[RegionJournal]) -> set[str]:
+    """What their run was called. Regions agree on another name each time they meet: a resumed run has several."""
+    events = (event for journal in journals for event in journal.events if event["kind"] in BEGINNINGS)
+    return {event["run"] for event in events if "run" in event}
 
 
 def _means(journal: RegionJournal) -> dict[tuple[int, int], float]:

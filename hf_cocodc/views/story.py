@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from ..run.journal import BEGINNINGS
 from .events import Event, figure
 from .journals import RegionJournal
-
-_BEGINNINGS = ("start", "resume")
 
 
 class Activity(Enum):
@@ -94,7 +93,7 @@ class Story:
 
 def sections(events: Sequence[Event]) -> list[Sequence[Event]]:
     """The events of each process of a region: from one beginning to the next one."""
-    edges = [place for place, event in enumerate(events) if event["kind"] in _BEGINNINGS]
+    edges = [place for place, event in enumerate(events) if event["kind"] in BEGINNINGS]
     return [events[a:b] for a, b in zip(edges, [*edges[1:], len(events)], strict=True)]
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..run.journal import read
 from ..run.unread import merged
-from .members import changes, sentence, spans
+from .events import figure
+from .journals import read_journal
+from .members import attended, changes, num_regions, periods, sentence, spans
 from .tokens import tokens_at
 
 
@@ -25,7 +26,9 @@ class Summary:
     `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
     `num_void` counts the transfers whose mean could not be believed: not finite, or far larger than all that went into it.
     `unread` names the data that nobody read because its region was away.
-    `members` says how many regions took part from which inner step on; empty for a run that would end with a lost region.
+    `num_regions` began the run; where a run would end with a lost region, it was started or resumed with so many last.
+    `members` says how many regions took part from which inner step on; empty if there can have been no change.
+    `data_parallel_bytes` are those of `data_parallel_bytes`; 0 for one region, or if the number of parameters is unknown.
     """
 
     num_regions: int
@@ -76,10 +79,10 @@ class Summary:
         """The summary as lines of text."""
         rows = []
         if self.perplexity_after is not None:
-            before = "" if self.perplexity_before is None else f"{self.perplexity_before:.2f} before, "
+            before = "" if self.perplexity_before is None else f"{_plain(self.perplexity_before, 2)} before, "
             best = "" if self.best_step is None else f", the best: of step {self.best_step}"
             rows.append(
-                f"held-out perplexity   {before}{self.perplexity_after:.3f} after ({self.evaluated} weights{best})"
+                f"held-out perplexity   {before}{_plain(self.perplexity_after, 3)} after ({self.evaluated} weights{best})"
             )
         if self.accuracy_after is not None:
             before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
@@ -93,7 +96,7 @@ class Summary:
             *self._amounts(),
             f"blocked on the link   {self.blocked()}",
         ]
-        if self.num_regions > 1:
+        if self.data_parallel_bytes:
             ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
             rows.append(
                 f"sent by a region      {amount(self.bytes_sent)}; data-parallel training would have sent "
@@ -120,31 +123,27 @@ class Summary:
 
 def summarise(journals: Sequence[Path]) -> Summary:
     """Read the journals of all available regions, region 0's first. At least one of them has finished; a lost one has not."""
-    runs = [read(journal) for journal in journals]
-    starts = {run[0]["region"]: run[0] for run in runs}
-    total_s = max(event.get("time_s", 0.0) for run in runs for event in run)
-    found = changes(runs)
-    if found:
-        runs = [run for run in runs if has_finished(run)]
+    there = [journal for journal in map(read_journal, journals) if journal is not None]
+    everything = [journal.events for journal in there]
+    found = changes(everything)
+    ended = [journal for journal in there if journal.has_finished]
+    runs = [journal.events for journal in ended]
     # the one that has seen most changes was there longest
     longest = max(runs, key=lambda run: sum(event["kind"] == "epoch" for event in run))
-    start = runs[0][0]
+    start = ended[0].start
     finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
     evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
     perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
-    accuracies = {event["step"]: event.get("eval_accuracy") for event in evaluations}
+    accuracies = {event["step"]: figure(event, "eval_accuracy") for event in evaluations}
     end = max(index for index, event in enumerate(runs[0]) if event["kind"] == "finish")
     best = next((event["step"] for event in runs[0][end:] if event["kind"] == "best"), None)
     last = evaluations[-1]["step"] if evaluations and evaluations[-1]["step"] else None
     shown = last if best is None else best
     inner_steps = finishes[0]["step"]
-    num_regions = start["num_regions"]
-    attendance = (
-        spans(found, inner_steps) if found else {region: [(0, inner_steps)] for region in range(num_regions)}
-    )
+    members = attended(everything, found)
     landed = [event["fragment"] for event in runs[0] if event["kind"] == "land"]
     return Summary(
-        num_regions=num_regions,
+        num_regions=num_regions(everything, found),
         inner_steps=inner_steps,
         outer_steps=tuple(landed.count(fragment) for fragment in range(start["num_fragments"])),
         perplexity_before=perplexities.get(0),
@@ -152,14 +151,19 @@ def summarise(journals: Sequence[Path]) -> Summary:
         accuracy_before=accuracies.get(0),
         accuracy_after=None if shown is None else accuracies.get(shown),
         evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
-        blocked_s=max(finish["blocked_s"] for finish in finishes),
+        blocked_s=max(figure(finish, "blocked_s") or 0.0 for finish in finishes),
         training_s=max(finish["time_s"] for finish in finishes),
-        total_s=total_s,
-        tokens=tokens_at(inner_steps, starts, attendance),
+        total_s=max(event["time_s"] for run in everything for event in run),
+        tokens=tokens_at(
+            inner_steps, {journal.region: journal.start for journal in there}, spans(members, inner_steps)
+        ),
         best_step=best,
         timing=start.get("timing", "measured"),
-        bytes_sent=max(finish["bytes_sent"] for finish in finishes),
-        data_parallel_bytes=data_parallel_bytes(start["num_params"], inner_steps, num_regions),
+        bytes_sent=max(finish.get("bytes_sent") or 0 for finish in finishes),
+        data_parallel_bytes=sum(
+            data_parallel_bytes(start.get("num_params") or 0, until - since, len(regions))
+            for since, until, regions in periods(members, inner_steps)
+        ),
         method=describe(start["outer"]),
         not_counted=[words for run in runs for words in _not_counted(run)],
         members=sentence(found) if found else "",
@@ -168,16 +172,11 @@ def summarise(journals: Sequence[Path]) -> Summary:
     )
 
 
-def has_finished(run: Sequence[dict[str, Any]]) -> bool:
-    """Whether a journal's region has come to the end of its run."""
-    return any(event["kind"] == "finish" for event in run)
-
-
 def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
     """One sentence about a region that did not count at times; none about any other."""
     region = str(run[0]["region"])
     sat_out = sum(event["kind"] == "sit_out" for event in run)
-    fates = Counter(event["regions"].get(region) for event in run if event["kind"] == "guard")
+    fates = Counter(str(event["regions"].get(region)) for event in run if event["kind"] == "guard")
     said = [f"sat {sat_out} transfers out"] if sat_out else []
     said += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
     anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
@@ -207,6 +206,14 @@ def describe(outer: dict[str, Any]) -> str:
         for name, value in outer.items()
         if name not in ("method", "digest_interval") and not name.startswith("part.")
     )
+
+
+def _plain(figure: float, digits: int) -> str:
+    """
+    >>> _plain(50.25, 3), _plain(2.5e200, 3)
+    ('50.250', '2.5e+200')
+    """
+    return f"{figure:.{digits}f}" if figure < 1e9 else f"{figure:.4g}"
 
 
 def amount(count: float) -> str:

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import hf_cocodc
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.links.base import Link
+from hf_cocodc.run import journal
 from hf_cocodc.run.journal import read
 from tests.integrations.test_trainer import make
 
@@ -38,6 +39,21 @@ def fields() -> dict[str, set[str]]:
     for kinds, names in rows("kind of line"):
         for kind in kinds:
             said.setdefault(kind, set()).update(names)
+    return said
+
+
+def described() -> dict[str, set[str]]:
+    """The same in the words of `run/journal.py`: a line for each field, below the kinds that have it."""
+    said: dict[str, set[str]] = {}
+    kinds: list[str] = []
+    for line in (journal.__doc__ or "").splitlines():
+        if head := re.match(r"([a-z_]+(?:, [a-z_]+)*): [\w`]", line):
+            kinds = head[1].split(", ")
+            for kind in kinds:
+                said.setdefault(kind, set())
+        elif field := re.match(r"    ([\w/]+): \w", line):
+            for kind in kinds:
+                said[kind].add(field[1])
     return said
 
 
@@ -72,15 +88,27 @@ def test_every_outer_figure_reaches_a_tracker_once(run: Path) -> None:
         assert steps == sorted(set(steps))
 
 
-def test_the_readme_names_what_a_journal_has(run: Path) -> None:
+def test_the_readme_and_the_journal_name_what_a_journal_has(run: Path) -> None:
     """Each field that a run wrote."""
-    said, written = fields(), set()
+    written = set()
     for region in range(2):
         for event in read(run / f"region-{region}" / "cocodc" / "journal.jsonl"):
-            written.add(event["kind"])
-            if event["kind"] not in ("log", "evaluate"):  # these have Trainer's names too
-                assert set(event) <= said[event["kind"]] | IN_EVERY_LINE
+            kind = event["kind"]
+            written.add(kind)
+            figures = {name for name in event if name.startswith("outer/")}
+            assert figures <= described()["log"]
+            if kind not in ("log", "evaluate"):  # these have Trainer's names too
+                for said in (fields(), described()):
+                    assert set(event) <= said[kind] | IN_EVERY_LINE
     assert {"start", "send", "land", "log", "evaluate", "save", "finish"} <= written
+
+
+def test_the_journal_describes_every_field_that_the_readme_names() -> None:
+    """And no other."""
+    metrics = {name for names, _ in rows("metric") for name in names}
+    assert described() == {
+        kind: names | (metrics if kind == "log" else set()) for kind, names in fields().items()
+    }
 
 
 def writings() -> dict[str, list[ast.Call]]:
@@ -108,6 +136,8 @@ def test_the_readme_names_what_the_code_writes() -> None:
         for call in calls:
             assert {word.arg for word in call.keywords if word.arg} <= said[kind] | IN_EVERY_LINE, kind
     code = "\n".join(path.read_text() for path in Path(hf_cocodc.__file__).parent.rglob("*.py"))
+    assert code.count(journal.__doc__ or "-") == 1
+    code = code.replace(journal.__doc__ or "", "")  # it names them all
     for kind, names in said.items():
         assert kind in found or f'"{kind}"' in code, kind
         for name in names:

@@ -178,7 +178,7 @@ def test_the_summary_says_which_outer_steps_there_were_not(tmp_path: Path) -> No
     path = a_run(tmp_path, 0)
     assert "changed nothing" not in "".join(summarise([path]).lines(tmp_path, []))
     with path.open("a") as file:
-        file.write(json.dumps({"kind": "void", "step": 4, "fragment": 0, "sent_at": 4}) + "\n")
+        file.write(json.dumps({"kind": "void", "time_s": 1.0, "step": 4, "fragment": 0, "sent_at": 4}) + "\n")
     assert "void                  1 of 3 transfers changed nothing (see the log)" in summarise([path]).lines(
         tmp_path, []
     )
@@ -198,8 +198,8 @@ def test_the_summary_speaks_of_the_best_model(tmp_path: Path) -> None:
     """Where a run ended with weights of an earlier step: their perplexity, and their step. A later end without them counts."""
     path = a_run(tmp_path, 0)
     events = read(path)
-    events.insert(-2, {"kind": "evaluate", "step": 2, "eval_perplexity": 2.5})
-    events.append({"kind": "best", "step": 2, "metric": "eval_loss", "value": 0.9})
+    events.insert(-2, {"kind": "evaluate", "time_s": 1.0, "step": 2, "eval_perplexity": 2.5})
+    events.append({"kind": "best", "time_s": 1.0, "step": 2, "metric": "eval_loss", "value": 0.9})
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     line = summarise([path]).lines(tmp_path, [])[0]
     assert line.endswith("148.40 before, 2.500 after (global weights, the best: of step 2)")

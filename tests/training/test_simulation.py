@@ -90,7 +90,7 @@ def test_time_that_no_one_simulates_stands_still() -> None:
 def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
     """And one from a journal of an earlier version counts as measured."""
     sizes = {"num_regions": 2, "num_params": 1, "num_fragments": 1}
-    start = {"kind": "start", "region": 0, **sizes, "outer": {"method": "x"}}
+    start = {"kind": "start", "time_s": 0.0, "step": 0, "region": 0, **sizes, "outer": {"method": "x"}}
     finish = {"kind": "finish", "step": 1, "blocked_s": 0.5, "time_s": 2.0, "bytes_sent": 1}
     path = tmp_path / "journal.jsonl"
     for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):

@@ -95,6 +95,32 @@ def a_run(
     return [write(folder / f"region-{region}", own) for region, own in enumerate(events)]
 
 
+def a_resumed_run(folder: Path, first: int, then: int, at: int = 40, steps: int = 80) -> list[Path]:
+    """A run that `first` regions begin, and that `then` regions resume at step `at`. It would end with a lost region.
+
+    Each time that regions meet they agree on another name. The last ones before `at` had trained on for 7 steps.
+    """
+    paths = []
+    for region in range(max(first, then)):
+        events: list[dict[str, Any]] = []
+        sections = [("start", 0, first, at if region < then else at + 7), ("resume", at, then, steps)]
+        for place, (kind, since, count, until) in enumerate(sections):
+            if region >= count:
+                continue
+            begin = {"region": region, "num_regions": count, "num_params": 1000, "num_fragments": 1}
+            more = {"outer": {"method": "diloco"}, "training": {"batch": 4, "data.block_size": 128}}
+            _add(events, kind, 0.5 * since, since, **begin, **more, run=f"run-{place}")
+            for step in range(since + 10, until + 1, 10):
+                _add(events, "send", 0.5 * step, step, fragment=0, norm=1.0)
+                landed = {"fragment": 0, "sent_at": step, "blocked_s": 0.0, "bytes_sent": 100}
+                _add(events, "land", 0.5 * step + 0.1, step, **landed, outer_grad_norm=1.0 + count)
+            _add(events, "log", 0.5 * until + 0.1, until, loss=2.0)
+        if region < then:
+            _add(events, "finish", 0.5 * steps + 0.2, steps, blocked_s=0.0, bytes_sent=800)
+        paths.append(write(folder / f"region-{region}", events))
+    return paths
+
+
 def write(region_folder: Path, events: list[dict[str, Any]], name: str = "journal.jsonl") -> Path:
     path = region_folder / "cocodc" / name
     path.parent.mkdir(parents=True, exist_ok=True)

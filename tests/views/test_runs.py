@@ -15,7 +15,7 @@ from hf_cocodc.views.runs import load
 from hf_cocodc.views.spending import GIVEN_UP, NOT_THERE, spent
 from hf_cocodc.views.story import Activity, story_of
 from hf_cocodc.views.timeline import windows
-from tests.views.made import a_run, write
+from tests.views.made import a_resumed_run, a_run, write
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -130,6 +130,16 @@ def test_two_runs_in_one_folder_are_refused(named: bool, tmp_path: Path) -> None
         load([tmp_path / "a"])
 
 
+def test_regions_that_met_again_without_one_are_of_one_run(tmp_path: Path) -> None:
+    """They have agreed on another name then, which the one that was not there does not know."""
+    paths = a_resumed_run(tmp_path / "whole", 3, 2)
+    [run] = load([tmp_path / "whole"])
+    assert run.regions == [0, 1, 2]
+    assert dict(spent(run))[NOT_THERE] == [0.0, 0.0, pytest.approx(40.2 - 20.1 - 3.5, abs=0.1)]
+    folders = [path.parent.parent.rename(tmp_path / f"machine-{number}") for number, path in enumerate(paths)]
+    assert [run.regions for run in load(folders)] == [[0, 1, 2]]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     """In words that name it, and the way out."""
     a_run(tmp_path / "a")
@@ -199,8 +209,9 @@ def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
         ["a"],
         float("nan"),
     ]
-    for _ in range(150):
-        events = [dict(event) for event in good]
+    good += [{"kind": "sit_out", "time_s": 1.0, "step": 3, "fragment": 1}] * 3
+    for _ in range(300):
+        events = [dict(event) for event in good[chance.random() < 0.3 :]]
         for event in chance.sample(events, 3):
             event[chance.choice(list(event))] = chance.choice(values)
             event.setdefault(
