@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import InputError, nearest, short, shown
-from .methods import METHODS, Method
+from .methods import Method
+from .newer import known
 from .parts import choose, own
 from .parts.fragments import kept
 from .parts.guard import Guard
@@ -17,8 +18,10 @@ from .settings.outer import GUARD
 
 logger = logging.getLogger(__name__)
 
-NEEDS: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
+NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
     ("rank", "codec", ("lowrank",)),
+    ("top_k", "codec", choose.SPARSE),
+    ("feedback_decay", "error_feedback", (True,)),
     ("mixing_alpha", "merge", ("mix",)),
     ("compensation", "merge", ("compensate",)),
     ("compensation_strength", "merge", ("compensate",)),
@@ -60,13 +63,14 @@ def as_config(given: OuterConfig | Method | None) -> OuterConfig:
 
 def _composer(config: OuterConfig) -> _Composer:
     chosen: Any = config.method
-    if isinstance(chosen, str) and chosen in METHODS:
-        parameters = inspect.signature(METHODS[chosen]).parameters.items()
-        return _Composer(chosen, {name: each.default for name, each in parameters}, METHODS[chosen])
+    ours = known()
+    if isinstance(chosen, str) and chosen in ours:
+        parameters = inspect.signature(ours[chosen]).parameters.items()
+        return _Composer(chosen, {name: each.default for name, each in parameters}, ours[chosen])
     if isinstance(chosen, Method):
         faults = {
             "no name": not chosen.name,
-            "a name of ours": chosen.name in METHODS,
+            "a name of ours": chosen.name in ours,
             "the form MODULE:NAME": own.is_own(chosen.name),
         }
         for fault in (words for words, holds in faults.items() if holds):
@@ -76,7 +80,7 @@ def _composer(config: OuterConfig) -> _Composer:
             )
         return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
     if not own.is_own(chosen):
-        hint = nearest(chosen, list(METHODS)) if isinstance(chosen, str) else f" Known: {', '.join(METHODS)}."
+        hint = nearest(chosen, list(ours)) if isinstance(chosen, str) else f" Known: {', '.join(ours)}."
         raise InputError(
             f"outer.method={shown(chosen)} is not known.{hint} Or MODULE:NAME, for one of your own."
         )
@@ -140,7 +144,7 @@ def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and part in takes and settings[part] not in needed:
-            values = " or ".join("null" if value is None else value for value in needed)
+            values = " or ".join("null" if value is None else str(value) for value in needed)
             other = f"outer.{part} in the same way" if None in needed else f"set outer.{part}={values}"
             raise InputError(
                 f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={values}, "
@@ -200,7 +204,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
     """
-    function = own.found("outer.method", method) if own.is_own(method) else METHODS.get(method)
+    function = own.found("outer.method", method) if own.is_own(method) else known().get(method)
     lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
     number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
     return None if number is None else (lines[0].partition(":")[0], number[0])

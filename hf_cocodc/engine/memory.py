@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..methods import Method
+from ..parts.codecs.base import copies
 from ..parts.fragments import Fragment
 from ..tensors.flat import tensors_in
 from ..tensors.pools import HOST, Pool, shared_lengths
@@ -115,8 +116,10 @@ def _for_the_link(fragment: FragmentState, method: Method, num_regions: int, dev
     received = max(method.codec.wire_bytes(layout, region, num_regions) for region in range(num_regions))
     sent = received if received < values else 0  # fp32 is sent from the outer gradient's own memory
     remembered = 2 * _bytes(fragment.codec)  # the values that a codec with memory sends, and its next state
-    copies = 2 * values if device != HOST else 0  # outer gradient and mean, once more on the host
-    return copies + received + sent + remembered
+    again = copies(method.codec) + (
+        2 if device != HOST else 0
+    )  # outer gradient and mean, once more on the host
+    return again * values + received + sent + remembered
 
 
 def _add(memory: Memory, **more: int) -> Memory:

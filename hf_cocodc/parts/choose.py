@@ -36,18 +36,26 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "int4": codecs.int4,
     "fp4": codecs.fp4,
     "topk": codecs.topk,
+    "topk_2bit": codecs.topk_2bit,
 }
+SPARSE = ("topk", "topk_2bit")
 
 
 MEANS = ("average", "radial")
 
 
 def codec(
-    name: str | Codec, error_feedback: bool, rank: int, adaptive_rank: bool = False, mean: str = "average"
+    name: str | Codec,
+    error_feedback: bool,
+    rank: int,
+    adaptive_rank: bool = False,
+    mean: str = "average",
+    decay: float = 1.0,
+    top_k: int | None = None,
 ) -> Codec:
     """The codec called `name`, inside `feedback` if `error_feedback`, and inside `radial` if that is the `mean`.
 
-    Instead of a name, a codec of a user's own. The rank arguments count only for lowrank.
+    Instead of a name, a codec of a user's own. The rank arguments count only for lowrank, `top_k` only for top-k.
     """
     if isinstance(name, str) and name not in (*CODECS, "lowrank"):
         raise InputError(
@@ -57,24 +65,27 @@ def codec(
         chosen = name
     elif name == "lowrank":
         chosen = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
+    elif name in SPARSE and top_k is not None:
+        chosen = {"topk": codecs.topk, "topk_2bit": codecs.topk_2bit}[name](top_k)
     else:
         chosen = CODECS[name]()
     if error_feedback and name == "fp32":
         raise InputError(
             "outer.error_feedback=True with codec=fp32: fp32 loses nothing, so there is no error to feed back."
         )
-    if name == "topk" and not error_feedback:
+    if name in SPARSE and not error_feedback:
         raise InputError(
-            "outer.codec=topk without outer.error_feedback would lose all but a few values permanently. Set error_feedback=true."
+            f"outer.codec={name} without outer.error_feedback would lose all but a few values permanently. Set "
+            "error_feedback=true."
         )
     if mean not in MEANS:
         raise InputError(f"outer.mean={shown(mean)} is not known.{nearest(mean, list(MEANS))}")
-    if mean == "radial" and name in ("lowrank", "topk"):
+    if mean == "radial" and name in ("lowrank", *SPARSE):
         raise InputError(
             f"outer.mean=radial with codec={name}: directions lose their lengths where a codec keeps only a part of them. Use "
             "another codec, or mean=average."
         )
-    chosen = codecs.feedback(chosen) if error_feedback else chosen
+    chosen = codecs.feedback(chosen, decay) if error_feedback else chosen
     return codecs.radial(chosen) if mean == "radial" else chosen
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from ..errors import InputError, shown
 from ..methods import METHODS
+from ..newer import known
 from ..parts.choose import CODECS
 from ..resolve import from_config
 from ..resolve import settings as _settings
 from ..settings import OuterConfig
 from .forecast import Forecast, Subject
 
-LOSSY = ("int4", "topk", "lowrank")
+LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
 """Codecs that need error feedback."""
 CAREFUL = ("fp32", "bf16", "int8", "fp4")
 """Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
@@ -23,28 +24,28 @@ LONGEST = 5000
 
 
 def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
-    """The recipe's settings with each method and codec that go together.
+    """The recipe's settings with each method and codec that go together: the six, and the recipe's own.
 
     Another method than the recipe's has its paper's defaults, apart from sync_interval and what belongs to no method.
 
     Raises:
         InputError: the recipe has a method or a codec of a user's own, which is not forecast.
     """
-    for name, known in (("method", list(METHODS)), ("codec", [*CODECS, "lowrank"])):
+    for name, ours in (("method", list(known())), ("codec", [*CODECS, "lowrank"])):
         given = getattr(recipe, name)
-        if given is not None and given not in known:
+        if given is not None and given not in ours:
             raise InputError(
                 f"outer.{name}={shown(given)} is not one of this package's, and only those are planned. Plan with one of them: "
-                f"--set outer.{name}={known[0]} --set outer.options=null."
+                f"--set outer.{name}={ours[0]} --set outer.options=null."
             )
-    for method in METHODS:
+    for method in dict.fromkeys((*METHODS, str(recipe.method))):
         base = recipe
         if method != recipe.method:
             general = {
                 name: getattr(recipe, name) for name in ("weights", "digest_interval", "guard", "device")
             }
             interval = _interval(recipe)
-            fewest = inspect.signature(METHODS[method]).parameters["num_fragments"].default
+            fewest = inspect.signature(known()[method]).parameters["num_fragments"].default
             base = OuterConfig(method=method, sync_interval=max(interval, fewest), **general)
         own = settings(base)["codec"]
         for codec in (*CODECS, "lowrank"):

@@ -34,8 +34,8 @@ class OuterConfig:
     """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
 
     method: Any | str | None = setting(
-        "Method: diloco, streaming, eager, co2, dilocox or cocodc; or MODULE:NAME, a function of your own that returns a "
-        "Method. In a script also a Method.",
+        "Method: diloco, streaming, eager, co2, dilocox, cocodc or sparseloco; or MODULE:NAME, a function of your own that "
+        "returns a Method. In a script also a Method.",
         "diloco",
     )
     options: dict[str, Any] | str | None = setting(
@@ -59,12 +59,16 @@ class OuterConfig:
     outer_lr: float | None = setting("Learning rate of the outer optimizer.")
     outer_momentum: float | None = setting("Nesterov momentum of the outer optimizer.")
     codec: str | None = setting(
-        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk or lowrank; or MODULE:NAME, a codec of "
-        "your own, or a function that returns one."
+        "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk, topk_2bit or lowrank; or MODULE:NAME, "
+        "a codec of your own, or a function that returns one."
     )
     error_feedback: bool | None = setting(
         "Add the values that the codec loses in one transfer to the next one."
     )
+    feedback_decay: float | None = setting(
+        "SparseLoCo's beta: share of the lost values that error feedback sends again."
+    )
+    top_k: int | None = setting("SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.")
     rank: int | None = setting("Rank r_1 of the low-rank codec.")
     mean: str | None = setting(
         "Mean of the outer gradients: average, or radial (the mean of their norms times the mean of their directions, for each "
@@ -137,6 +141,8 @@ class OuterConfig:
             "must be a whole number from 0, or auto",
         )
         require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
+        require(self, "feedback_decay", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
+        require(self, "top_k", lambda v: 1 <= v <= 4096, "must lie in 1 .. 4096")
         require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
         require(self, "outer_lr", lambda v: v > 0, "must be positive")
         require(self, "outer_momentum", lambda v: 0 <= v < 1, "must lie in [0, 1)")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, nearest, shown
-from ..methods import METHODS
+from ..newer import known
 from ..recipes.keys import keys
 from ..recipes.parsing import read_yaml
 from ..recipes.recipe import Recipe
@@ -59,8 +59,8 @@ def starter(
     Raises:
         InputError: a value is impossible.
     """
-    if method not in METHODS:
-        raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(METHODS))}")
+    if method not in known():
+        raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(known()))}")
     is_builtin = data == _BUILTIN
     of_data: dict[str, Any] = {"builtin": data} if is_builtin else {"path": data, "name": data_name}
     if not is_builtin:
@@ -123,7 +123,7 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
 
 def _on_momentum(outer: Mapping[str, Any], max_steps: int) -> str:
     rounds = max_steps // outer["sync_interval"]
-    if not outer["outer_momentum"] or rounds >= _MANY_ROUNDS:
+    if not outer.get("outer_momentum") or rounds >= _MANY_ROUNDS:
         return ""
     return (
         f"{max_steps} steps are {rounds} rounds, and a momentum of {outer['outer_momentum']:g} remembers "

@@ -34,6 +34,7 @@ DAMAGES: dict[str, Damage] = {
 }
 CASES = {**SETTINGS, "int8": {"method": "streaming", "num_fragments": 3, "overlap_steps": 3, "codec": "int8"}}
 CASES["int8"] |= {"error_feedback": True}
+CASES["sparseloco"] = {"outer_momentum": None, "top_k": 8}
 
 
 def train(model: Blocks, region: int, step: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.settings import OuterConfig
 from tests.methods import small
 from tests.toys import Blocks, Region, run
@@ -28,7 +28,7 @@ SETTINGS = small(
         "dilocox": {"rank": 2},
         "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
     }
-)
+) | {"sparseloco": {"top_k": 5}}
 
 
 def trajectory(name: str) -> list[list[float]]:
@@ -64,7 +64,7 @@ def trajectory(name: str) -> list[list[float]]:
     return [tensor.tolist() for states in run(3, config, build, live)[:2] for tensor in states]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", known())
 def test_the_numbers_are_still_the_same(name: str, request: pytest.FixtureRequest) -> None:
     """To rounding: other processors may sum norms in another order."""
     ours, file = trajectory(name), FOLDER / f"{name}.json"

@@ -17,6 +17,7 @@ FLOORS = (
     ("errors", "tensors"),
     ("settings", "parts"),
     ("methods", "recipes"),
+    ("newer",),
     ("resolve", "meeting"),
     ("links",),
     ("engine",),
@@ -31,7 +32,7 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 NO_TORCH = {"settings", "recipes"}
-ALGORITHMS = {"parts", "methods"}
+ALGORITHMS = {"parts", "methods", "newer"}
 DISTRIBUTED = {"torch.distributed", "accelerate", "transformers"}
 
 

@@ -17,14 +17,14 @@ from hf_cocodc.links.roster import RollCall
 from hf_cocodc.meeting.store import serve_store
 from tests.links.memory import Died, Fault, Regions
 from tests.links.test_wire import num_sockets
-from tests.links.training import METHODS, STEPS, Trained, check, method_of, train_all
+from tests.links.training import METHODS, NEWER, STEPS, Trained, check, method_of, train_all
 from tests.processes.elastic_worker import connect
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *NEWER])
 def test_a_region_dies_within_a_transfer(name: str) -> None:
     """At every message that it sends or awaits in a transfer in the middle of the run, and between the "have"s."""
-    number = list(METHODS).index(name)
+    number = [*METHODS, *NEWER].index(name)
     regions, found = train_all(name, [])
     check(name, found)
     assert len(found) == 3

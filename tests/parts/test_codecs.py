@@ -21,6 +21,7 @@ from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Plain, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.codecs.codebook import Codebook
 from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, effective_rank, lowrank, share_of_rank
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
@@ -37,6 +38,9 @@ CODERS: list[Coder] = [
     TopK(3, 7, FP32),
     TopK(64, 4096, Integers(8, 64)),
     TopK(2, 100, Integers(4, 2)),
+    Codebook(64),
+    Codebook(5),
+    TopK(6, 100, Codebook(6)),
 ]
 CODECS: dict[str, Codec] = {
     "fp32": codecs.fp32(),
@@ -50,6 +54,7 @@ CODECS: dict[str, Codec] = {
     "feedback of int4": codecs.feedback(codecs.int4(32)),
     "feedback of topk": codecs.feedback(codecs.topk(3, 50), decay=0.95),
     "feedback of lowrank": codecs.feedback(codecs.lowrank(1)),
+    "feedback of topk_2bit": codecs.feedback(codecs.topk_2bit(40), decay=0.95),
 }
 quick = settings(derandomize=True, max_examples=40, deadline=None, database=None)
 sizes = st.integers(0, 1500)
@@ -151,6 +156,7 @@ def test_bytes_a_value() -> None:
         "int4": (codecs.int4(), 0.5 + 4 / 256),
         "fp4": (codecs.fp4(), 0.5 + 4 / 64),
         "topk": (codecs.topk(), (4 + 64 + 96) / 4096),
+        "topk_2bit": (codecs.topk_2bit(), (8 + 16 + 96) / 4096),
     }
     for codec, expected in bytes_a_value.values():
         assert codec.wire_bytes(fragment_of((numel,)), 0, 2) == numel * expected
@@ -392,6 +398,7 @@ def test_settings_that_cannot_work_are_said() -> None:
         lambda: codecs.topk(65, 64),
         lambda: codecs.topk(64, 8192),
         lambda: codecs.topk(bits=3),
+        lambda: codecs.topk_2bit(5000),
         lambda: codecs.lowrank(4, rank_min=5),
         lambda: codecs.lowrank(0),
     ):

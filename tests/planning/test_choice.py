@@ -81,12 +81,15 @@ def test_a_link_that_is_too_slow_has_no_settings() -> None:
 
 
 def test_every_method_is_tried_with_every_codec_that_it_takes() -> None:
-    """Six methods, seven codecs; what needs error feedback has it; another method than the recipe's has its own defaults."""
+    """Six methods, eight codecs; what needs error feedback has it; another method than the recipe's has its own defaults."""
     found = list(choice.variants(Recipe.load(RECIPE).outer))
-    assert len(found) == len({(each.method, each.codec) for each in found}) == 42
+    assert len(found) == len({(each.method, each.codec) for each in found}) == 48
     assert all(each.error_feedback for each in found if each.codec in choice.LOSSY)
     assert {each.outer_lr for each in found if each.method == "diloco"} == {1.0}
     assert {each.outer_lr for each in found if each.method == "streaming"} == {None}
+    newer = list(choice.variants(Recipe.load("quickstart/sparseloco").outer))
+    assert {each.codec for each in newer if each.method == "sparseloco"} >= {None, "topk", "int4", "fp32"}
+    assert len({each.method for each in newer}) == 7
 
 
 def test_more_regions_send_more_and_need_more_time() -> None:
@@ -110,7 +113,7 @@ def test_memory_is_that_of_the_engine() -> None:
     assert adapter.num_params < subject(1000).num_params / 5
 
 
-@pytest.mark.parametrize("method", ["diloco", "streaming", "eager", "co2", "dilocox", "cocodc"])
+@pytest.mark.parametrize("method", ["diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco"])
 def test_a_written_recipe_is_the_plan(method: str, tmp_path: Path) -> None:
     """It loads, with the chosen settings, the overrides and what the recipe says besides."""
     name, overrides = f"quickstart/{method}", ["training.max_steps=400", "outer.weights=tokens"]

@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_cocodc import settings
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.recipes.recipe import DataSection, Recipe
 from hf_cocodc.resolve import from_config, guard_of
@@ -363,7 +363,7 @@ def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
     """No field of OuterConfig is accepted and ignored; each method's defaults make a method."""
     import inspect
 
-    used = {name for method in METHODS.values() for name in inspect.signature(method).parameters}
+    used = {name for method in known().values() for name in inspect.signature(method).parameters}
     assert {f.name for f in dataclasses.fields(OuterConfig)} == used | set(OF_EVERY_METHOD)
-    for name in METHODS:
+    for name in known():
         from_config(OuterConfig(method=name))

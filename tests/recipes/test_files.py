@@ -11,7 +11,7 @@ import pytest
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.recipes.files import read_recipe, shipped
 from hf_cocodc.recipes.recipe import Recipe
 
@@ -81,8 +81,8 @@ def test_what_cannot_be_extended_is_one_paragraph(
 def test_a_quickstart_is_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any folder, also to extend it; a file of that name wins; what is neither is refused with the names."""
     monkeypatch.chdir(tmp_path)
-    assert sorted(shipped()) == sorted(f"quickstart/{name}" for name in METHODS)
-    for name in METHODS:
+    assert sorted(shipped()) == sorted(f"quickstart/{name}" for name in known())
+    for name in known():
         recipe = Recipe.load(f"quickstart/{name}")
         assert recipe.outer.method == name
         assert recipe.training["output_dir"] == f"runs/quickstart-{name}"
@@ -107,7 +107,7 @@ def test_a_wheel_brings_the_quickstarts(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "installed")
         [metadata] = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
     assert {name for name in names if name.endswith(".yaml")} == {
-        f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in METHODS
+        f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in known()
     }
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
     for line in ("License-Expression: Apache-2.0", "Operating System :: POSIX :: Linux", "Project-URL: "):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.run.journal import read
@@ -85,7 +85,7 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
 def test_the_readmes_table_is_the_code() -> None:
     """One row per method. Patterns, codecs, outer chains, merges and closings are those that the code composes."""
     rows = re.findall(r"^\| `(\w+)` \(\d{4}\.\d{5}\) \| (.+) \|$", README, flags=re.MULTILINE)
-    assert [name for name, _ in rows] == list(METHODS)
+    assert [name for name, _ in rows] == list(known())
     for name, cells in rows:
         pattern, _, codec, chain, merge = cells.split(" | ")
         chosen, composed = settings(OuterConfig(method=name)), from_config(OuterConfig(method=name))
@@ -115,7 +115,7 @@ def test_tables_are_narrow() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", known())
 def test_every_quickstart_trains(name: str, tmp_path: Path) -> None:
     """A few steps of each method's recipe: all regions end with the same model, and the journal tells of every landing."""
     overrides = [*SHORT, "outer.sync_interval=4", "training.max_steps=9", "data.block_size=32"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.recipes.parsing import read_yaml
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, settings
@@ -25,7 +25,7 @@ def read(text: str) -> Recipe:
     return Recipe.from_dict(read_yaml(text, "the recipe"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", known())
 def test_it_has_the_methods_settings(method: str) -> None:
     recipe = read(starter("m", "d", method=method, num_regions=3))
     assert settings(recipe.outer) == settings(OuterConfig(method=method))

@@ -5,6 +5,7 @@ from .cast import bf16, fp16, fp32, unrounded
 from .feedback import feedback, without_residuals
 from .lowrank import has_rank, lowrank, share_of_rank
 from .radial import radial
+from .tiles import topk_2bit
 from .topk import topk
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "radial",
     "share_of_rank",
     "topk",
+    "topk_2bit",
     "unrounded",
     "without_residuals",
 ]

@@ -95,6 +95,15 @@ class Codec(Protocol):
         ...
 
 
+def copies(codec: object) -> int:
+    """Flat tensors of the fragment's length that a conversation takes beside the outer gradient, the mean and its state.
+
+    0, unless the codec, or one inside it, has an attribute `copies`.
+    """
+    inner = getattr(codec, "codec", None)
+    return getattr(codec, "copies", 0) + (0 if inner is None else copies(inner))
+
+
 def unshared(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Split 1-D tensors of equal length into parts so small that torch does not use its other threads for them.
 

@@ -1,0 +1,61 @@
+"""Methods newer than the six of `methods.py`, composed of the same parts. The symbols are those explained there."""
+
+import dataclasses
+from collections.abc import Callable
+
+from .methods import METHODS, Method, diloco
+from .parts import choose, outer
+from .parts.codecs.base import Codec
+
+
+def sparseloco(
+    *,
+    sync_interval: int = 30,
+    num_fragments: int = 1,
+    fragment_pattern: str = "whole",
+    split_rows: bool = False,
+    overlap_steps: int = 0,
+    outer_lr: float = 1.0,
+    codec: str | Codec = "topk_2bit",
+    top_k: int = 64,
+    error_feedback: bool = True,
+    feedback_decay: float = 0.95,
+    rank: int = 64,
+    merge: str = "replace",
+    mean: str = "average",
+) -> Method:
+    """SparseLoCo: regions send the largest values of each small block, in two bits; error feedback keeps the rest (2508.15706).
+
+    ::
+
+        a_m = beta e_m + Theta - theta_m ;  s_m = quantise(top-k(a_m)) ;  e_m <- a_m - s_m
+        Theta <- Theta - eta_o 1/M sum_m s_m ;  theta_m <- Theta
+
+    Symbols of the paper: beta is feedback_decay, k is top_k, for each block of 64 x 64 values. e is the residual of the error
+    feedback, which takes the place of an outer momentum: there is none.
+
+    Differs from the paper: blocks at the edges of a matrix are smaller, and the codebook of the two bits is our own
+    (`codecs.topk_2bit`). sync_interval and outer_lr are among those that the authors' code uses. num_fragments and overlap_steps
+    go beyond the paper, as with DiLoCo.
+    """
+    base = diloco(
+        sync_interval=sync_interval,
+        num_fragments=num_fragments,
+        fragment_pattern=fragment_pattern,
+        split_rows=split_rows,
+        overlap_steps=overlap_steps,
+        merge=merge,
+    )
+    return dataclasses.replace(
+        base,
+        codec=choose.codec(codec, error_feedback, rank, mean=mean, decay=feedback_decay, top_k=top_k),
+        outer=outer.chain(lr=outer.scale(outer_lr)),
+    )
+
+
+NEWER: dict[str, Callable[..., Method]] = {"sparseloco": sparseloco}
+
+
+def known() -> dict[str, Callable[..., Method]]:
+    """Every method of this package by its name: the six, then the newer ones."""
+    return {**METHODS, **NEWER}
