@@ -66,16 +66,18 @@ class Machine:
         folder: for the commands and what they write.
         code: exit code of `hf-cocodc`.
         waits: `hf-cocodc` ends only at SIGTERM.
+        state: of the job, as Slurm says it.
     """
 
-    def __init__(self, folder: Path, code: int = 0, waits: bool = False) -> None:
+    def __init__(self, folder: Path, code: int = 0, waits: bool = False, state: str = "COMPLETING") -> None:
         self._folder = folder
-        for name in ("hf-cocodc", "scontrol", "pip"):
+        for name in ("hf-cocodc", "scontrol", "squeue", "pip"):
             wait = "signal.sigwait({signal.SIGTERM})" if waits and name == "hf-cocodc" else ""
             (folder / name).write_text(
                 f"#!{sys.executable} -S\nimport json, signal, sys\n"
                 f"signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})\n"
                 f"open(__file__ + '.called', 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n{wait}\n"
+                f"print({state if name == 'squeue' else ''!r})\n"
                 f"sys.exit({code if name == 'hf-cocodc' else 0})\n"
             )
             (folder / name).chmod(0o755)
@@ -130,21 +132,48 @@ def test_the_slurm_job_of_a_region(code: int, seconds: int, again: bool, tmp_pat
     assert machine.calls("scontrol") == ([["requeue", "7"]] if again else [])
 
 
-@pytest.mark.parametrize(("sent", "again"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_the_slurm_job_of_a_region_leaves_before_its_time_is_over(
-    sent: signal.Signals, again: bool, tmp_path: Path
-) -> None:
-    """It waits until the region has left, and comes back. A job that is cancelled does not."""
-    machine = Machine(tmp_path, 0, waits=True)
-    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", STORE]
-    job = machine.start(words, {"SLURM_JOB_ID": "7"})
+def wait_for_call(machine: Machine) -> None:
     deadline = time.monotonic() + 60
     while not machine.calls("hf-cocodc") and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def signalled_early(folder: Path, sent: signal.Signals) -> dict[str, str]:
+    """An environment in which a script of bash gets a signal after it has started a command and before it knows its number."""
+    trap = f'case $BASH_COMMAND in "command=$"*) trap - DEBUG; kill -{sent.value} $$;; esac'
+    (folder / "early").write_text(f"trap {shlex.quote(trap)} DEBUG\n")
+    return {"BASH_ENV": str(folder / "early")}
+
+
+@pytest.mark.parametrize(
+    ("sent", "state", "again"),
+    [
+        (signal.SIGUSR1, "RUNNING", True),
+        (signal.SIGTERM, "RUNNING", True),  # a preemption with GraceTime
+        (signal.SIGTERM, "COMPLETING", False),  # scancel
+    ],
+)
+def test_the_slurm_job_of_a_region_leaves_before_its_time_is_over(
+    sent: signal.Signals, state: str, again: bool, tmp_path: Path
+) -> None:
+    """It waits until the region has left, and comes back. A job that is cancelled does not."""
+    machine = Machine(tmp_path, 0, waits=True, state=state)
+    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", STORE]
+    job = machine.start(words, {"SLURM_JOB_ID": "7"})
+    wait_for_call(machine)
     job.send_signal(sent)
     assert job.wait(timeout=60) == 0
     assert machine.calls("scontrol") == ([["requeue", "7"]] if again else [])
     assert "#SBATCH --signal=B:USR1@" in (LAUNCH / "slurm" / "region.sbatch").read_text()
+
+
+def test_the_slurm_job_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Path) -> None:
+    """A signal that comes while the command starts is passed on to it, too."""
+    machine = Machine(tmp_path, waits=True)
+    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", STORE]
+    env = {"SLURM_JOB_ID": "7", **signalled_early(tmp_path, signal.SIGUSR1)}
+    assert machine.run(words, env) in (0, 128 + signal.SIGTERM)
+    assert machine.calls("scontrol") == [["requeue", "7"]]
 
 
 def test_the_slurm_job_of_the_store(tmp_path: Path) -> None:
@@ -155,30 +184,67 @@ def test_the_slurm_job_of_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["store", "region"])
-def test_a_manifest_is_what_kubernetes_takes(name: str) -> None:
+def test_a_manifest_is_what_kubernetes_takes(name: str, tmp_path: Path) -> None:
     """By its own schemas, without a field that it does not know; and our commands are what they were."""
     found = documents(f"kubernetes/{name}.yaml")
     for each in found:
         kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
     pod = found[0]["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    words = container["command"]
-    assert words[0] == "hf-cocodc"
+    machine = Machine(tmp_path)
+    assert machine.run([*container["command"], *container.get("args", [])], {}) == 0
+    [words] = machine.calls("hf-cocodc")
     volumes = {each["name"] for each in pod["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
     if name == "store":
         service = found[1]
         assert service["spec"]["selector"] == found[0]["spec"]["template"]["metadata"]["labels"]
         [port] = service["spec"]["ports"]
-        check_store(words[1:], port["port"])
+        check_store(words, port["port"])
         return
     service = documents("kubernetes/store.yaml")[1]
     env = {each["name"]: each["value"] for each in container["env"]}
     address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
     assert env["HF_COCODC_STORE"] == address
-    check_region(words[1:], {**env, "HF_COCODC_STORE": STORE}, 0)
+    check_region(words, {**env, "HF_COCODC_STORE": STORE}, 0)
     low, high = map(int, pod["securityContext"]["sysctls"][0]["value"].split())
     assert 1024 <= low < high
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "action"),
+    [
+        (0, False, None),  # the Job is complete
+        (0, True, "Ignore"),  # it has left: another pod comes back
+        (130, True, "Ignore"),  # it was the last region, and has saved
+        (1, False, "Count"),
+        (2, False, "FailJob"),
+        (3, False, "FailJob"),
+    ],
+)
+def test_the_pod_of_a_region(code: int, told: bool, action: str | None, tmp_path: Path) -> None:
+    """What Kubernetes does after its exit code. At SIGTERM it waits until the region has left, and fails: so it comes back."""
+    machine = Machine(tmp_path, code, waits=told)
+    spec = documents("kubernetes/region.yaml")[0]["spec"]
+    [container] = spec["template"]["spec"]["containers"]
+    pod = machine.start([*container["command"], *container["args"]], {})
+    if told:
+        wait_for_call(machine)
+        pod.send_signal(signal.SIGTERM)
+    ended = pod.wait(timeout=60)
+    assert ended == (128 + signal.SIGTERM if told else code)
+    rules = [rule for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
+    actions = [rule["action"] for rule in rules if ended in rule["onExitCodes"]["values"]]
+    assert (actions or ["Count"])[0] == action if ended else action is None
+
+
+def test_the_pod_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Path) -> None:
+    """A signal that comes while the command starts is passed on to it, too."""
+    [container] = documents("kubernetes/region.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    words = [*container["command"], *container["args"]]
+    machine = Machine(tmp_path, waits=True)
+    assert machine.run(words, signalled_early(tmp_path, signal.SIGTERM)) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("name", ["store", "region"])
