@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ from .. import __version__
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
 from .checks import add_secret, check, check_writable, import_torch
 from .joining import name_of
+from .part import part_of
 
 WRONG_EXIT = 2
 
@@ -55,26 +54,12 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable("--json", options.json)
     recipe = Recipe.load(options.recipe, options.overrides)
-    here = recipe.regions
-    region = from_env(
-        options.region if options.region is not None else here.region, os.environ, ENV_REGION, "--region"
-    )
-    store = options.store or here.store or os.environ.get(ENV_STORE)
-    count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
-    if count is None:
-        check_alone(region, store)
-    most = max(count or 1, here.max or 1)
-    if region is not None and not 0 <= region < most:
-        raise InputError(f"--region {region} does not exist: regions are numbered 0 .. {most - 1}.")
-    if options.wait and (region is None or store is None):
+    part = part_of(recipe, options)
+    part.check(may_join=True)
+    if options.wait and (part.region is None or part.recipe.regions.store is None):
         raise InputError("--wait waits for the doctors of other regions: it needs --region and --store.")
-    regions = dataclasses.replace(
-        here,
-        count=count or 1,
-        store=store,
-        run=options.run_name or here.run,
-        secret_file=options.secret_file or here.secret_file,
-    )
+    here = part.recipe.regions
+    regions = dataclasses.replace(here, secret_file=options.secret_file or here.secret_file)
     recipe = dataclasses.replace(recipe, regions=regions)
     import_torch()
     from ..doctor.examine import Patient, examine
@@ -84,13 +69,15 @@ def run(options: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"... {words}", file=sys.stderr, flush=True)
 
-    found = list(examine(Patient(recipe, region, name_of(recipe), options.wait), tell))
-    print("\n".join(lines(found)))
+    found = []
+    for each in examine(Patient(recipe, part.region, name_of(recipe), options.wait), tell):
+        print("\n".join(lines(each)), flush=True)
+        found.append(each)
     if options.json is not None:
         content = {
             "hf_cocodc": __version__,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "region": region,
+            "region": part.region,
             "findings": [dataclasses.asdict(each) for each in found],
         }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -16,19 +16,12 @@ from ..meeting.cipher import check_encryption
 from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from ..settings import (
-    ENV_REGION,
-    ENV_REGIONS,
-    ENV_STORE,
-    RegionConfig,
-    check_alone,
-    from_env,
-    warn_alone,
-)
+from ..settings import RegionConfig, warn_alone
 from .checks import import_torch
 from .display import Display
 from .ending import report
 from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
+from .part import part_of
 
 
 def register(subparsers: Any) -> None:
@@ -69,24 +62,13 @@ def register(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
     recipe = Recipe.load(options.recipe, overrides)
-    here = recipe.regions
-    store = options.store or here.store or os.environ.get(ENV_STORE)
-    told = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
-    wanted = options.region if options.region is not None else here.region
-    region = from_env(wanted, os.environ, ENV_REGION, "--region")
-    if told is None:
-        check_alone(region, store)
-    count = told or 1
+    part = part_of(recipe, options, options.join)
+    recipe, region, count, has_company = part.recipe, part.region, part.count, part.has_company
+    store, join = recipe.regions.store, bool(recipe.regions.join)
     if store is not None:
         overrides.append(f"regions.store={json.dumps(store)}")  # [::1]:29650 is no text in YAML
     if options.run_name is not None:
         overrides.append(f"regions.run={json.dumps(options.run_name)}")
-    run_name = here.run if options.run_name is None else options.run_name
-    join = options.join or here.joins(os.environ)
-    recipe = dataclasses.replace(
-        recipe, regions=dataclasses.replace(here, count=count, store=store, run=run_name, join=join or None)
-    )
-    recipe.regions.name_of_run(os.environ)
     if join:
         refuse_to_join(options.resume, store)
     if options.launcher and region is None and count > 1 and not join:
@@ -94,19 +76,8 @@ def run(options: argparse.Namespace) -> int:
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
             "and GPUs. Start each region with its own command, and add --region and --store to it."
         )
+    part.check(may_join=join)
     regions: Sequence[int] = range(count) if region is None else [region]
-    most = (recipe.regions.max or count) if join else count
-    if region is not None and not 0 <= region < most:
-        setting = f"regions.{'max' if join and recipe.regions.max else 'count'}={most}"
-        raise InputError(
-            f"--region {region} does not exist: with {setting}, regions are numbered 0 .. {most - 1}. Correct one of the two."
-        )
-    has_company = max(count, recipe.regions.max or 1) > 1
-    if region is not None and has_company and store is None:
-        raise InputError(
-            f"--region {region} of {count} needs a store. Run `hf-cocodc store` where every region can reach it, and pass "
-            "--store HOST:PORT."
-        )
     keys = secret_of(recipe.regions) if has_company else None
     if recipe.regions.encrypt and has_company:
         check_encryption(keys)
@@ -120,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if store is not None and has_company:
         check(connect_store(store, recipe.regions.timeout_s, keys))  # before anything is loaded
     preflight(recipe, 1 if join else len(regions))
-    if told is None:
+    if not part.is_told:
         warn_alone()
     server = serve_store("127.0.0.1") if store is None and has_company else None
     address = f"127.0.0.1:{server.port}" if server is not None else store

@@ -1,12 +1,12 @@
 """Looks at a machine for a recipe, in the order in which a run would find out."""
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from ..errors import CocodcError, InputError
+from ..errors import CocodcError, InputError, shown
+from ..meeting.handshake import in_recipe
 from ..meeting.secret import secret_of
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import settings
@@ -14,7 +14,7 @@ from ..run.samples import spread_samples
 from ..training import building
 from ..training.data import load_text
 from ..training.preflight import on_meta, preflight
-from . import facts, others, place, way
+from . import facts, others, place, store, way
 from .findings import OK, WRONG, Finding, unknown
 from .needs import Needs, needs
 
@@ -53,27 +53,39 @@ def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
         patient: what shall run here.
         tell: called with a line of text before something that takes long.
     """
-    recipe, here = patient.recipe, patient.regions_here
-    use_cpu = bool(recipe.training.get("use_cpu"))
     machine = facts.machine()
     yield place.versions(machine)
-    yield place.devices(machine, here, use_cpu)
-    tell("building the model without its weights")
+    yield place.devices(machine, patient.regions_here, bool(patient.recipe.training.get("use_cpu")))
     data = None
+    if None in machine.unmet.values():
+        yield unknown("recipe", "not looked at: packages are missing")
+    else:
+        data = yield from _recipe(patient, machine, tell)
+    yield from _network(patient, machine, data, tell)
+
+
+def _recipe(
+    patient: Patient, machine: facts.Machine, tell: Callable[[str], None]
+) -> Generator[Finding, None, str | None]:
+    """The lines about what the recipe builds and loads; returns what the data is, as `dataset` does."""
+    recipe, here = patient.recipe, patient.regions_here
+    tell("building the model without its weights")
     try:
         preflight(recipe, here)
     except InputError as error:
-        yield Finding("recipe", WRONG, str(error))
-    else:
-        yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
-        need = _needs(patient)
-        yield from place.memory(machine, need, here, use_cpu)
-        folder = building.output_dir(recipe)
-        yield place.disk(facts.disk(folder), folder, need, here)
-        tell("loading the data")
-        line, data = dataset(recipe)
-        yield line
-    yield from _network(patient, machine, data, tell)
+        command = "hf-cocodc recipe keys    # then correct the recipe, or add --set KEY=VALUE"
+        yield Finding("recipe", WRONG, str(error), command)
+        return None
+    yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
+    need = _needs(patient)
+    yield from place.memory(machine, need, here, bool(recipe.training.get("use_cpu")))
+    folder = building.output_dir(recipe)
+    yield place.disk(facts.disk(folder), folder, need, here)
+    tell("loading the data")
+    line, data = dataset(recipe)
+    yield line
+    yield from held_out(recipe)
+    return data
 
 
 def _needs(patient: Patient) -> Needs | None:
@@ -86,17 +98,42 @@ def _needs(patient: Patient) -> Needs | None:
 
 def dataset(recipe: Recipe) -> tuple[Finding, str | None]:
     """The line about the training data; and words that are equal in two regions if the data is. None: there is no data."""
-    data = recipe.data
     try:
-        text: Any = load_text(
-            data.builtin, data.path, data.name, data.split, data.text_column, data.streaming
-        )
+        text = _load(recipe, recipe.data.split)
     except InputError as error:
-        return Finding("data", WRONG, str(error)), None
-    if data.streaming:
+        return Finding("data", WRONG, str(error), _splits(recipe, "data.split")), None
+    if recipe.data.streaming:
         return unknown("data", "a stream is not read: look that all regions name the same"), "a stream"
     words = f"{len(text)} documents, fingerprint {spread_samples(text)}"
     return Finding("data", OK, f"{words}: must be equal in all regions"), words
+
+
+def held_out(recipe: Recipe) -> list[Finding]:
+    """A line if the held-out text is missing that the run will evaluate on: a region loads it after it has packed the other."""
+    strategy = recipe.training.get("eval_strategy", "no")
+    if strategy == "no" and not recipe.training.get("eval_on_start"):
+        return []
+    try:
+        _load(recipe, recipe.data.eval_split)
+    except InputError as error:
+        words = f"data.eval_split={shown(recipe.data.eval_split)}, on which the run evaluates: {error}"
+        command = _splits(recipe, "data.eval_split")
+        return [Finding("data", WRONG, words, f"{command}, or training.eval_strategy=no")]
+    return []
+
+
+def _load(recipe: Recipe, split: str) -> Any:
+    data = recipe.data
+    return load_text(data.builtin, data.path, data.name, split, data.text_column, data.streaming)
+
+
+def _splits(recipe: Recipe, key: str) -> str:
+    """The command that shows which splits there are."""
+    data = recipe.data
+    names = [shlex.quote(each) for each in (data.path, data.name) if each is not None]
+    show = "import sys, datasets; print(datasets.get_dataset_split_names(*sys.argv[1:]))"
+    listed = f'python -c "{show}" {" ".join(names)}    # then ' if names else ""
+    return f"{listed}hf-cocodc train RECIPE --set {key}=SPLIT"
 
 
 def _network(
@@ -108,9 +145,13 @@ def _network(
         return
     try:
         keys = secret_of(regions)
+    except InputError as error:
+        yield Finding("secret", WRONG, str(error), store.NEW_SECRET)
+        return
+    try:
         network = facts.network(regions.store, regions.interface)
     except CocodcError as error:
-        yield Finding("network", WRONG, str(error))
+        yield Finding("network", WRONG, str(error), "ip -brief address")
         return
     except OSError as error:
         words = f"no way to the store at {regions.store}: {error.strerror or error}. Correct regions.store (--store)."
@@ -124,16 +165,20 @@ def _network(
     yield way.buffers(network)
     yield way.clock(network)
     tell("calling the store")
-    found, store = others.reach(regions.store, regions, keys)
+    found, there = store.reach(regions.store, regions, keys)
     yield from found
-    if store is None or data is None or patient.region is None or network.address is None:
+    if there is None or data is None or patient.region is None or network.address is None:
         return
-    compared = {**settings(patient.recipe.outer), **facts_of_data(patient.recipe)}
+    # every region names its defaults alike; which region this is does not matter, nor what the environment says of it
+    alike = dataclasses.replace(regions, region=0, join=None).resolved({})
+    compared = {**settings(patient.recipe.outer), **alike.compared}
     mine = {
         "versions": machine.versions,
-        "settings": hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16],
+        "settings": {in_recipe(name): value for name, value in compared.items()}
+        | {"regions.may_differ": regions.allowed},
+        "facts": facts_of_data(patient.recipe),
         "data": data,
     }
     yield from others.compare(
-        store, patient.run, patient.region, patient.count, mine, network.address, patient.wait_s, tell
+        there, patient.run, patient.region, patient.count, mine, network.address, patient.wait_s, tell
     )

@@ -120,7 +120,7 @@ def machine() -> Machine:
             devices.append(Device(torch.cuda.get_device_name(index), free, total))
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     memory = psutil.virtual_memory()
-    shown = {_PACKAGE: __version__, **{name: metadata.version(name) for name in _SHOWN}}
+    shown = {_PACKAGE: __version__, **{name: _version(name) or "none" for name in _SHOWN}}
     return Machine(
         versions={**shown, "Python": platform.python_version()},
         unmet=_unmet(),
@@ -143,14 +143,18 @@ def _unmet() -> dict[str, str | None]:
         need = Requirement(text)
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = metadata.version(need.name)
-        except metadata.PackageNotFoundError:
-            found[f"{need.name}{need.specifier}"] = None
-            continue
-        if not need.specifier.contains(version, prereleases=True):
+        version = _version(need.name)
+        if version is None or not need.specifier.contains(version, prereleases=True):
             found[f"{need.name}{need.specifier}"] = version
     return found
+
+
+def _version(package: str) -> str | None:
+    """The version that is installed; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def disk(folder: Path) -> Disk:

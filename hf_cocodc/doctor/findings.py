@@ -1,11 +1,12 @@
 """What is found on a machine: one line for each thing that is looked at."""
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 OK, WARN, WRONG, UNKNOWN = "ok", "warn", "wrong", "-"
-_WIDTH = 120
+_WIDTH = 100
+_TOPIC = 10
+"""Width of a topic: lines are shown as they are found."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,16 @@ def unknown(topic: str, why: str = "not known here") -> Finding:
     return Finding(topic, UNKNOWN, why)
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
-    """The findings as lines of text: the level, the topic, the words, and below them the command.
+def lines(finding: Finding) -> list[str]:
+    """A finding as lines of text: the level, the topic, the words, and below them the command.
 
-    >>> print("\\n".join(lines([Finding("clock", WARN, "not synchronised", "timedatectl set-ntp true")])))
-    warn   clock  not synchronised
-                  $ timedatectl set-ntp true
+    >>> print("\\n".join(lines(Finding("clock", WARN, "not synchronised", "timedatectl set-ntp true"))))
+    warn   clock       not synchronised
+                       $ timedatectl set-ntp true
     """
-    width = max((len(each.topic) for each in findings), default=0)
-    found = []
-    for each in findings:
-        margin = " " * (7 + width + 2)
-        head = f"{each.level:<7}{each.topic:<{width}}  "
-        found += textwrap.wrap(
-            each.words, _WIDTH, initial_indent=head, subsequent_indent=margin, break_on_hyphens=False
-        )
-        found += [f"{margin}$ {each.command}"] if each.command else []
-    return found
+    margin = " " * (7 + _TOPIC + 2)
+    head = f"{finding.level:<7}{finding.topic:<{_TOPIC}}  "
+    text = textwrap.wrap(
+        finding.words, _WIDTH, initial_indent=head, subsequent_indent=margin, break_on_hyphens=False
+    )
+    return text + ([f"{margin}$ {finding.command}"] if finding.command else [])

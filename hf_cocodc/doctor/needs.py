@@ -94,7 +94,9 @@ def _checkpoints(recipe: Recipe) -> int | None:
     every = training.get("save_steps", 500)
     saves = None
     if training.get("save_strategy", "steps") == "steps" and steps > 0:
-        saves = int(steps // every) if every >= 1 else int(1 / every)
+        saves = 1  # at the end, whatever save_steps is
+        if every > 0:
+            saves = int(steps // every) if every >= 1 else int(1 / every)
     if limit:
         return limit + 1 if saves is None else min(limit + 1, saves)
     return saves

@@ -1,109 +1,35 @@
-"""Lines about the store, and about the other regions: their doctors tell each other there what they have found."""
+"""Lines about the other regions: their doctors tell each other at the store what they have found, and call each other."""
 
 import contextlib
 import dataclasses
 import json
 import platform
+import shlex
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import torch.distributed as dist
-
-from ..errors import CocodcError, InputError, MeetingError
-from ..meeting.addresses import is_loopback
-from ..meeting.cipher import check_encryption
+from ..errors import MeetingError, short
+from ..meeting.handshake import Difference, differences, may_differ
 from ..meeting.heard import host_and_port
-from ..meeting.sealed import check
-from ..meeting.secret import Keys
-from ..meeting.store import connect_store, peek
-from ..meeting.values import read_json
-from ..settings import RegionConfig
+from ..meeting.store import SteadyStore, StoreAwayError
 from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
+from .store import gone
+from .told import Told
 
 _REACH_S = 3.0
 _AGAIN_S = 0.5
 _LATE_S = 2.0
 """Seconds between two clocks from which on it is a warning."""
 _SAME_VERSIONS = ("hf-cocodc", "torch")
-
-
-def reach(
-    store: str, regions: RegionConfig, keys: Keys | None, timeout_s: float = 10.0
-) -> tuple[list[Finding], dist.Store | None]:
-    """Whether the store answers and has the same secret; the lines, and the store if so."""
-    found = [secret(store, regions, keys)]
-    try:
-        there = connect_store(store, timeout_s, keys)
-        check(there)
-    except (InputError, MeetingError) as error:
-        return [*found, Finding("store", WRONG, str(error))], None
-    return [*found, Finding("store", OK, f"answers at {store}")], there
-
-
-def secret(store: str, regions: RegionConfig, keys: Keys | None) -> Finding:
-    """Whether there is a secret where one is needed, and what encrypting needs."""
-    if regions.encrypt:
-        try:
-            check_encryption(keys)
-        except CocodcError as error:
-            return Finding("secret", WRONG, str(error), "pip install 'hf-cocodc[encrypt]'" if keys else None)
-    if keys is None and not is_loopback(parts_of(store)[0]):
-        return Finding(
-            "secret",
-            WARN,
-            "none: whoever reaches the store can end or change the run. Give every region and the store the same.",
-            "openssl rand -hex 32 > secret; chmod 600 secret; export HF_COCODC_SECRET=$(cat secret)",
-        )
-    words = "none, and the store is on this machine" if keys is None else "given"
-    return Finding("secret", OK, words + (", and regions encrypt" if regions.encrypt else ""))
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What a region's doctor tells the others.
-
-    Attributes:
-        host: name of its machine.
-        calls: HOST:PORT where it answers while it runs; empty if it does not.
-        token: of this doctor.
-        beats: grows while it runs.
-        versions: of packages.
-        settings: digest of the settings and of what the recipe says of the data.
-        data: what the data is, in words that are equal where it is.
-        reached: tokens of the doctors that it could call.
-    """
-
-    host: str
-    calls: str
-    token: str
-    beats: int
-    versions: Mapping[str, str]
-    settings: str
-    data: str
-    reached: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, value: bytes, key: str) -> "Told":
-        """Raises MeetingError if no doctor has written it."""
-        content = read_json(value, key)
-        names = {each.name for each in dataclasses.fields(cls)}
-        if (
-            not isinstance(content, dict)
-            or set(content) != names
-            or not isinstance(content["versions"], dict)
-        ):
-            raise MeetingError(f"the store holds something else than a doctor's words under {key}.")
-        versions = {str(name)[:40]: str(each)[:40] for name, each in content["versions"].items()}
-        texts = {name: str(content[name])[:200] for name in ("host", "calls", "token", "settings", "data")}
-        reached = content["reached"] if isinstance(content["reached"], list) else []
-        beats = content["beats"] if isinstance(content["beats"], int) else 0
-        return cls(**texts, versions=versions, beats=beats, reached=tuple(map(str, reached[:1000])))
+_SHOWN = 3
+"""Differences between two recipes that a line names."""
+_ALL_AT_ONCE = "hf-cocodc doctor RECIPE --region N --store HOST:PORT --wait 300    # in all regions at once"
 
 
 class Answering:
@@ -116,8 +42,12 @@ class Answering:
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(family)
-        self._listener.bind((address, 0))
-        self._listener.listen(64)
+        try:
+            self._listener.bind((address, 0))
+            self._listener.listen(64)
+        except OSError:
+            self._listener.close()
+            raise
         port = self._listener.getsockname()[1]
         self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         threading.Thread(target=self._answer, name="hf_cocodc-doctor", daemon=True).start()
@@ -140,20 +70,22 @@ class Answering:
 def call(address: str) -> tuple[float, float]:
     """Call another doctor: seconds of the round trip, and how far its clock is ahead of this one.
 
+    TCP needs one round trip to connect; the answer, with the time there, left half of one later.
+
     Raises:
         OSError: it does not answer.
         ValueError: something else answers.
     """
-    began, at = time.perf_counter(), time.time()
+    began = time.perf_counter()
     with socket.create_connection(host_and_port(address), timeout=_REACH_S) as connection:
+        took, at = time.perf_counter() - began, time.time()
         connection.settimeout(_REACH_S)
         said = connection.recv(64)
-    took = time.perf_counter() - began
     return took, float(said.decode("ascii")) - (at + took / 2)
 
 
 def compare(
-    store: dist.Store,
+    store: SteadyStore,
     run: str,
     region: int,
     count: int,
@@ -161,61 +93,78 @@ def compare(
     address: str,
     wait_s: float,
     tell: Callable[[str], None],
-) -> list[Finding]:
-    """Tell the others what was found here, and compare it with what they tell.
+) -> Iterator[Finding]:
+    """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
 
     Args:
         store: of the run.
         run: its name.
         region: this one.
         count: number of regions.
-        mine: versions, settings and data, as in `Told`.
+        mine: versions, settings, facts and data, as in `Told`. JSON-able.
         address: of this machine, which the others reach.
         wait_s: seconds for which to wait for doctors of the other regions, to call them.
         tell: called with a line while it waits.
     """
-    key = f"hf_cocodc/doctor/{quote(run, safe='')}"
     try:
-        with contextlib.closing(Answering(address)) as answering:
-            own = Told(platform.node(), answering.address if wait_s else "", uuid.uuid4().hex, 0, **mine)
-            return _Round(store, key, region, count, own).run(wait_s, tell)
+        answering = Answering(address)
     except OSError as error:
         words = (
             f"this machine cannot listen on {address}, which it would announce: {error.strerror or error}."
         )
-        return [Finding("regions", WRONG, words)]
+        command = "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address"
+        yield Finding("regions", WRONG, words, command)
+        return
+    with contextlib.closing(answering):
+        known = json.loads(json.dumps(dict(mine)))  # as the others read it
+        calls = answering.address if wait_s else ""
+        own = Told(host=platform.node(), calls=calls, token=uuid.uuid4().hex, beats=0, **known)
+        key = f"hf_cocodc/doctor/{quote(run, safe='')}"
+        yield from _Round(store, key, region, count, own).run(wait_s, tell)
 
 
 class _Round:
     """One doctor's talk with the others."""
 
-    def __init__(self, store: dist.Store, key: str, region: int, count: int, own: Told) -> None:
+    def __init__(self, store: SteadyStore, key: str, region: int, count: int, own: Told) -> None:
         self._store, self._key, self._region, self._own = store, key, region, own
         self._others = [other for other in range(count) if other != region]
         self._told: dict[int, Told] = {}
         self._first_beat: dict[str, int] = {}
         self._called: dict[str, tuple[float, float] | str] = {}
-        self._foreign: list[Finding] = []
+        self._foreign: dict[int, Finding] = {}
 
-    def run(self, wait_s: float, tell: Callable[[str], None]) -> list[Finding]:
+    def run(self, wait_s: float, tell: Callable[[str], None]) -> Iterator[Finding]:
         until = time.monotonic() + wait_s
-        said = ""
-        while True:
-            self._tell()
-            self._hear()
-            if wait_s:
-                self._call()
-            missing = [other for other in self._others if not self._is_done(other)]
-            if not missing or time.monotonic() >= until:
-                break
-            words = f"waits for the doctor of region {', '.join(map(str, missing))}"
-            if words != said:
-                tell(words)
-                said = words
-            time.sleep(min(_AGAIN_S, max(until - time.monotonic(), 0)))
-        if wait_s:
-            self._tell()  # those that wait hear that they were called
-        return self._findings(called=wait_s > 0)
+        said, called = "", wait_s > 0
+        open_ = list(self._others)  # regions about which nothing was said yet
+        try:
+            while True:
+                self._tell()
+                self._hear()
+                if called:
+                    self._call()
+                for other in [each for each in open_ if self._is_done(each)]:
+                    open_.remove(other)
+                    yield from self._about(other, called)
+                if not open_ or time.monotonic() >= until:
+                    break
+                words = f"waits for the doctor of region {', '.join(map(str, open_))}"
+                if words != said:
+                    tell(words)
+                    said = words
+                time.sleep(min(_AGAIN_S, max(until - time.monotonic(), 0)))
+            if called:
+                self._tell()  # those that wait hear that they were called
+        except StoreAwayError as error:
+            yield gone(self._store, error)
+            open_ = [other for other in open_ if other in self._told]
+        except KeyboardInterrupt:
+            for other in open_:
+                yield from self._about(other, called)
+            raise
+        for other in open_:
+            yield from self._about(other, called)
 
     def _tell(self) -> None:
         reached = tuple(token for token, each in self._called.items() if not isinstance(each, str))
@@ -223,16 +172,19 @@ class _Round:
         self._store.set(f"{self._key}/{self._region}", json.dumps(dataclasses.asdict(self._own)))
 
     def _hear(self) -> None:
-        self._foreign = []
         for other in self._others:
             name = f"{self._key}/{other}"
-            found = peek(self._store, name)
+            found = self._store.peek(name)
+            self._foreign.pop(other, None)
             if not found:
                 continue
             try:
                 self._told[other] = Told.read(found, name)
             except MeetingError as error:
-                self._foreign.append(Finding(f"region {other}", WRONG, str(error)))
+                command = (
+                    "hf-cocodc store --host HOST --port PORT --secret-file secret    # one for this run alone"
+                )
+                self._foreign[other] = Finding(f"region {other}", WRONG, str(error), command)
 
     def _is_there(self, other: Told) -> bool:
         """Whether another doctor runs now: its words have changed while this one listens."""
@@ -260,57 +212,30 @@ class _Round:
         called = self._called.get(other.token)
         return called is not None and not isinstance(called, str) and self._own.token in other.reached
 
-    def _findings(self, called: bool) -> list[Finding]:
-        found = list(self._foreign)
-        for region in self._others:
-            if region in self._told:
-                found += self._about(region, self._told[region], called)
-            elif f"region {region}" not in [each.topic for each in self._foreign]:
-                words = "its doctor has told nothing at this store yet"
-                more = "hf-cocodc doctor RECIPE --region N --store HOST:PORT --wait 300    # in all regions at once"
-                found.append(Finding(f"region {region}", WARN, f"{words}: nothing was compared.", more))
-        return found
-
-    def _about(self, region: int, other: Told, called: bool) -> list[Finding]:
-        topic, own, found = f"region {region}", self._own, []
-        for name in _SAME_VERSIONS:
-            ours, theirs = (each.get(name, "none").split("+")[0] for each in (own.versions, other.versions))
-            if ours != theirs:
-                words = f"has {name} {theirs}, this machine {ours}. Regions need the same."
-                found.append(Finding(topic, WRONG, words, f"pip install {name}=={theirs}"))
-        for name in sorted(own.versions.keys() - set(_SAME_VERSIONS)):
-            if own.versions[name] != other.versions.get(name):
-                words = f"has {name} {other.versions.get(name)}, this machine {own.versions[name]}"
-                found.append(Finding(topic, WARN, words))
-        if own.settings != other.settings:
-            words = "another recipe: its settings of outer and data differ from those here. Copy one recipe to all."
-            found.append(Finding(topic, WRONG, words))
-        elif own.data != other.data:
-            words = f"other data: {other.data} there, {own.data} here. Regions divide one dataset: it must be equal everywhere."
-            found.append(Finding(topic, WRONG, words))
-        if called:
-            found += self._about_call(topic, other)
-        if not any(each.level == WRONG for each in found):
-            found.insert(
-                0,
-                Finding(
-                    topic, OK, f"{other.host}: same versions of this package and torch, settings and data"
-                ),
-            )
-        return found
+    def _about(self, region: int, called: bool) -> list[Finding]:
+        """The lines about another region."""
+        topic, other = f"region {region}", self._told.get(region)
+        if region in self._foreign:
+            return [self._foreign[region]]
+        if other is None:
+            words = "its doctor has told nothing at this store yet: nothing was compared."
+            return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
+        found = compared(topic, self._own, other)
+        return found + self._about_call(topic, other) if called else found
 
     def _about_call(self, topic: str, other: Told) -> list[Finding]:
         result = self._called.get(other.token)
         if result is None:
-            words = (
-                "its doctor no longer runs: it was not called. Start them at the same time, with --wait 300."
-            )
-            return [Finding(topic, WARN, words)]
+            words = "its doctor no longer runs: it was not called. Start them at the same time."
+            return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
+        host, port = host_and_port(other.calls)
         if isinstance(result, str):
             words = f"does not answer at {other.calls} ({result}): a firewall, or NAT. Open its ports, or put a VPN between."
-            return [Finding(topic, WRONG, words)]
+            mine = parts_of(self._own.calls)[0]
+            command = f"iptables -I INPUT -p tcp -s {mine} -j ACCEPT    # there; try it from here: nc -vz {host} {port}"
+            return [Finding(topic, WRONG, words, command)]
         took, ahead = result
-        words = f"answers at {parts_of(other.calls)[0]} in {1000 * took:.3g} ms"
+        words = f"answers at {host} in {1000 * took:.3g} ms"
         if self._own.token not in other.reached:
             words += "; it could not call back, or has not yet"
             return [Finding(topic, WARN, words)]
@@ -318,3 +243,54 @@ class _Round:
             words += f"; its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this one"
             return [Finding(topic, WARN, words, "timedatectl set-ntp true    # on both")]
         return [Finding(topic, OK, words)]
+
+
+def compared(topic: str, own: Told, other: Told) -> list[Finding]:
+    """Lines about what another region has. What must be equal is what regions compare before step 1, and what the data holds."""
+    allowed = own.settings.get("regions.may_differ") or []
+    found, beside = [], []
+    for name in _SAME_VERSIONS:
+        theirs, ours = (each.versions.get(name, "none").split("+")[0] for each in (other, own))
+        if theirs == ours:
+            continue
+        words = f"has {name} {theirs}, this machine {ours}"
+        if may_differ(name, allowed):
+            found.append(Finding(topic, WARN, f"{words}: regions.may_differ allows it"))
+        else:
+            command = f"pip install {shlex.quote(f'{name}=={theirs}')}"
+            found.append(Finding(topic, WRONG, f"{words}. Regions need the same.", command))
+    for name in sorted(own.versions.keys() - set(_SAME_VERSIONS)):
+        theirs, ours = other.versions.get(name, "none"), own.versions[name]
+        if theirs != ours:
+            beside.append(Finding(topic, WARN, f"has {name} {theirs}, this machine {ours}"))
+    named = differences({**own.settings, "facts": own.facts}, {**other.settings, "facts": other.facts})
+    fine = [each for each in named if each.free and may_differ(each.field, allowed)]
+    wrong = [each for each in named if each not in fine]
+    if fine:
+        found.append(Finding(topic, WARN, f"{_in_words(fine)}: regions.may_differ allows it"))
+    if wrong:
+        command = "scp RECIPE HOST:    # one recipe for all regions"
+        if all(each.free for each in wrong):
+            names = ",".join([*allowed, *(short(each.field) for each in wrong)])
+            command += f"; or in all: --set {shlex.quote(f'regions.may_differ={names}')}"
+        found.append(Finding(topic, WRONG, f"another recipe: {_in_words(wrong)}.", command))
+    elif own.data != other.data:
+        words = f"other data: {other.data} there, {own.data} here."
+        if any(each.field.startswith("data.") for each in fine):
+            words += " By regions.may_differ they may train on other data: look that this is meant."
+            found.append(Finding(topic, WARN, words))
+        else:
+            words += " Regions divide one dataset: it must be equal everywhere."
+            found.append(Finding(topic, WRONG, words, "rsync -a FOLDER/ HOST:FOLDER/    # that of data.path"))
+    same = f"{other.host}: same versions of this package and torch, settings and data"
+    return [*(found or [Finding(topic, OK, same)]), *beside]
+
+
+def _in_words(found: Sequence[Difference]) -> str:
+    """The first differences between two recipes, and how many more there are."""
+    said = [
+        f"{short(each.field)} is {short(each.theirs)} there, {short(each.mine)} here"
+        for each in found[:_SHOWN]
+    ]
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(said) + more

@@ -79,7 +79,7 @@ def hello(
         "protocol": PROTOCOL,
         "hf_cocodc": __version__,
         "byte order": sys.byteorder,
-        **{_in_recipe(name): value for name, value in settings.items()},
+        **{in_recipe(name): value for name, value in settings.items()},
         "regions.may_differ": list(allowed),
         "max_steps": max_steps,
         "lanes": num_lanes,
@@ -179,8 +179,8 @@ def _versions(hello: Mapping[str, Any]) -> Mapping[str, Any]:
     return versions if isinstance(versions, Mapping) else {}
 
 
-def _in_recipe(setting: str) -> str:
-    """The name of a setting in a recipe."""
+def in_recipe(setting: str) -> str:
+    """The name of a setting in a recipe, under which regions compare it."""
     for section, config in (("outer", OuterConfig), ("regions", RegionConfig)):
         if setting in (field.name for field in dataclasses.fields(config)):
             return f"{section}.{setting}"

@@ -28,16 +28,10 @@ def own_hello(
 ) -> dict[str, Any]:
     """What this region tells the others (`handshake.hello`); `frozen`: a digest of the rest of a sharded model."""
     shared = {
-        "connections": regions.connections,
-        "timeout_s": regions.timeout_s,
-        "when_one_ends": regions.when_one_ends,
+        **regions.compared,
         # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
         "device": (accelerator.device if config.device == "model" else HOST).type,
     }
-    if regions.encrypt:
-        shared["encrypt"] = True
-    if regions.elastic:
-        shared |= {name: getattr(regions, name) for name in ("on_loss", "min", "max", "wait_s", "grace_s")}
     return hello(
         model,
         {**settings(config), **shared},

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import InputError, shown
 from .environment import (
@@ -195,6 +196,13 @@ class RegionConfig:
         """The names in `may_differ`, sorted."""
         names = self.may_differ.split(",") if isinstance(self.may_differ, str) else self.may_differ or []
         return sorted({name.strip() for name in names} - {""})
+
+    @property
+    def compared(self) -> dict[str, Any]:
+        """The settings, of those that are `resolved`, that must be equal in all regions."""
+        names = ["connections", "timeout_s", "when_one_ends", *(["encrypt"] if self.encrypt else [])]
+        names += ["on_loss", "min", "max", "wait_s", "grace_s"] if self.elastic else []
+        return {name: getattr(self, name) for name in names}
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment, or a default, fills the fields that are None. A single region needs no store.

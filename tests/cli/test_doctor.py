@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
+from hf_cocodc.doctor import examine, facts
+from hf_cocodc.doctor.findings import OK, Finding
 from hf_cocodc.meeting.store import serve_store
 
 
@@ -44,6 +47,10 @@ def test_what_is_wrong_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["doctor", "quickstart/diloco", *wrong, "--json", "found.json"]) == 2
     found = levels(tmp_path / "found.json")
     assert found["recipe"] == found["store"] == ["wrong"] and found["interface"] == ["ok"]
+    wrong_lines = [
+        each for each in json.loads(Path("found.json").read_text())["findings"] if each["level"] == "wrong"
+    ]
+    assert all(each["command"] for each in wrong_lines)
     ended = capsys.readouterr()
     assert "wrong: recipe, store" in ended.err
     assert "must divide" in ended.out or "divisible" in ended.out or "heads" in ended.out
@@ -61,6 +68,7 @@ def test_a_store_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["--region", "2", "--store", "127.0.0.1:1"], "--region 2 does not exist"),
+        (["--region", "0"], "--region 0 of 2 needs a store"),
         (["--wait", "5"], "it needs --region and --store"),
         (["--wait", "-1"], "--wait -1 must lie in"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
@@ -70,6 +78,69 @@ def test_wrong_options(arguments: list[str], words: str, capsys: pytest.CaptureF
     """One paragraph, before anything is loaded."""
     assert main(["doctor", "quickstart/diloco", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--region", "0"], ["--region", "2"], ["--region", "-1"]])
+def test_it_refuses_what_train_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """In the same words."""
+    said = []
+    for command in ("doctor", "train"):
+        assert main([command, "quickstart/diloco", *arguments]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and said[0].startswith("error: --region")
+
+
+def test_the_number_of_a_region_that_joins_later(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may look at its machine before the run: `train --join` takes it."""
+    more = ["--set", "regions.max=3", "--set", "regions.min=1", "--region", "2"]
+    assert main(["doctor", "quickstart/diloco", *more]) == 2
+    assert "--region 2 of 2 needs a store" in capsys.readouterr().err
+
+
+def test_a_held_out_split_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said where the run would evaluate on it, and only there."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("one line\n" * 100)
+    words = ["doctor", "quickstart/diloco", "--set", "data.builtin=null", "--set", "data.path=data"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "data.eval_split='test', on which the run evaluates: " in said.out and "wrong: data" in said.err
+    assert "$ python -c" in said.out and "--set data.eval_split=SPLIT" in said.out
+    assert main([*words, "--set", "training.eval_strategy=no", "--set", "training.eval_on_start=false"]) == 0
+    assert main([*words, "--set", "data.eval_split=train"]) == 0
+
+
+def test_lines_are_printed_as_they_are_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while it waits leaves what it has found."""
+
+    def interrupted(*given: object) -> Iterator[Finding]:
+        yield Finding("clock", OK, "synchronised")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examine, "examine", interrupted)
+    assert main(["doctor", "quickstart/diloco"]) == 130
+    assert capsys.readouterr().out == "ok     clock       synchronised\n"
+
+
+def test_a_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said, with the command that installs it; what needs the package is not looked at."""
+    version = facts.metadata.version
+
+    def without(name: str) -> str:
+        if name == "datasets":
+            raise facts.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(facts.metadata, "version", without)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main(["doctor", "quickstart/diloco", "--json", "found.json"]) == 2
+    said = capsys.readouterr().out
+    assert "needs datasets>=" in said and "has none" in said and "$ pip install 'datasets>=" in said
+    assert levels(tmp_path / "found.json")["recipe"] == ["-"]
 
 
 @pytest.mark.slow

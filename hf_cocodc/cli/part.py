@@ -1,0 +1,79 @@
+"""Which part of a run a machine has: `hf-cocodc train` and `hf-cocodc doctor` read and check it alike."""
+
+import argparse
+import dataclasses
+import os
+
+from ..errors import InputError
+from ..recipes.recipe import Recipe
+from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a run that this machine has.
+
+    Attributes:
+        recipe: the run; its regions section has what the options and the environment say.
+        region: that trains here; None if all do.
+        is_told: whether something says how many regions there are.
+    """
+
+    recipe: Recipe
+    region: int | None
+    is_told: bool
+
+    @property
+    def count(self) -> int:
+        """Number of regions with which the run begins."""
+        return self.recipe.regions.count or 1
+
+    @property
+    def has_company(self) -> bool:
+        """Whether the run has several regions, or may get them."""
+        return max(self.count, self.recipe.regions.max or 1) > 1
+
+    def check(self, may_join: bool) -> None:
+        """Check that the region exists and can find the others.
+
+        Args:
+            may_join: it may have a number that only regions have that join.
+
+        Raises:
+            InputError: it does not exist, or there is no store.
+        """
+        if self.region is None:
+            return
+        largest = self.recipe.regions.max if may_join else None
+        most = largest or self.count
+        if not 0 <= self.region < most:
+            setting = f"regions.{'count' if largest is None else 'max'}={most}"
+            raise InputError(
+                f"--region {self.region} does not exist: with {setting}, regions are numbered 0 .. {most - 1}. Correct one of "
+                "the two."
+            )
+        if self.has_company and self.recipe.regions.store is None:
+            raise InputError(
+                f"--region {self.region} of {self.count} needs a store. Run `hf-cocodc store` where every region can reach it, "
+                "and pass --store HOST:PORT."
+            )
+
+
+def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> Part:
+    """The part that --region, --store and --run give this machine; the environment says what they leave out.
+
+    Raises:
+        InputError: they contradict the recipe or the environment.
+    """
+    here = recipe.regions
+    store = options.store or here.store or os.environ.get(ENV_STORE)
+    told = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
+    wanted = options.region if options.region is not None else here.region
+    region = from_env(wanted, os.environ, ENV_REGION, "--region")
+    if told is None:
+        check_alone(region, store)
+    name = here.run if options.run_name is None else options.run_name
+    join = join or here.joins(os.environ)
+    regions = dataclasses.replace(here, count=told or 1, store=store, run=name, join=join or None)
+    regions.name_of_run(os.environ)
+    return Part(dataclasses.replace(recipe, regions=regions), region, told is not None)

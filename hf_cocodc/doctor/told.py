@@ -1,0 +1,74 @@
+"""What the doctors of several regions tell each other at the store."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import MeetingError, short
+from ..meeting.heard import host_and_port
+from ..meeting.values import foreign, read_json
+
+_MAPPINGS = ("versions", "settings", "facts")
+_TEXTS = ("host", "calls", "token", "data")
+_LONGEST = 200
+_MOST_REACHED = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a region's doctor tells the others.
+
+    Attributes:
+        host: name of its machine.
+        calls: IP:PORT where it answers while it runs; empty if it does not.
+        token: of this doctor.
+        beats: grows while it runs.
+        versions: of packages.
+        settings: by their names in a recipe; equal in all regions.
+        facts: of the data, by their names in a recipe; equal in all regions unless regions.may_differ has the name.
+        data: what the data is, in words that are equal where it is.
+        reached: tokens of the doctors that it could call.
+    """
+
+    host: str
+    calls: str
+    token: str
+    beats: int
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    data: str
+    reached: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, value: bytes, key: str) -> "Told":
+        """What a doctor has written: every text can be shown on one line. Raises MeetingError if no doctor has."""
+        content = read_json(value, key)
+        names = {each.name for each in dataclasses.fields(cls)}
+        if not isinstance(content, dict) or set(content) != names:
+            raise _not_ours(key, content)
+        kinds = {
+            **dict.fromkeys(_TEXTS, str),
+            **dict.fromkeys(_MAPPINGS, dict),
+            "beats": int,
+            "reached": list,
+        }
+        if not all(type(content[name]) is kind for name, kind in kinds.items()):
+            raise _not_ours(key, content)
+        if content["calls"]:
+            try:
+                host_and_port(content["calls"])
+            except ValueError:
+                raise _not_ours(key, content["calls"]) from None
+        return cls(
+            **{name: short(content[name], _LONGEST) for name in _TEXTS},
+            versions={short(name, 40): short(each, 40) for name, each in content["versions"].items()},
+            settings=content["settings"],
+            facts=content["facts"],
+            beats=content["beats"],
+            reached=tuple(map(str, content["reached"][:_MOST_REACHED])),
+        )
+
+
+def _not_ours(key: str, found: object) -> MeetingError:
+    return foreign(key, short(found))
