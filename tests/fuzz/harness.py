@@ -22,6 +22,7 @@ PATIENCE_S = 120
 STARTS = (
     "hf_cocodc.training.launch.sole_writer",
     "hf_cocodc.training.simulation.run_in_lockstep",
+    "hf_cocodc.doctor.examine.examine",
     "hf_cocodc.meeting.store.serve_store",
     "hf_cocodc.meeting.store.connect_store",
     "hf_cocodc.bench.outer.measure",

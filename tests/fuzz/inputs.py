@@ -244,6 +244,10 @@ NAMES = ["fp32", "int8", "lowrank", "topk", "diloco", "co2", "wg0", "bbr", "auto
 _BENCH = {"--json": FILES, "--repeat": NUMBERS}
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "train": {"--region": NUMBERS, "--store": ADDRESSES, "--resume": [], "--run": NAMES},
+    "doctor": {
+        **{"--region": NUMBERS, "--store": ADDRESSES, "--run": NAMES, "--wait": NUMBERS},
+        **{"--secret-file": FILES, "--json": FILES},
+    },
     "simulate": {
         **dict.fromkeys(("--regions", "--step-time", "--latency", "--bandwidth"), NUMBERS),
         **{"--json": FILES},
@@ -301,12 +305,12 @@ def wrong_arguments(number: int) -> Case:
     chance = random.Random(f"arguments {number}")
     command = chance.choice(list(OPTIONS))
     words = command.split() if chance.random() < 0.95 else [chance.choice(WORDS)]
-    if command in ("train", "simulate") and chance.random() < 0.9:
+    if command in ("train", "doctor", "simulate") and chance.random() < 0.9:
         words.append(str(chance.choice(QUICKSTARTS)))
     for _ in range(chance.choice((0, 1, 1, 2, 3, 6))):
         if chance.random() < 0.1:
             words.append(chance.choice(WORDS))
-        elif command in ("train", "simulate") and chance.random() < 0.3:
+        elif command in ("train", "doctor", "simulate") and chance.random() < 0.3:
             words += ["--set", _set(chance)]
         else:
             option, values = chance.choice(list(OPTIONS[command].items()))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import socket
 import tracemalloc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hf_cocodc.doctor import others
+from hf_cocodc.doctor.findings import lines
 from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.links.introduction import Introduction
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
@@ -84,6 +89,13 @@ ENTRY = to_plain(
     Entry(4, "mean", "a mean", 1, (0, 2), torch.zeros(2, ROW).double(), torch.zeros(6), {"residual": [6]})
 )["entry"]
 MARKER = to_plain(Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,)))["marker"]
+MINE: dict[str, Any] = {
+    "versions": {"hf-cocodc": "1", "torch": "2.13.0", "datasets": "5.2.0"},
+    "settings": {"outer.method": "diloco", "regions.may_differ": ["path"]},
+    "facts": {"data.path": "/x", "data.block_size": 8},
+    "data": "690 documents",
+}
+TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
 KEYS = Keys.from_secret("a secret of nobody")
 FACTS = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0).to_json()
 
@@ -251,3 +263,52 @@ def test_rows_of_records(numbers: list[float]) -> None:
     with pytest.raises(LinkError):
         from_row(Trailer, row, 1)
     assert math.isnan(from_row(Trailer, to_row(Trailer()), 1).loss)
+
+
+def said_by_doctor(peek: Any, wait_s: float, answer: Any = None) -> None:
+    """Check that every line of a doctor that reads this at the store can be shown, and that there is one."""
+    now = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
+    store: Any = SimpleNamespace(address="h:1", set=lambda key, value: None, peek=peek)
+    with mock.patch.object(others, "time", clock), mock.patch.object(others, "call", return_value=answer):
+        found = list(others.compare(store, "r", 0, 2, MINE, "127.0.0.1", wait_s, lambda words: None))
+    assert {each.topic for each in found} == {"region 1"}
+    assert "".join(line for each in found for line in lines(each)).isprintable()
+
+
+@given(st.binary(max_size=300) | PLAIN.map(lambda said: json.dumps(said).encode()))
+@example(b"[" * 100_000)
+@example(b"9" * 5000)
+def test_words_of_no_doctor(said: bytes) -> None:
+    """What lies at the store where another region's doctor would tell what it has found."""
+    said_by_doctor(lambda key: said, 0.0)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*TOLD]), PLAIN)
+    | st.tuples(
+        st.sampled_from(["versions", "settings", "facts"]),
+        st.dictionaries(
+            st.sampled_from([*MINE["settings"], *MINE["facts"], "torch", "model", "\x1b[2J"]), PLAIN
+        ),
+    ).map(lambda changed: {changed[0]: changed[1]}),
+    st.tuples(st.floats(), st.floats()) | st.just("timed out"),
+)
+@example({"host": "\x1b[2J\n", "data": "\u202e"}, (0.1, math.inf))
+def test_words_of_another_doctor(changed: dict[str, Any], answer: Any) -> None:
+    """Its words change while this one listens, so it is called, and answers."""
+    beats = itertools.count(1)
+    said_by_doctor(lambda key: json.dumps({**TOLD, "beats": next(beats), **changed}).encode(), 5.0, answer)
+
+
+@given(st.binary(max_size=99))
+@example(b"inf\n")
+@example(b"")
+def test_answers_of_another_doctor(said: bytes) -> None:
+    """A time, or one of the errors that `call` names."""
+    with ends() as (one, other), mock.patch.object(others.socket, "create_connection", return_value=one):
+        other.sendall(said)
+        other.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError, ValueError):
+            took, ahead = others.call(ADDRESS)
+            assert took >= 0 and isinstance(ahead, float)
