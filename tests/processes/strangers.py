@@ -115,11 +115,11 @@ def strangers(ports: list[int]) -> Iterator[dict[int, int]]:
                     one.setblocking(False)
                     one.connect_ex(("127.0.0.1", port))
                     kept.append(one)
-                    selector.register(one, selectors.EVENT_WRITE, (port, number))
+                    selector.register(one, selectors.EVENT_WRITE, (one, port, number))
             until = time.monotonic() + 2.0
             while selector.get_map() and time.monotonic() < until:
                 for key, _ in selector.select(0.1):
-                    one, (port, number) = key.fileobj, key.data
+                    one, port, number = key.data
                     selector.unregister(one)
                     answered[port] += not one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if number < GARBAGE:
