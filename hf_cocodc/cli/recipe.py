@@ -47,7 +47,7 @@ def register(subparsers: Any) -> None:
         description="List all keys of a recipe: default or kind of value, and meaning.",
         allow_abbrev=False,
     )
-    keys.add_argument("--markdown", action="store_true", help="as a table in Markdown")
+    keys.add_argument("--markdown", action="store_true", help="as a list in Markdown")
     keys.set_defaults(run=_keys, parser=keys)
 
 
@@ -83,7 +83,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from ..recipes.keys import listing, table
+    from ..recipes.keys import in_markdown, listing
 
-    print(table() if options.markdown else listing())
+    print(in_markdown() if options.markdown else listing())
     return 0

@@ -5,6 +5,8 @@ import textwrap
 import types
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from ..settings import OuterConfig
+from ..settings.outer import OF_EVERY_METHOD
 from .reading import words_of
 from .recipe import Recipe
 
@@ -13,6 +15,10 @@ OTHERS = {
     "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
 }
 """Sections whose keys another library documents."""
+
+
+OF_A_METHOD = {each.name for each in dataclasses.fields(OuterConfig)} - set(OF_EVERY_METHOD)
+"""Keys of `outer` that take the method's own value where a recipe gives none."""
 
 
 class Key(NamedTuple):
@@ -43,14 +49,16 @@ def keys() -> list[Key]:
     ]
 
 
-def table() -> str:
-    """The keys as a table in Markdown."""
-    rows = [f"| `{section}` | | | {meaning} |" for section, meaning in OTHERS.items()]
-    rows += [
-        f"| `{key.name}` | {key.values} | {f'`{key.default}`' if key.default else ''} | {key.meaning} |"
-        for key in keys()
-    ]
-    return "\n".join(["| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows])
+def in_markdown() -> str:
+    """The keys as a list in Markdown, narrow enough for a terminal."""
+    said = [(f"`{section}`", meaning) for section, meaning in OTHERS.items()]
+    said += [(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning) for key in keys()]
+    return "\n".join(
+        textwrap.fill(
+            f"- {head}: {text}", 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for head, text in said
+    )
 
 
 def listing() -> str:
@@ -65,6 +73,12 @@ def _values(hint: Any) -> str:
     return " or ".join(
         word for option in options if option not in (type(None), Any) for word in words_of(option)
     )
+
+
+def _by_default(key: Key) -> str:
+    if key.default:
+        return f"; by default `{key.default}`"
+    return "; by default the method's own" if key.name.removeprefix("outer.") in OF_A_METHOD else ""
 
 
 def _default(field: dataclasses.Field) -> str:

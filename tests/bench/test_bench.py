@@ -312,9 +312,8 @@ def test_faults_are_tabled(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| a ")]
     assert lines == [
-        "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1: it counts as 1` | 0, the same bits | no API |",
-        "| a region comes with another secret | nothing; the region that comes: `was begun with another secret` "
-        "| 0, the same bits | no API |",
+        "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1` | 0, the same bits | no API |",
+        "| a region comes with another secret | told: `with another secret` | 0, the same bits | no API |",
     ]
     found = read(tmp_path / "faults.json")[0]["rows"]
     assert [each["exit codes"] for each in found] == ["0 0 0"] * 3

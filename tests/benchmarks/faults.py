@@ -28,7 +28,7 @@ from hf_cocodc.meeting.channel import line_of
 from hf_cocodc.meeting.proof import Proof
 from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.parts.guard import WARM_UP
-from tests.processes.strangers import GARBAGE, HALF_OPEN, overwriting, ports_of, strangers
+from tests.processes.strangers import overwriting, ports_of, strangers
 
 from . import workload
 from .damages import GREETINGS
@@ -64,7 +64,7 @@ class Fault:
         secret: whether regions and store have a secret.
         events: what happens to processes, or beside them.
         torchft: whether torchft lets us do the same.
-        sees: what the other regions print or write to their journals (a regular expression); empty: nothing is expected of them.
+        sees: words that the other regions print or write to their journals (a regular expression); empty: none are expected.
         told: what a region that wants to come in prints.
         pace: seconds of an inner step at least: a region that comes back needs some time.
         shift: see `Place`.
@@ -173,44 +173,46 @@ def once(what: str, step: int, beside: Beside) -> tuple[Event, ...]:
     return (Event(step, what, beside=beside),)
 
 
-DROPS = rf"outer\.guard has dropped the outer gradient of region {LAST}"
+DROPS = rf"outer\.guard has dropped(?= the outer gradient of region {LAST})"
 SAT_OUT = rf"region {LAST} sat out fragment 0"
-VOID = "the mean of fragment 0 sent at step [0-9]+ is not finite, or far larger than what the regions sent"
-BEFORE = r"refuses a caller as region [0-9]: it has been connected before"
+VOID = "is not finite, or far larger(?= than what the regions sent)"
+BEFORE = "it has been connected before"
 BACK = Event(EARLY + H // 2, "kill", LAST, 5.0)
-GARBAGE_AT_PORTS = f"{GARBAGE} garbage and {HALF_OPEN} half-open connections at every port"
 UNDISTURBED = [Fault("nothing", shift=shift, torchft=True) for shift in range(LAST + 1)]
 """In three orders of the sums over regions: what a rounding error makes of a loss."""
 FAULTS = [
     Fault("a weight of a region is NaN, once", "NaN", MIDDLE, torchft=True, sees=SAT_OUT),
     Fault("a weight of a region is Inf, once", "Inf", MIDDLE, torchft=True, sees=SAT_OUT),
-    Fault("all weights of a region times 1e4, once", "weights", MIDDLE, torchft=True, sees=SAT_OUT),
+    Fault("all weights times 1e4, once", "weights", MIDDLE, torchft=True, sees=SAT_OUT),
     Fault("an outer gradient times 1e6, once", "gradient", SYNC, torchft=True, sees=DROPS),
-    Fault("a region's learning rate times 1000, always", "learning rate", torchft=True, sees=DROPS),
-    Fault("a value of 1e6, with fp16 on the wire", "fp16", SYNC, {"outer": {"codec": "fp16"}}, sees=DROPS),
+    Fault("a learning rate times 1000, always", "learning rate", torchft=True, sees=DROPS),
+    Fault("a value of 1e6, fp16 on the wire", "fp16", SYNC, {"outer": {"codec": "fp16"}}, sees=DROPS),
     Fault(
-        "a trailer claims the weight 1e6", "trailer", SYNC, sees="Weights lie between 0 and 1: it counts as 1"
+        "a trailer claims the weight 1e6",
+        "trailer",
+        SYNC,
+        sees="Weights lie between 0 and 1(?=: it counts as 1)",
     ),
-    Fault("a bit of an outer gradient flips on its way", "flip", SYNC, sees=VOID),
+    Fault("a bit of an outer gradient flips", "flip", SYNC, sees=VOID),
     Fault(
-        "a bit of a mean flips on its way to a region",
+        "a bit of a mean flips",
         "flip back",
         SYNC,
-        sees="the global params of fragment 0 differ between regions: all regions take region 0's",
+        sees="differ between regions(?=: all regions take region 0's)",
     ),
     Fault(
-        "a bit flips on its way, with `encrypt`",
+        "a bit flips, with `encrypt`",
         "flip",
         SYNC,
         {"encrypt": True},
         True,
-        sees=r"what came from region [^:;]+",
+        sees="is not what that region has sent",
     ),
     Fault(
-        "every hello, replayed; with a secret", secret=True, events=once("calls", EARLY, replays), sees=BEFORE
+        "every hello replayed, with a secret", secret=True, events=once("calls", EARLY, replays), sees=BEFORE
     ),
     Fault(
-        "a lost process of an earlier epoch calls, with the secret",
+        "a process of an earlier epoch calls",
         secret=True,
         events=(BACK, *once("calls", 5 * H, calls_again)),
         pace=SLOW,
@@ -220,33 +222,33 @@ FAULTS = [
         "a region comes with another secret",
         secret=True,
         events=once("comes", EARLY, comes_with(OTHER)),
-        told="was begun with another secret",
+        told="with another secret",
     ),
     Fault(
         "a region comes without a secret",
         secret=True,
         events=once("comes", EARLY, comes_with(None)),
-        told="was begun with a secret, and this process has none",
+        told="this process has none",
     ),
     Fault(
-        GARBAGE_AT_PORTS,
+        "garbage at every port",
         events=once("garbage", EARLY, garbage),
         torchft=True,
         sees="it speaks protocol [0-9]+",
     ),
     Fault(
-        f"{GARBAGE_AT_PORTS}, with a secret",
+        "garbage at every port, with a secret",
         secret=True,
         events=once("garbage", EARLY, garbage),
         sees="it speaks protocol [0-9]+",
     ),
     Fault(
-        "a stranger overwrites every key of the store",
+        "the store's keys overwritten",
         events=once("overwrites", EARLY, overwrites),
-        sees=r"the store holds .+, which no region of this version of hf_cocodc writes",
+        sees="which no region of this version(?= of hf_cocodc writes)",
     ),
     Fault(
-        "a stranger overwrites every key of the store, with a secret",
+        "the store's keys, with a secret",
         secret=True,
         events=once("overwrites", EARLY, overwrites),
     ),
@@ -255,7 +257,7 @@ FAULTS = [
         events=(BACK,),
         torchft=True,
         pace=SLOW,
-        sees=rf"region {LAST} is lost: [^.;:\"]+",
+        sees=f"region {LAST} is lost",
     ),
 ]
 NAMES = {"ours": "hf_cocodc", "torchft": "torchft"}
@@ -316,9 +318,9 @@ def against(found: dict[str, Any], undisturbed: list[dict[str, Any]]) -> str:
 def tables(
     rows: dict[tuple[str, str], dict[str, Any]], undisturbed: dict[str, list[dict[str, Any]]]
 ) -> dict[Path, list[str]]:
-    """The lines of the READMEs' tables, the second one with more columns."""
+    """The lines of the READMEs' tables: what the others see, beside torchft; and both sides' losses, exit codes and digests."""
     short = [["fault", "what the others see", "loss against undisturbed", "torchft"]]
-    long = [["", "fault", "loss", "against undisturbed", "exit codes", "all equal", "what the others print"]]
+    long = [["", "fault", "loss", "against undisturbed", "exit codes", "all equal"]]
     noise = [
         ", ".join(against({**each, "digest": ""}, undisturbed[by]) for each in undisturbed[by])
         for by in NAMES
@@ -336,15 +338,16 @@ def tables(
         for row in each:
             loss = row["ends"] or f"{row['loss']:.3f}"
             facts = [loss, against(row, undisturbed[by]), row["exit codes"], "yes" if row["equal"] else "no"]
-            long.append([name, row["fault"], *facts, seen(row)])
+            long.append([name, row["fault"], *facts])
     return dict(zip(DOCUMENTS, map(_as_markdown, (short, long)), strict=True))
 
 
 def seen(row: dict[str, Any]) -> str:
-    """The words of the other regions, and what the stranger is told."""
+    """The words of the other regions, or, where these say nothing, what the stranger is told."""
     said = row["others"] or row["failed"]
-    said = f"`{said}`" if said else "nothing"
-    return said if not row["stranger"] else f"{said}; the region that comes: `{row['stranger']}`"
+    if said:
+        return f"`{said}`"
+    return f"told: `{row['stranger']}`" if row["stranger"] else "nothing"
 
 
 def _as_markdown(cells: list[list[str]]) -> list[str]:

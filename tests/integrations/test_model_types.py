@@ -1,6 +1,6 @@
 """Every type of AutoModelForCausalLM over two regions: trained, stopped in the middle and resumed, exported.
 
-What comes out is a table in CONTRIBUTING.md. This command writes it, without it the test compares:
+What comes out is a list in CONTRIBUTING.md. This command writes it, without it the test compares:
 
     python -m pytest tests/integrations/test_model_types.py -m slow --write-golden
 
@@ -15,6 +15,7 @@ import gc
 import logging
 import re
 import shutil
+import textwrap
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -44,6 +45,7 @@ QUICK = ("gemma3", "gpt_neox", "llama", "mamba2", "mixtral", "nemotron_h")
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- model types -->", "<!-- /model types -->"
 REWRITE = "python -m pytest tests/integrations/test_model_types.py -m slow --write-golden"
+ROW = r"^- trains: (\w+), resumes exactly: (\w+), exports: ([\w ]+)(?: \((.*)\))?\. \d+ of them: (.*)$"
 LIMITS = {
     "emu3": ("Unrecognized configuration", "only its own class loads it, with Transformers alone too"),
     "gemma3n": ("requires the timm library", "Transformers needs timm to build it"),
@@ -277,9 +279,8 @@ def table_text() -> str:
 def table() -> tuple[str, dict[str, tuple[str, ...]]]:
     """The version of Transformers that the table names, and the row of every type."""
     rows: dict[str, tuple[str, ...]] = {}
-    for line in re.findall(r"^\| (?:yes|no) .*\|$", table_text(), re.MULTILINE):
-        *row, kinds = (cell.strip() for cell in line.strip("|").split("|"))
-        rows |= dict.fromkeys(re.findall(r"[\w-]+", kinds.partition(":")[2]), tuple(row))
+    for *row, kinds in re.findall(ROW, table_text().replace("\n  ", " "), re.MULTILINE):
+        rows |= dict.fromkeys(kinds.split(", "), tuple(row))
     version = re.search(r"Transformers (\S+) ", table_text())
     return "" if version is None else version[1], rows
 
@@ -291,12 +292,13 @@ def written(outcomes: dict[str, Outcome]) -> str:
     lines = [
         f"Transformers {transformers.__version__} has {len(outcomes)} types for `AutoModelForCausalLM`.",
         "",
-        "| trains | resumes exactly | exports | why not | types |",
-        "|---|---|---|---|---|",
     ]
     for row, group in groupby(by_row, key=lambda kind: outcomes[kind].row):
         kinds = list(group)
-        lines.append(f"| {' | '.join(row)} | {len(kinds)}: {', '.join(kinds)} |".replace("|  |", "| |"))
+        trains, resumes, exports, why = row
+        said = f"- trains: {trains}, resumes exactly: {resumes}, exports: {exports}{f' ({why})' if why else ''}. "
+        said += f"{len(kinds)} of them: {', '.join(kinds)}"
+        lines.append(textwrap.fill(said, 110, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(["", *lines, ""])
 
 

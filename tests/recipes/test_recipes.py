@@ -108,10 +108,15 @@ def test_the_messages_of_the_troubleshooting_are_the_codes() -> None:
             assert words in code, words
 
 
-def test_tables_are_narrow() -> None:
-    """Rows have at most 100 columns: wider ones wrap in a terminal. Faults have their messages word for word."""
-    text = re.sub(r"<!-- faults -->.*?<!-- /faults -->", "", README, flags=re.DOTALL)
-    assert not [line for line in text.splitlines() if line.startswith("|") and len(line) > 100]
+@pytest.mark.parametrize("name", ["", "recipes/", "tests/benchmarks/"])
+def test_tables_are_narrow(name: str) -> None:
+    """Rows have at most 100 columns: wider ones wrap in a terminal."""
+    texts = [ROOT / name / "README.md", *([] if name else [ROOT / "CONTRIBUTING.md"])]
+    rows = [
+        line for path in texts for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "|"
+    ]
+    assert rows
+    assert not [row for row in rows if len(row) > 100]
 
 
 @pytest.mark.slow
