@@ -193,6 +193,28 @@ def settings(config: OuterConfig) -> dict[str, object]:
     return {name: value for name, value in found.items() if name not in idle}
 
 
+def lost_steps(config: OuterConfig) -> str | None:
+    """A warning if each landing throws away inner steps that were made during its transfer; None if none are lost.
+
+    One lost step is Streaming DiLoCo's default (2501.18512); with more of them a long overlap trains for nothing.
+    """
+    found, method = settings(config), from_config(config)
+    steps = found.get("overlap_steps", 0)
+    late = method.schedule.back_to_back  # then fragments are sent again before they land: nothing is lost
+    if steps in (0, 1) or late or method.merge.keeps_local_steps:
+        return None
+    given, way_out = "merge", "Set outer.merge=additive."
+    if found.get("merge") == "mix":
+        given, way_out = (
+            "mixing_alpha",
+            "Remove outer.mixing_alpha (--set outer.mixing_alpha=null): then it is 0.5.",
+        )
+    return (
+        f"outer.overlap_steps={steps} with outer.{given}={found.get(given)}: each landing throws away all inner steps that its "
+        f"fragment has made since the send. {way_out}"
+    )
+
+
 def _in_recipe(name: str) -> str:
     """The name of a setting in the section `outer` of a recipe."""
     return name if name in {each.name for each in dataclasses.fields(OuterConfig)} else f"options.{name}"

@@ -1,6 +1,7 @@
 """The outer optimizer: trains one model across regions from an ordinary Accelerate loop."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Words
 from ..methods import Method
-from ..resolve import as_config, continuing, from_config, settings
+from ..resolve import as_config, continuing, from_config, lost_steps, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
@@ -36,6 +37,8 @@ from .starting import engine_for, mark_of, note_start, run_of
 from .supported import refuse_unsupported
 from .tokens import Tokens
 from .unread import attendance_of, report_unread
+
+logger = logging.getLogger(__name__)
 
 
 class OuterOptimizer(Finishing):
@@ -114,6 +117,9 @@ class OuterOptimizer(Finishing):
         method = from_config(config)  # a mistake in the settings comes before everything else
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+        warning = lost_steps(config)
+        if warning is not None and accelerator.is_main_process:
+            logger.warning(warning)
         refuse_unsupported(accelerator, config, bare)
         refuse_second(bare)
         self._inner = InnerOptimizer(

@@ -1,6 +1,7 @@
 """Writes a first recipe for a model and a data set, with the settings of a method and a comment on every key of ours."""
 
 import contextlib
+import inspect
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -89,7 +90,7 @@ def starter(
             "save_total_limit": 2,
             "report_to": "none",
         },
-        "outer": settings(OuterConfig(method=method)),
+        "outer": _outer(method),
         "regions": {"count": num_regions},
     }
     text = "\n".join(
@@ -108,6 +109,16 @@ def starter(
     )
     Recipe.from_dict(read_yaml(text, "the recipe"))
     return text
+
+
+def _outer(method: str) -> dict[str, Any]:
+    """The settings of a method, without those that follow from others by default: they must still follow when others change."""
+    defaults = {name: each.default for name, each in inspect.signature(known()[method]).parameters.items()}
+    return {
+        name: value
+        for name, value in settings(OuterConfig(method=method)).items()
+        if defaults.get(name, value) is not None
+    }
 
 
 def _section(name: str, section: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_it_has_the_methods_settings(method: str) -> None:
     assert settings(recipe.outer) == settings(OuterConfig(method=method))
     from_config(recipe.outer)
     assert recipe.regions.count == 3
+
+
+@pytest.mark.parametrize("method", known())
+def test_no_setting_is_fixed_that_follows_from_others(method: str) -> None:
+    """A longer overlap then mixes: the alpha of the first overlap, 0, would throw its inner steps away."""
+    recipe = read(starter("m", "d", method=method))
+    longer = OuterConfig(method=method, overlap_steps=5)
+    assert recipe.outer.mixing_alpha is None
+    if "overlap_steps" in settings(recipe.outer):
+        changed = dataclasses.replace(recipe.outer, overlap_steps=5)
+        assert settings(changed).get("mixing_alpha") == settings(longer).get("mixing_alpha")
 
 
 @examples(deadline=None, max_examples=60)
