@@ -2,16 +2,21 @@
 
 import argparse
 import logging
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InputError, nearest, short
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from .checks import check, check_writable, import_torch
 
+T = TypeVar("T")
+
 TCP = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 CONGESTIONS = ("cubic", "reno", "bbr")
+_BOUNDS = {"rtt_ms": (0, 60_000), "rate_mbit": (0.01, 1_000_000)}
 
 
 def register(subparsers: Any) -> None:
@@ -72,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried
-    found = written.link_of(options.link) if options.link is not None else {}
+    found = {} if options.link is None else written.link_of(options.link)
+    for name, value in found.items():
+        check(f"--link {short(options.link)}: {name}", value, *_BOUNDS[name])
     link = LinkFigures(
         rtt_s=(found["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
         rate=(found["rate_mbit"] if options.rate_mbit is None else options.rate_mbit) * 1e6,
@@ -87,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
     regions = options.regions or max(recipe.regions.count or 2, 2)
     subject = Subject(recipe, model, link, step_s, regions, machine)
-    tried = [(config, choice.choose(subject, config, options.target)) for config in configs]
+    tried = [(config, choice.choose(subject, config, options.target)) for config in _counted(configs)]
     forecasts = [each for _, each in tried if each is not None]
     failing = [f"{config.method} {codecs_of([config])[0]}" for config, each in tried if each is None]
     report = table.report(subject, forecasts, failing, options.target)
@@ -109,6 +116,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _counted(configs: Sequence[T]) -> Iterator[T]:
+    """The same, one after the other; a terminal shows how far it is."""
+    shows = sys.stderr.isatty()
+    for number, config in enumerate(configs, start=1):
+        if shows:
+            print(
+                f"\rplanning: {number} of {len(configs)} methods and codecs",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+        yield config
+    if shows:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 def _congestion() -> str:
     """The congestion control of this machine; cubic, Linux's default, where another one is not modelled."""
     found = TCP.read_text().strip() if TCP.is_file() else "cubic"
@@ -127,9 +150,9 @@ def _check(options: argparse.Namespace) -> None:
             "arguments after -- are for the short run of --measure. Add --measure, or remove them."
         )
     if options.rtt_ms is not None:
-        check("--rtt-ms", options.rtt_ms, 0, 60_000)
+        check("--rtt-ms", options.rtt_ms, *_BOUNDS["rtt_ms"])
     if options.rate_mbit is not None:
-        check("--rate-mbit", options.rate_mbit, 0.01, 1_000_000)
+        check("--rate-mbit", options.rate_mbit, *_BOUNDS["rate_mbit"])
     if options.step_s is not None:
         check("--step-s", options.step_s, 1e-6, 1e6)
     if options.regions is not None:

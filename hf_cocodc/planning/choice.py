@@ -1,14 +1,13 @@
 """The choice of settings: for a method and a codec, those that reach a utilisation with the least staleness."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import InputError, shown
 from ..methods import METHODS
 from ..newer import known
-from ..parts.choose import CODECS
+from ..parts.choose import CODECS, mixing_alpha
 from ..resolve import from_config
 from ..resolve import settings as _settings
 from ..settings import OuterConfig
@@ -19,6 +18,8 @@ LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
 CAREFUL = ("fp32", "bf16", "int8", "fp4")
 """Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
 Others are chosen only where the recipe or the method's paper has them."""
+SEARCHES = 4
+"""Most searches for one method and codec."""
 LONGEST = 5000
 """Most inner steps of a round that are tried."""
 
@@ -44,13 +45,15 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
             general = {
                 name: getattr(recipe, name) for name in ("weights", "digest_interval", "guard", "device")
             }
-            interval = _interval(recipe)
-            fewest = inspect.signature(known()[method]).parameters["num_fragments"].default
-            base = OuterConfig(method=method, sync_interval=max(interval, fewest), **general)
-        own = settings(base)["codec"]
+            interval = max(_interval(recipe), _fragments(OuterConfig(method=method)))
+            base = OuterConfig(method=method, sync_interval=interval, **general)
+        takes = settings(base)
+        own = takes["codec"]
         for codec in (*CODECS, "lowrank"):
             if codec == "fp16" != own:
                 continue  # as large as bf16
+            if codec in LOSSY and codec != own and "error_feedback" not in takes:
+                continue
             changed = base if codec == own else _with_codec(base, codec)
             try:
                 from_config(changed)
@@ -60,7 +63,7 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
 
 
 def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
-    feedback = codec in LOSSY
+    feedback = codec in LOSSY if "error_feedback" in settings(config) else None
     rank = config.rank if codec == "lowrank" else None
     return dataclasses.replace(config, codec=codec, error_feedback=feedback, rank=rank)
 
@@ -68,19 +71,34 @@ def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
     """The settings with this method and codec that reach a utilisation; None if none do.
 
+    Where packets get lost, one trial leads the search. If the mean of more trials is below the target, the search aims higher.
+
     `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
     regions after at most sync_interval and the overlap, and this sum is made small. A method that is a round late has the
     shortest round in any case, as its staleness is that round. The overlap is then as short as possible; so is the number of
     fragments.
     """
+    aim = target
+    for _ in range(SEARCHES):
+        found = _search(subject, config, aim)
+        if found is None:
+            return None
+        forecast = subject.forecast(found)
+        missing = target - forecast.course.utilization
+        if missing <= 0:
+            return forecast
+        aim = min(aim + missing, (1 + aim) / 2)
+    return None
+
+
+def _search(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
     longest = max(_longest(subject), _interval(config))
 
     def at(interval: int) -> OuterConfig | None:
         return _with_interval(subject, config, interval, target)
 
-    fewest = settings(config)["num_fragments"]
     is_late = from_config(config).schedule.back_to_back
-    first = fewest if is_late else _interval(config)
+    first = _fragments(config) if is_late else _interval(config)
     shortest = _smallest(first, longest, lambda each: at(each) is not None)
     if shortest is None:
         return None
@@ -89,7 +107,7 @@ def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | N
         # on a link that is full transfers need much overlap; in a round that is a little longer, far less
         tried += [min(shortest + shortest * tenth // 10, longest) for tenth in range(1, 11)]
     reaching = [found for found in map(at, tried) if found is not None]
-    return subject.forecast(min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness))
+    return min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness)
 
 
 def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
@@ -114,9 +132,8 @@ def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
 def _with_interval(subject: Subject, config: OuterConfig, interval: int, target: float) -> OuterConfig | None:
     """The settings with this `sync_interval` that reach the target with the least staleness; None if none do."""
     config = dataclasses.replace(config, sync_interval=interval)
-    takes = settings(config)
-    counts = [takes["num_fragments"]]
-    if takes["fragment_pattern"] != "whole":
+    counts = [_fragments(config)]
+    if settings(config).get("fragment_pattern", "whole") != "whole":
         counts += [counts[0] * factor for factor in (2, 4) if counts[0] * factor <= subject.num_blocks]
     reaching = []
     for count in counts:
@@ -139,13 +156,17 @@ def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> Outer
         if (
             shown.get("sends_per_interval", 0) is None
         ):  # as often as the link allows may be more than training affords
-            tried.append(
-                dataclasses.replace(config, sends_per_interval=shown["num_fragments"], utilization=None)
-            )
+            tried.append(dataclasses.replace(config, sends_per_interval=_fragments(config), utilization=None))
         return next((each for each in tried if subject.course(each).utilization >= target), None)
 
+    alpha = config.mixing_alpha
+    if alpha == mixing_alpha(
+        None, overlap or 0
+    ):  # it followed from the overlap, and follows from the new one
+        alpha = None
+
     def with_overlap(steps: int) -> OuterConfig:
-        return dataclasses.replace(config, overlap_steps=steps)
+        return dataclasses.replace(config, overlap_steps=steps, mixing_alpha=alpha)
 
     def reaches(steps: int) -> bool:
         return subject.course(with_overlap(steps)).utilization >= target
@@ -182,6 +203,11 @@ def settings(config: OuterConfig) -> dict[str, Any]:
 
 def _interval(config: OuterConfig) -> int:
     return int(settings(config)["sync_interval"])
+
+
+def _fragments(config: OuterConfig) -> int:
+    """The number of fragments; 1 of a method that does not let one choose it."""
+    return int(settings(config).get("num_fragments", 1))
 
 
 def _longest(subject: Subject) -> int:

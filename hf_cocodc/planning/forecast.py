@@ -35,7 +35,8 @@ class Forecast:
     Attributes:
         config: the settings of the outer optimizer.
         shown: all of them, with the method's defaults.
-        course: how the training goes.
+        course: how the training goes; where packets get lost, in the mean of some trials.
+        worst: utilisation of the worst trial.
         device_bytes: on the device of the model, beyond the training itself.
         host_bytes: on the host, beyond the training itself.
     """
@@ -43,6 +44,7 @@ class Forecast:
     config: OuterConfig
     shown: dict[str, Any]
     course: Course
+    worst: float
     device_bytes: int
     host_bytes: int
 
@@ -76,7 +78,7 @@ class Subject:
         asked = recipe.regions.connections
         self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
         self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
-        self._courses: dict[str, Course] = {}
+        self._courses: dict[tuple[str, int], list[Course]] = {}
 
     def fragments(self, config: OuterConfig, method: Method) -> tuple[Fragment, ...]:
         """The fragments of the model."""
@@ -87,16 +89,24 @@ class Subject:
         return self._fragments[key]
 
     def course(self, config: OuterConfig) -> Course:
-        """How a training with these settings goes. A search asks for the same settings again.
+        """How a training with these settings goes; where packets get lost, the first trial. A search asks for it again and again.
 
         Raises:
             InputError: the settings contradict each other.
         """
-        if repr(config) not in self._courses:
-            self._courses[repr(config)] = self._play(config)
-        return self._courses[repr(config)]
+        return self._played(config, 1)[0]
 
-    def _play(self, config: OuterConfig) -> Course:
+    def trials(self, config: OuterConfig) -> list[Course]:
+        """Several trainings with these settings, in which other packets get lost; one if none get lost."""
+        return self._played(config, TRIALS if self.link.loss else 1)
+
+    def _played(self, config: OuterConfig, trials: int) -> list[Course]:
+        key = repr(config), trials
+        if key not in self._courses:
+            self._courses[key] = self._play(config, trials)
+        return self._courses[key]
+
+    def _play(self, config: OuterConfig, trials: int) -> list[Course]:
         method = from_config(config)
         shown: dict[str, Any] = settings(config)
         messages, scatters = _conversation(config, self.regions)
@@ -119,13 +129,14 @@ class Subject:
             land_s = self.speeds.landing(method) * fragment.numel + (step_s if at_once else 0.0)
             works.append(Work([Part(num_bytes)], self.speeds.send * fragment.numel, land_s))
         where = (self.link, self.connections, self.regions - 1, self.limit, codes)
-        lines = [TcpLine(*where, seed) for seed in range(TRIALS if self.link.loss else 1)]
+        lines = [TcpLine(*where, seed) for seed in range(trials)]
         interval = shown["sync_interval"]
-        return mean([course(method.schedule, interval, works, line, self.step_s) for line in lines])
+        return [course(method.schedule, interval, works, line, self.step_s) for line in lines]
 
     def forecast(self, config: OuterConfig) -> Forecast:
         """The forecast of a run with these settings."""
-        method, found = from_config(config), self.course(config)
+        method, trials = from_config(config), self.trials(config)
+        found = mean(trials)
         device = HOST if config.device == "host" else torch.device("meta")
         memory = memory_of(self.model, self.fragments(config, method), method, self.regions, device)
         taken = {
@@ -133,7 +144,8 @@ class Subject:
             for where, each in memory.items()
         }
         on_host = taken.pop(HOST)
-        return Forecast(config, settings(config), found, sum(taken.values()), on_host)
+        worst = min(each.utilization for each in trials)
+        return Forecast(config, settings(config), found, worst, sum(taken.values()), on_host)
 
     def data_parallel(self) -> Course:
         """Data-parallel training of the same model over the same link, at its best.

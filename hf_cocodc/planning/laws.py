@@ -7,18 +7,32 @@ ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
 """Inner steps of overlap of Streaming DiLoCo: those that the paper advises, and those that cost less than 0.2 % (2501.18512)."""
 
 
-def cost(method: str, num_regions: int, overlap_steps: int) -> list[str]:
+def cost(
+    method: str, num_regions: int, overlap_steps: int, sync_interval: int, recipes_interval: int
+) -> list[str]:
     """Sentences about the loss that a method is expected to have, beside one model copy with the same tokens.
 
-    >>> cost("co2", 2, 48)
+    Args:
+        method: its name.
+        num_regions: M.
+        overlap_steps: inner steps between a send and its landing.
+        sync_interval: H.
+        recipes_interval: H of the recipe that was planned, whose cost is known to its author at best.
+
+    >>> cost("co2", 2, 48, 48, 48)
     []
     """
     said = []
     if method == "diloco" and 1 < num_regions <= MOST_REGIONS:
-        share = num_regions**DILOCO_EXPONENT - 1
+        counts = [each for each in (num_regions, 2 * num_regions) if each <= MOST_REGIONS]
+        costs = [f"{each} regions are expected to cost {each**DILOCO_EXPONENT - 1:.1%}" for each in counts]
         said.append(
-            f"loss: {num_regions} regions are expected to cost {share:.1%} beside one, and {2 * num_regions} regions "
-            f"{(2 * num_regions) ** DILOCO_EXPONENT - 1:.1%} (scaling law of DiLoCo at H = 30, 2503.09799; it says nothing of H)."
+            f"loss: {', '.join(costs)} beside one (scaling law of DiLoCo at H = 30 for at most {MOST_REGIONS}, 2503.09799)."
+        )
+    if sync_interval > recipes_interval:
+        said.append(
+            f"loss: no source that we know tells what H = {sync_interval} costs beside the recipe's {recipes_interval}. Compare "
+            "both in a short run."
         )
     if method == "streaming" and overlap_steps > 0:
         if overlap_steps <= ADVISED_OVERLAP:
@@ -27,5 +41,7 @@ def cost(method: str, num_regions: int, overlap_steps: int) -> list[str]:
             words = "is expected to cost less than 0.2 %"
         else:
             words = f"is more than the paper tried ({TRIED_OVERLAP} cost less than 0.2 %)"
-        said.append(f"loss: an overlap of {overlap_steps} inner steps {words} (2501.18512).")
+        said.append(
+            f"loss: an overlap of {overlap_steps} inner step{'s' * (overlap_steps > 1)} {words} (2501.18512)."
+        )
     return said

@@ -13,6 +13,7 @@ from ..run.journal import read
 
 STEPS, EVERY, SKIPPED = 30, 5, 10
 """Inner steps, steps between two logs, and steps before the times count."""
+_ERROR = "error: "
 _CHANGES = (
     "regions=null",
     "regions.count=1",
@@ -57,13 +58,21 @@ def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Se
             text=True,
         )
         if done.returncode:
-            said = done.stderr.strip().splitlines() or ["it ended without a message"]
-            raise InputError(
-                f"--measure: the recipe cannot be trained here: {said[0].removeprefix('error: ')}"
-            )
+            raise InputError(f"--measure: the recipe cannot be trained here: {_reason(done.stderr)}")
         events = read(Path(name) / "region-0" / "cocodc" / "journal.jsonl")
         times = {event["step"]: event["time_s"] for event in events if event["kind"] == "log"}
     marks = sorted(step for step in times if step >= SKIPPED and step % EVERY == 0)
     if len(marks) < 2:
         raise CocodcError("--measure: the short run logged no times. Measure it yourself, and give --step-s.")
     return median((times[b] - times[a]) / (b - a) for a, b in zip(marks, marks[1:], strict=False))
+
+
+def _reason(stderr: str) -> str:
+    """Why a run failed: its last error; warnings and other lines come before it.
+
+    >>> _reason("UserWarning: x\\nerror: the disk is full.\\n")
+    'the disk is full.'
+    """
+    lines = stderr.strip().splitlines() or ["it ended without a message"]
+    errors = [line for line in lines if line.startswith(_ERROR)]
+    return (errors or lines)[-1].removeprefix(_ERROR)

@@ -1,20 +1,28 @@
 """The plan as a table, and in words."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ..bench.report import Report, Row
+from ..resolve import lost_steps, settings
 from ..views.summary import describe
 from .course import Course
 from .forecast import Forecast, Subject
 from .laws import cost
+from .tcp import TRIALS
 
+_WIDTH = 100
+_NOTABLE = 0.03
+"""Utilisation by which the worst trial must lie below the mean to be worth a line."""
 _NOTES = (
-    "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. tau: most inner steps between a "
-    "send and its landing (staleness). needs: inner steps of overlap in which the slowest transfer would hide.",
+    "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. stale: most inner steps between a "
+    "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
     "The utilisation that a run reports counts as used all time in which it does not wait, sends and landings too. "
     "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
+    "hours: for training.max_steps inner steps, with waiting, sends and landings. Evaluation, saving, and the round that closes "
+    "the run are not in it.",
     "DDP: data-parallel training over the same link at its best, with fp32 gradients that travel during the backward pass.",
     "dev MB, host MB: memory of the outer state and of transfers, beside the training's own (one rank a region).",
 )
@@ -37,8 +45,8 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
             "method": each.shown["method"],
             "codec": each.shown["codec"],
             "H": each.shown["sync_interval"],
-            "P": each.shown["num_fragments"],
-            "tau": each.course.staleness,
+            "P": each.shown.get("num_fragments", 1),
+            "stale": each.course.staleness,
             "needs": each.course.needs,
             **_figures(each.course, steps, subject.step_s),
             "vs DDP": each.course.utilization / parallel.utilization,
@@ -47,7 +55,7 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
         }
         for each in found
     ]
-    row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "tau", "needs"))
+    row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "stale", "needs"))
     row |= {"method": "DDP", "codec": "fp32"}
     row |= {**_figures(parallel, steps, subject.step_s), "vs DDP": 1.0}
     rows.append(row)
@@ -73,7 +81,7 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
         "host MB": ".0f",
         "hours": ".3g",
     }
-    return Report("plan", setting, rows, notes, formats)
+    return Report("plan", setting, rows, _wrapped(notes), formats)
 
 
 def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
@@ -89,17 +97,41 @@ def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
 def in_words(subject: Subject, chosen: Forecast | None, method: str, target: float) -> list[str]:
     """What to do: the settings of the recipe's method, and what they are expected to cost."""
     if chosen is None:
-        return [
-            f"With method {method} no settings use {target:.0%} of the time. Take another method of the table "
-            "(--set outer.method=...), more steps, a faster link, or a lower --target."
-        ]
+        return _wrapped(
+            [
+                f"With method {method} no settings use {target:.0%} of the time. Take another method of the table "
+                "(--set outer.method=...), more steps, a faster link, or a lower --target."
+            ]
+        )
     course = chosen.course
+    interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
     hours = _figures(course, subject.recipe.training.get("max_steps", -1), subject.step_s)["hours"]
-    until = "" if hours is None else f", {hours:.3g} hours in all"
-    return [
+    lines = [
         f"settings: {describe(chosen.shown)}",
         f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}",
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
-        f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {course.staleness} inner steps after its send{until}.",
-        *cost(method, subject.regions, course.staleness),
+        f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
+        + ("" if hours is None else f" The run takes {hours:.3g} hours."),
+        *_warnings(chosen),
+        *cost(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
+    return _wrapped(lines)
+
+
+def _warnings(chosen: Forecast) -> list[str]:
+    """What the mean does not show, and what the settings throw away."""
+    lost = lost_steps(chosen.config)
+    said = [] if lost is None else [f"warning: {lost}"]
+    if chosen.course.utilization - chosen.worst > _NOTABLE:
+        said.append(
+            f"losses: which packets get lost is chance. The worst of {TRIALS} trials uses {chosen.worst:.1%} of the time."
+        )
+    return said
+
+
+def _steps(count: int) -> str:
+    return f"{count} inner step" if count == 1 else f"{count} inner steps"
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)]

@@ -25,11 +25,12 @@ as comes before it notices. The one constant here that is fitted, to `tests.benc
 OVERHEAD_S = 1e-3
 """Seconds of a transfer for what belongs to no byte: threads that wake up, the trailer."""
 LIMIT = 0.9
-"""Share of the link's rate that a region should send at most: connections then do not overrun the buffer before the link."""
+"""Share of the link's rate that a region should send at most. A region that sends more fills the buffer before the link; packets
+then wait there, or are dropped."""
 FOLLOWED = 64
 """Pieces of a message, and round trips of a piece, that are followed one by one; later ones take as long as in the mean."""
 TRIALS = 8
-"""Trainings that are played where packets get lost; the mean of them counts."""
+"""Trainings that are played where packets get lost, for settings that are reported; the mean of them counts."""
 
 
 @dataclass(frozen=True)

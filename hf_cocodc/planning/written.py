@@ -78,7 +78,7 @@ def link_of(path: Path) -> dict[str, float]:
         rate = float(fastest["MB sent"]) * 8 / rest_s * MTU / MSS
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--link {short(path)} cannot be read: {error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise InputError(
             f"--link {short(path)} holds no measurement of a link. Make it with: hf-cocodc bench link --json {short(path)}."
         ) from error
