@@ -14,6 +14,7 @@ from hf_cocodc.views.journals import read_journal
 from hf_cocodc.views.runs import load
 from hf_cocodc.views.spending import GIVEN_UP, NOT_THERE, spent
 from hf_cocodc.views.story import Activity, story_of
+from hf_cocodc.views.summary import summarise
 from hf_cocodc.views.timeline import windows
 from tests.views.made import a_resumed_run, a_run, write
 
@@ -189,7 +190,8 @@ def test_damaged_lines_are_named_and_left_out(tmp_path: Path) -> None:
 def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
     """Fields of a journal replaced by what somebody may have put there: it is read, or refused in words."""
     chance = random.Random(5)
-    path = a_run(tmp_path, steps=40)[1]
+    paths = a_run(tmp_path, steps=40)
+    path = paths[1]
     good = events_of(path)
     values = [
         None,
@@ -223,7 +225,7 @@ def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
             [run] = load([tmp_path])
         except InputError:
             continue
-        spent(run), run.attendance, run.tokens(run.step)
+        spent(run), run.attendance, run.tokens(run.step), summarise(paths).lines(tmp_path, paths)
 
 
 def test_older_journals_are_read(tmp_path: Path) -> None:
