@@ -29,8 +29,8 @@ class Guarding:
         """Judges the trailers of a transfer that is sent now."""
 
         def verdict(trailers: Sequence[Trailer]) -> Verdict:
-            norms, weights = ([getattr(each, name) for each in trailers] for name in ("norm", "weight"))
-            return rules.judge(self._guard, reference, norms, weights)
+            said = ([getattr(each, name) for each in trailers] for name in ("norm", "weight", "carried"))
+            return rules.judge(self._guard, reference, *said)
 
         return verdict
 

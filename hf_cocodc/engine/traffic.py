@@ -1,6 +1,7 @@
 """The transfers of one region: how they are sent, landed, and all brought to their end."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..links.base import Arrival, Link, Parcel
 from ..links.trailer import Ending, Trailer, Word, Words
 from ..methods import Method
-from ..parts.codecs import share_of_rank, without_residuals
+from ..parts.codecs import share_of_rank, square_of_residuals, without_residuals
 from ..parts.codecs.base import CodecState
 from ..parts.guard import DROPPED, Guard
 from ..parts.info import MergeInfo
@@ -111,7 +112,7 @@ class Traffic:
             if fragment.codec_remembers and fragment.in_flight:
                 arrival, blocked_s = self._wait(fragment.in_flight[-1])
                 fragment.codec = self._codec_after(fragment.in_flight[-1], arrival)
-            norm = self._region_norm(square)
+            norm, carried = self._region_norms(square, square_of_residuals(fragment.codec))
             finite = math.isfinite(norm)
             fragment.nonfinite_rounds += not finite
             if not finite and word.ending is Ending.NO:
@@ -120,7 +121,7 @@ class Traffic:
             share = self.shares.share(fragment.trained, step - fragment.sent_at) if finite else 0.0
             if not share:
                 outer_grad.zero_()
-                norm = 0.0
+                norm = carried = 0.0
             is_checked = self._method.outer.regions_agree and fragment.num_sends % self._digest_interval == 0
             checksum = fragment.checksum() if is_checked else None
             measured = self._measured
@@ -135,6 +136,7 @@ class Traffic:
                 layout=self.layout,
                 admits=self._link.admits,
                 norm=norm,
+                carried=carried if math.isfinite(carried) else sys.float_info.max,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
@@ -268,9 +270,9 @@ class Traffic:
         state = arrival.result.state
         return without_residuals(state) if self._guarding.own_fate(transfer, arrival) else state
 
-    def _region_norm(self, square: float) -> float:
-        """The norm of an outer gradient over all lanes of this region; not finite if a value is not."""
-        return float(self._link.total(torch.tensor([square], dtype=torch.float64)).sqrt())
+    def _region_norms(self, *squares: float) -> list[float]:
+        """Norms from sums of squares, over all lanes of this region; not finite if a value is not."""
+        return self._link.total(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
 
     def _everywhere(self, holds: bool) -> bool:
         """Whether something holds in every lane of this region."""
@@ -293,5 +295,5 @@ class Traffic:
                 return transfer.outer_grad, transfer.norm
         local, outer_grad, square = fragment.prepare(fragment.global_params)
         fragment.pool.give(local)
-        norm = self._region_norm(square)
+        [norm] = self._region_norms(square)
         return (outer_grad, norm) if math.isfinite(norm) else (outer_grad.zero_(), 0.0)

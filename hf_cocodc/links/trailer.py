@@ -61,6 +61,7 @@ class Trailer(NamedTuple):
         layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
         admits: ticket of a region that may come in after this transfer; 0 if there is none (`Link.admits`).
         norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
+        carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.
     """
 
     weight: float = 1.0
@@ -77,6 +78,7 @@ class Trailer(NamedTuple):
     layout: int = -1
     admits: int = 0
     norm: float = 0.0
+    carried: float = 0.0
 
     @property
     def word(self) -> Word:
@@ -123,7 +125,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fragment": _whole(-1, 31),
     **dict.fromkeys(("inner_step", "saved_at", "admits"), _COUNT),
     **dict.fromkeys(("digest", "layout"), _whole(-1, 32)),
-    **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm"), _LENGTH),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm", "carried"), _LENGTH),
     "compression": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
 }
 """What holds for numbers of a trailer, beside their types. The loss may be anything: nothing is computed from it but a mean."""

@@ -14,7 +14,7 @@ WARM_UP = 8
 LONGEST_HISTORY = 4096
 """Landings that a history has at most."""
 _ROOM = 10.0
-"""A mean is at most as long as the longest of what counts in it. Error feedback, which sends more than that, stays below this."""
+"""A mean is at most as long as the longest of what counts in it. What a format rounds stays below this."""
 CLIPPED, DROPPED = "clipped", "dropped"
 
 
@@ -76,13 +76,20 @@ def agreed(norms: Sequence[float], weights: Sequence[float]) -> float | None:
     return lower_median(counted) if counted else None
 
 
-def judge(guard: Guard | None, reference: float, norms: Sequence[float], weights: Sequence[float]) -> Verdict:
+def judge(
+    guard: Guard | None,
+    reference: float,
+    norms: Sequence[float],
+    weights: Sequence[float],
+    carried: Sequence[float] = (),
+) -> Verdict:
     """How much each region counts in a mean.
 
     ::
 
         L = max(reference, lower median of the norms of this transfer)
         norm > drop L: weight 0 ;  norm > clip L: weight w clip L / norm ;  divisor: the sum of w over those not dropped
+        the mean is void if its norm > 10 (clip L + the largest of what is carried)
 
     The norms of this transfer count beside the history, so that what all regions do together (a warm-up, a spike of the
     learning rate, more regions) is never taken for a fault of one. One of them is the lower median: not all can be dropped.
@@ -95,6 +102,7 @@ def judge(guard: Guard | None, reference: float, norms: Sequence[float], weights
         reference: see `reference`; 0 if there is no history yet.
         norms: of the outer gradients, one for each region.
         weights: as the regions say them.
+        carried: norms of what codecs add from earlier transfers (error feedback), which the norms are without.
     """
     said = tuple(weights)
     now = agreed(norms, said)
@@ -104,7 +112,8 @@ def judge(guard: Guard | None, reference: float, norms: Sequence[float], weights
         return Verdict(said, fates=("",) * len(said))
     if not reference:
         guard = guard._replace(clip=guard.drop)
-    most = _ROOM * guard.clip * limit
+    added = max((each for each, weight in zip(carried, said, strict=False) if weight), default=0.0)
+    most = _ROOM * (guard.clip * limit + added)
     shares = [share(guard, limit, norm) if weight else 1.0 for norm, weight in zip(norms, said, strict=True)]
     fates = tuple("" if each == 1 else CLIPPED if each else DROPPED for each in shares)
     if not any(fates):

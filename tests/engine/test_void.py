@@ -126,6 +126,33 @@ def test_a_mean_that_is_larger_than_what_regions_sent(
     assert one.abs().max() < 100
 
 
+@pytest.mark.parametrize(("factor", "voids"), [(1.0, 0), (1e4, 1)])
+def test_what_error_feedback_carries_is_ordinary(factor: float, voids: int) -> None:
+    """Regions go the same way, ever slower: top-k then sends what was left of faster rounds, many times the ordinary norm.
+
+    A mean that is altered is void all the same.
+    """
+
+    def live(region: int, link: Link) -> tuple[list[dict[str, Any]], float]:
+        method = method_of("diloco", codec="topk", error_feedback=True)
+        method = dataclasses.replace(method, codec=Overflows(method.codec, 18, factor))
+        events: list[dict[str, Any]] = []
+        record = lambda kind, **facts: events.append({"kind": kind, **facts})  # noqa: E731
+        way = torch.randn(2 * 4096, generator=torch.Generator().manual_seed(1))
+        model = Blocks(torch.zeros(2 * 4096).split(4096))
+        sync = Synchronizer(model, method, link, guard=Guard(), record=record)
+        for step in range(30 * 6):
+            for param, part in zip(model.parameters(), way.split(4096), strict=True):
+                param.detach().add_(part * 0.5 ** (step // 6))
+            sync.step(0.05)
+        limit = max(each["outer_grad_norm"] / each["norms"][0] for each in events if each["kind"] == "land")
+        return events, limit
+
+    (ours, largest), _ = run_in_lockstep(2, live)
+    assert [event["kind"] for event in ours if event["kind"] in ("void", "guard")] == ["void"] * voids
+    assert largest > 50
+
+
 def test_the_steps_come_with_the_next_transfer() -> None:
     """With an outer learning rate of 1 and no momentum, two regions end where they would without the void landing."""
 

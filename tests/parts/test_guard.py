@@ -72,6 +72,14 @@ def test_nobody_judges() -> None:
         assert verdict.divisor is None
 
 
+def test_what_a_codec_adds_makes_no_mean_void() -> None:
+    """Of regions that count; what it adds changes nothing else."""
+    plain = judge(GUARD, 1.0, [1.0, 60.0, 2.0], [1.0, 1.0, 0.0])
+    fed = judge(GUARD, 1.0, [1.0, 60.0, 2.0], [1.0, 1.0, 0.0], [7.0, 4.0, 1e9])
+    assert (plain.most, fed.most) == (50.0, 120.0)
+    assert fed._replace(most=plain.most) == plain
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     rows=st.lists(st.tuples(NORMS, st.sampled_from([0.0, 1e-9, 0.3, 1.0])), min_size=1, max_size=8),

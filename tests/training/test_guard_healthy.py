@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "outer_lr": 0.7,
         "outer_momentum": 0.6,
     },
+    "topk": {"method": "diloco", "codec": "topk", "error_feedback": True, "outer_momentum": 0.6},
 }
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, pydoc_data.topics, threading)]
 
@@ -78,13 +79,13 @@ class Training:
         self.events: list[dict[str, Any]] = []
         self.model, params = model, [param for param in model.parameters() if param.requires_grad]
         self.inner = torch.optim.AdamW(params, lr=1e-3)
-        config = OuterConfig(method=method, sync_interval=10, **SETTINGS[method])
+        config = OuterConfig(**{"method": method, "sync_interval": 10} | SETTINGS[method])
         self.sync = Synchronizer(
             model, from_config(config), link, guard=Guard(), state=state, record=self._record
         )
 
     def _record(self, kind: str, **facts: Any) -> None:
-        if kind == "guard":
+        if kind in ("guard", "void"):
             self.events.append(facts)
 
     def make(self, trains: bool = True) -> None:
@@ -99,7 +100,7 @@ class Training:
 
 
 def fixed(method: str, num_regions: int, seed: int, lora: bool = False) -> list[dict[str, Any]]:
-    """What the guard did in a run of these regions."""
+    """What the guard did in a run of these regions, and which means were void."""
 
     def body(region: int, link: Link) -> list[dict[str, Any]]:
         training = Training(method, region, link, seed, lora)
@@ -155,8 +156,8 @@ def ratios(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     judge = guarding.rules.judge
 
-    def noted(guard: Guard | None, reference: float, norms: Any, weights: Any) -> Verdict:
-        verdict = judge(guard, reference, norms, weights)
+    def noted(guard: Guard | None, reference: float, norms: Any, weights: Any, carried: Any) -> Verdict:
+        verdict = judge(guard, reference, norms, weights, carried)
         if verdict.limit:
             found.append(max(norms) / verdict.limit / (1 if reference else 10))
         return verdict

@@ -2,7 +2,7 @@
 
 from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32, unrounded
-from .feedback import feedback, without_residuals
+from .feedback import feedback, square_of_residuals, without_residuals
 from .lowrank import has_rank, lowrank, share_of_rank
 from .radial import radial
 from .tiles import topk_2bit
@@ -20,6 +20,7 @@ __all__ = [
     "lowrank",
     "radial",
     "share_of_rank",
+    "square_of_residuals",
     "topk",
     "topk_2bit",
     "unrounded",

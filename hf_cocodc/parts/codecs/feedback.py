@@ -46,6 +46,16 @@ def without_residuals(state: CodecState) -> CodecState:
     }
 
 
+def square_of_residuals(state: CodecState) -> float:
+    """The sum of squares of the residuals in a codec's state.
+
+    >>> square_of_residuals({"codec": {"residual": torch.full((2,), 2.0)}}), square_of_residuals({"q": torch.ones(2)})
+    (8.0, 0.0)
+    """
+    inner = sum(square_of_residuals(each) for each in state.values() if isinstance(each, dict))
+    return inner + (float(torch.linalg.vector_norm(state["residual"])) ** 2 if "residual" in state else 0.0)
+
+
 def feedback(codec: Codec, decay: float = 1.0) -> Codec:
     """Add to each outer gradient the residual e: the values that earlier transfers lost.
 
