@@ -116,9 +116,8 @@ def _for_the_link(fragment: FragmentState, method: Method, num_regions: int, dev
     received = max(method.codec.wire_bytes(layout, region, num_regions) for region in range(num_regions))
     sent = received if received < values else 0  # fp32 is sent from the outer gradient's own memory
     remembered = 2 * _bytes(fragment.codec)  # the values that a codec with memory sends, and its next state
-    again = copies(method.codec) + (
-        2 if device != HOST else 0
-    )  # outer gradient and mean, once more on the host
+    on_host = 2 if device != HOST else 0  # outer gradient and mean, once more
+    again = copies(method.codec) + on_host
     return again * values + received + sent + remembered
 
 

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.watch import refuse_complex
 from ..errors import InputError
-from ..parts.codecs import has_rank
-from ..resolve import from_config, settings
+from ..parts.codecs import has_radial, has_rank
+from ..resolve import from_config
 from ..settings import OuterConfig
 from ..tensors.pools import HOST
 
@@ -26,15 +26,16 @@ def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.
     kind = accelerator.distributed_type
     supported = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if kind is DistributedType.FSDP and accelerator.is_fsdp2:
-        if has_rank(from_config(config).codec):
+        codec = from_config(config).codec
+        if has_rank(codec):
             raise InputError(
                 "outer.codec=lowrank with FSDP2 is not supported: each process would choose the codec's rank for its own shards, "
                 "and regions would disagree on the interval. Use another codec, or DDP."
             )
-        if settings(config).get("mean") == "radial":
+        if has_radial(codec):
             raise InputError(
-                "outer.mean=radial with FSDP2 is not supported: each process has shards, and norms are of whole parameters. Use "
-                "outer.mean=average, or DDP."
+                "radial averaging (outer.mean=radial) with FSDP2 is not supported: each process has shards, and norms are of "
+                "whole parameters. Use outer.mean=average, or DDP."
             )
     elif kind not in supported:
         raise InputError(

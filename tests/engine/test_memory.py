@@ -45,3 +45,14 @@ def test_a_forecast_from_meta_is_the_estimate_of_a_run(name: str) -> None:
     found = forecast(model, method.fragments(model), method, 1, HOST)
     assert found.pop(torch.device("meta")).staged > 0
     assert found == real
+
+
+def test_a_radial_mean_takes_a_copy_more() -> None:
+    """Of the outer gradient, for its directions."""
+    model = Blocks([torch.zeros(90, 90) for _ in range(4)]).to("meta")
+    plain, radial = (from_config(OuterConfig(method="diloco", mean=mean)) for mean in ("average", "radial"))
+    one, other = (forecast(model, each.fragments(model), each, 2, HOST)[HOST] for each in (plain, radial))
+    norms = radial.codec.wire_bytes(radial.fragments(model)[0], 0, 2) - plain.codec.wire_bytes(
+        plain.fragments(model)[0], 0, 2
+    )
+    assert other.per_transfer - one.per_transfer - norms == 4 * 4 * 90 * 90

@@ -4,7 +4,7 @@ from .block import fp4, int4, int8
 from .cast import bf16, fp16, fp32, unrounded
 from .feedback import feedback, square_of_residuals, without_residuals
 from .lowrank import has_rank, lowrank, share_of_rank
-from .radial import radial
+from .radial import has_radial, radial
 from .tiles import topk_2bit
 from .topk import topk
 
@@ -14,6 +14,7 @@ __all__ = [
     "fp16",
     "fp32",
     "fp4",
+    "has_radial",
     "has_rank",
     "int4",
     "int8",

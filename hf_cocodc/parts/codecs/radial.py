@@ -16,7 +16,13 @@ _LEAST = 1e-30
 
 
 class Radial:
-    """A codec that wraps another codec; see `radial`."""
+    """A codec that wraps another codec; see `radial`.
+
+    Attributes:
+        copies: see `base.copies`; the directions.
+    """
+
+    copies = 1
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -54,6 +60,17 @@ class Radial:
     def wire_bytes(self, fragment: Fragment, region: int, num_regions: int) -> int:
         norms = message_bytes(Cast(torch.float32), len(_inside(fragment)), region, num_regions)
         return norms + self.codec.wire_bytes(fragment, region, num_regions)
+
+
+def has_radial(codec: object) -> bool:
+    """Whether a codec, or one inside it, averages norms and directions apart.
+
+    >>> from hf_cocodc.parts.codecs import bf16, feedback
+    >>> has_radial(radial(bf16())), has_radial(feedback(radial(bf16()))), has_radial(bf16())
+    (True, True, False)
+    """
+    inner = getattr(codec, "codec", None)
+    return isinstance(codec, Radial) or (inner is not None and has_radial(inner))
 
 
 def radial(codec: Codec) -> Codec:
