@@ -89,7 +89,8 @@ class OuterOptimizer(Finishing):
     With `stage`, each stage has its own measured times, low rank and rounds: stages of a region may send and land at different
     inner steps. They would also hear of another region's early end at different steps, and the first to leave would keep
     the others waiting for activations. Therefore give `max_steps`, and make all these steps in every region. An error in
-    one stage ends every region.
+    one stage ends every region. A stage that does not count for several rounds begins anew alone (`outer.on_nonfinite`); what
+    came to it from broken stages breaks it too, and each of them begins anew in its turn.
 
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
@@ -120,7 +121,7 @@ class OuterOptimizer(Finishing):
         warning = lost_steps(config)
         if warning is not None and accelerator.is_main_process:
             logger.warning(warning)
-        refuse_unsupported(accelerator, config, bare)
+        refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
         refuse_second(bare)
         self._inner = InnerOptimizer(
             optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"

@@ -29,7 +29,8 @@ def recover(
 ) -> None:
     """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a fragment.
 
-    All ranks of a region decide alike: the engine's rounds count in all of them, or in none.
+    All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages have an engine each,
+    and begin anew one by one; they are refused with "stop".
     """
     region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.fragments)
     if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
@@ -51,8 +52,8 @@ def recover(
     inner.begin_anew()
     if inner.times_anew >= _OFTEN:
         logger.warning(
-            "region %d has begun anew %d times: its settings are wrong, not its luck. Compare its learning rate with that of the "
-            "other regions, then start it again.",
+            "region %d has begun anew %d times: one more time will not help. Compare its learning rate and its data with those of "
+            "the other regions, then start it again.",
             *(region, inner.times_anew),
         )
     journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds, times=inner.times_anew)

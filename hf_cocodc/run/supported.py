@@ -14,12 +14,21 @@ from ..settings import OuterConfig
 from ..tensors.pools import HOST
 
 
-def refuse_unsupported(accelerator: Accelerator, config: OuterConfig, model: nn.Module) -> None:
+def refuse_unsupported(
+    accelerator: Accelerator, config: OuterConfig, model: nn.Module, has_stages: bool = False
+) -> None:
     """Check that we support a region as `accelerate launch` has set it up, and its model.
+
+    `has_stages`: every rank of the region holds its own pipeline stage.
 
     Raises:
         InputError: we do not; the message says what to change.
     """
+    if has_stages and config.on_nonfinite == "stop":
+        raise InputError(
+            "outer.on_nonfinite=stop with pipeline stages is not supported: a stage does not know the rounds of the others, and "
+            "they would stop at different steps. Use outer.on_nonfinite=restart."
+        )
     for name, param in model.named_parameters():
         if param.requires_grad:
             refuse_complex(name, param)

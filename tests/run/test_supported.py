@@ -28,3 +28,13 @@ def test_parts_that_need_whole_parameters_are_refused_with_shards(method: Any, w
     refuse_unsupported(SHARDED, OuterConfig(), model)
     with pytest.raises(InputError, match=words):
         refuse_unsupported(SHARDED, OuterConfig(method=dataclasses.replace(method, name="mine")), model)
+
+
+def test_stages_do_not_stop_by_themselves() -> None:
+    """Each stage counts its own rounds: they would stop at different steps."""
+    one: Any = SimpleNamespace(distributed_type=DistributedType.NO)
+    model, config = torch.nn.Linear(2, 2), OuterConfig(on_nonfinite="stop")
+    refuse_unsupported(one, config, model)
+    refuse_unsupported(one, OuterConfig(), model, has_stages=True)
+    with pytest.raises(InputError, match="on_nonfinite=stop with pipeline stages"):
+        refuse_unsupported(one, config, model, has_stages=True)
