@@ -160,7 +160,9 @@ def _receive_files(
         num_bytes = sum(sizes.values())
         if num_bytes > most:
             raise LinkError(
-                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have."
+                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
+                f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
+                "others train: stop all regions, and resume them together."
             )
         for name, size in sizes.items():
             with disk.saving(half):

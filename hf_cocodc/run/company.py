@@ -149,7 +149,7 @@ class Company:
             member, base = self._from
             base.close()
             failures[member] += 1
-        until = time.monotonic() + self.place.regions.start_timeout_s
+        until, last = time.monotonic() + self.place.regions.start_timeout_s, ""
         while time.monotonic() < until:
             for member in sorted(
                 self.presence.members, key=lambda each: (failures[each], each.region < own, each)
@@ -158,7 +158,7 @@ class Company:
                     base = self._base_of(member, folder)
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
-                    failures[member] += 1
+                    failures[member], last = failures[member] + 1, f" The last one: {error}"
                     continue
                 self._from = member, base
                 return base.received
@@ -167,7 +167,7 @@ class Company:
             time.sleep(_POLL_S)
         raise LinkError(
             f"no region gave a base to region {self.place.region} within {self.place.regions.start_timeout_s:g} s "
-            "(regions.start_timeout_s)."
+            f"(regions.start_timeout_s).{last}"
         )
 
     def follow(self) -> None:

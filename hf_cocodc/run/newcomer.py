@@ -160,8 +160,9 @@ class Newcomer:
 
 def round_steps(outer: Runner) -> float:
     """Inner steps of a round: its setting, or for a method of a user's own without one, the mean so far."""
-    if "sync_interval" in outer.settings:
-        return float(outer.settings["sync_interval"])
+    interval = outer.settings.get("sync_interval")
+    if isinstance(interval, int | float) and interval > 0:
+        return float(interval)
     synchronizer = outer.synchronizer
     landings = max(synchronizer.totals.landings, 1)
     return max(1.0, synchronizer.inner_step * len(synchronizer.fragments) / landings)

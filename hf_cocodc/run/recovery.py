@@ -52,7 +52,7 @@ def recover(
     inner.begin_anew()
     if inner.times_anew >= _OFTEN:
         logger.warning(
-            "region %d has begun anew %d times: one more time will not help. Compare its learning rate and its data with those of "
+            "region %d has begun anew %d times: another time will not help. Compare its learning rate and data with those of "
             "the other regions, then start it again.",
             *(region, inner.times_anew),
         )

@@ -10,14 +10,25 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.methods import diloco
+from hf_cocodc.methods import Method, diloco
 from hf_cocodc.run.newcomer import round_steps
 from tests.toys import Blocks
 
 OWN = dataclasses.replace(diloco(sync_interval=4), name="mine")
 
 
-@pytest.mark.parametrize(("config", "after_9"), [(OuterConfig(sync_interval=4), 4.0), (OWN, 4.5)])
+def own_or_never(*, sync_interval: int | None = None) -> Method:
+    return diloco(sync_interval=4)
+
+
+CASES = [
+    (OuterConfig(sync_interval=4), 4.0),
+    (OWN, 4.5),
+    (OuterConfig(method=f"{__name__}:own_or_never"), 4.5),
+]
+
+
+@pytest.mark.parametrize(("config", "after_9"), CASES)
 def test_a_round_is_as_long_as_its_setting_or_as_rounds_were(config: Any, after_9: float) -> None:
     """A method of a user's own need have no sync_interval: then landings say it; and before the first one, nothing is 0."""
     model = Blocks([torch.zeros(3)])

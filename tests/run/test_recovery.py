@@ -105,7 +105,7 @@ def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogC
     assert [event["regions"] for event in ours if event["kind"] == "land"][:14] == [1] * 14
     times = [event["times"] for event in theirs if event["kind"] == "begin_anew"]
     assert times == [1, 2, 3, 4]
-    assert caplog.text.count("its settings are wrong, not its luck") == 2
+    assert caplog.text.count("another time will not help") == 2
     assert params_of(outers[0].synchronizer._model).abs().max() < 2
     [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not counted")]
     assert line.split(maxsplit=2)[2].startswith(
