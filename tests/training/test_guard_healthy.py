@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "outer_lr": 0.7,
         "outer_momentum": 0.6,
     },
+    "sparseloco": {},
     "topk": {"method": "diloco", "codec": "topk", "error_feedback": True, "outer_momentum": 0.6},
 }
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, pydoc_data.topics, threading)]

@@ -49,8 +49,8 @@ def without_residuals(state: CodecState) -> CodecState:
 def square_of_residuals(state: CodecState) -> float:
     """The sum of squares of the residuals in a codec's state.
 
-    >>> square_of_residuals({"codec": {"residual": torch.full((2,), 2.0)}}), square_of_residuals({"q": torch.ones(2)})
-    (8.0, 0.0)
+    >>> square_of_residuals({"codec": {"residual": torch.ones(4)}}), square_of_residuals({"q": torch.ones(2)})
+    (4.0, 0.0)
     """
     inner = sum(square_of_residuals(each) for each in state.values() if isinstance(each, dict))
     return inner + (float(torch.linalg.vector_norm(state["residual"])) ** 2 if "residual" in state else 0.0)
