@@ -1,5 +1,6 @@
 """What a run will take: memory of the device and of the host, and room on the disk."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +95,9 @@ def _checkpoints(recipe: Recipe) -> int | None:
     every = training.get("save_steps", 500)
     saves = None
     if training.get("save_strategy", "steps") == "steps" and steps > 0:
-        saves = 1  # at the end, whatever save_steps is
-        if every > 0:
-            saves = int(steps // every) if every >= 1 else int(1 / every)
+        if 0 < every < 1:  # a share of the run
+            every = math.ceil(steps * every)
+        saves = math.ceil(steps / every) if every > 0 else 1  # the last step is always saved
     if limit:
         return limit + 1 if saves is None else min(limit + 1, saves)
     return saves

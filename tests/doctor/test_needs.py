@@ -22,7 +22,9 @@ SHORT += ["training.eval_on_start=false", "training.warmup_steps=1", "training.s
     [
         (["training.save_steps=1"], 4),
         (["training.save_steps=1", "training.save_total_limit=1"], 2),
-        (["training.save_steps=3", "training.save_total_limit=9"], 1),
+        (["training.save_steps=3", "training.save_total_limit=9"], 2),
+        (["training.save_steps=500", "training.save_total_limit=null"], 1),
+        (["training.save_steps=0.3", "training.save_total_limit=null"], 2),
         (["training.save_steps=0.25", "training.save_total_limit=null"], 4),
         (["training.save_steps=0", "training.save_total_limit=null"], 1),
         (["training.save_strategy=no"], 0),
