@@ -175,7 +175,7 @@ def _network(
     mine = {
         "versions": machine.versions,
         "settings": {in_recipe(name): value for name, value in compared.items()}
-        | {"regions.may_differ": regions.allowed},
+        | {"regions.may_differ": ",".join(regions.allowed)},
         "facts": facts_of_data(patient.recipe),
         "data": data,
     }

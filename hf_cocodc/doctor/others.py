@@ -247,7 +247,7 @@ class _Round:
 
 def compared(topic: str, own: Told, other: Told) -> list[Finding]:
     """Lines about what another region has. What must be equal is what regions compare before step 1, and what the data holds."""
-    allowed = own.settings.get("regions.may_differ") or []
+    allowed = [name for name in own.settings["regions.may_differ"].split(",") if name]
     found, beside = [], []
     for name in _SAME_VERSIONS:
         theirs, ours = (each.versions.get(name, "none").split("+")[0] for each in (other, own))

@@ -22,7 +22,7 @@ KEYS = Keys.from_secret("a secret for the tests of a doctor")
 KEY = "hf_cocodc/doctor/a%20run/1"
 MINE: dict[str, Any] = {
     "versions": {"hf-cocodc": "0.1.0", "torch": "2.13.0+cpu", "datasets": "5.2.0"},
-    "settings": {"outer.sync_interval": 30, "regions.timeout_s": 120.0, "regions.may_differ": []},
+    "settings": {"outer.sync_interval": 30, "regions.timeout_s": 120.0, "regions.may_differ": ""},
     "facts": {"data.path": "/data", "data.block_size": 1024},
     "data": "690 documents, fingerprint 12ab",
 }
@@ -120,13 +120,14 @@ def test_what_lies_at_the_store_is_compared(changes: dict[str, Any], level: str,
         (["path"], {"facts": MINE["facts"] | {"data.path": "/x"}, "data": "9 documents"}, WARN, "other data: 690"),
         (["path"], {"facts": MINE["facts"] | {"data.block_size": 8}}, WRONG, "data.block_size is 1024 there, 8"),
         (["path"], {"data": "9 documents"}, WRONG, "other data: 690"),
+        ([], {"settings": {"regions.may_differ": "seed"}}, WRONG, "regions.may_differ is '' there, 'seed' here"),
         (["sync_interval"], {"settings": {"outer.sync_interval": 60}}, WRONG, "outer.sync_interval is 30 there"),
     ],
 )  # fmt: skip
 def test_what_may_differ(allowed: list[str], changes: dict[str, Any], level: str, words: str) -> None:
     """What the regions of the run will let pass, named by regions.may_differ, is no fault; the key is named all the same."""
     store = Shelf()
-    theirs = settings(**{"regions.may_differ": allowed})
+    theirs = settings(**{"regions.may_differ": ",".join(allowed)})
     compared(store, 0, settings=theirs)
     ours = changes | {"settings": {**theirs, **changes.get("settings", {})}}
     found = compared(store, 1, **ours)

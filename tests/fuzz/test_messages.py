@@ -91,7 +91,7 @@ ENTRY = to_plain(
 MARKER = to_plain(Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,)))["marker"]
 MINE: dict[str, Any] = {
     "versions": {"hf-cocodc": "1", "torch": "2.13.0", "datasets": "5.2.0"},
-    "settings": {"outer.method": "diloco", "regions.may_differ": ["path"]},
+    "settings": {"outer.method": "diloco", "regions.may_differ": "path"},
     "facts": {"data.path": "/x", "data.block_size": 8},
     "data": "690 documents",
 }
