@@ -53,7 +53,55 @@ def sparseloco(
     )
 
 
-NEWER: dict[str, Callable[..., Method]] = {"sparseloco": sparseloco}
+def muloco(
+    *,
+    sync_interval: int = 30,
+    num_fragments: int = 1,
+    fragment_pattern: str = "whole",
+    split_rows: bool = False,
+    overlap_steps: int = 0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    codec: str | Codec = "int4",
+    error_feedback: bool = False,
+    rank: int = 64,
+    merge: str = "replace",
+    mean: str = "average",
+) -> Method:
+    """MuLoCo: DiLoCo with Muon as the inner optimizer, whose outer gradients bear 4 bits and need less momentum (2505.23725).
+
+    ::
+
+        theta_m <- H steps of Muon (matrices in blocks) and AdamW (embeddings, head, norms, biases)
+        Dbar = 1/M sum_m quantise(Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
+
+    The inner optimizer is yours to give: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a
+    script; there are the equations of Muon. Everything else is DiLoCo.
+
+    Differs from the paper: 4 bits are integers with a scale for each block of 256 values; the paper's scale is of a whole
+    tensor, or its codes have a codebook. Muon's learning rate is scaled to steps as large as AdamW's. num_fragments and
+    overlap_steps are options, as with DiLoCo.
+    """
+    return diloco(
+        sync_interval=sync_interval,
+        num_fragments=num_fragments,
+        fragment_pattern=fragment_pattern,
+        split_rows=split_rows,
+        overlap_steps=overlap_steps,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        codec=codec,
+        error_feedback=error_feedback,
+        rank=rank,
+        merge=merge,
+        mean=mean,
+    )
+
+
+NEWER: dict[str, Callable[..., Method]] = {"sparseloco": sparseloco, "muloco": muloco}
+
+INNER = {"muloco": "muon"}
+"""The inner optimizer of methods that are named for it, as `training.optim` calls it; the names of its classes have this word."""
 
 
 def known() -> dict[str, Callable[..., Method]]:

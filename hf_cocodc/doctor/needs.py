@@ -56,7 +56,8 @@ def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
     weights = sum(param.nbytes for param in model.parameters())
     trained = [param for param in model.parameters() if param.requires_grad]
     size, params = sum(param.nbytes for param in trained), sum(param.numel() for param in trained)
-    has_adam = "adam" in str(recipe.training.get("optim", "adamw_torch"))
+    optim = str(recipe.training.get("optim", "adamw_torch"))
+    has_adam = "adam" in optim or "muon" in optim  # Muon has half of it
     states = 1 + len(tensors_in(method.outer.init(torch.zeros(1))))
     return Needs(
         params=params,

@@ -152,6 +152,16 @@ class InnerOptimizer:
                 self._name,
             )
 
+    def warn_unless(self, word: str, method: str) -> None:
+        """Warn if no optimizer has this word in the name of its class: the method is named for it."""
+        kinds = [each.__name__.lower() for part in self._parts for each in type(part).__mro__]
+        if not any(word in each for each in kinds):
+            logger.warning(
+                "outer.method=%s is DiLoCo with %s inside, but the inner optimizer is %s. Give it %s (hf_cocodc.run.muon), or "
+                "take method=diloco with the same outer settings.",
+                *(method, word, self._name, word),
+            )
+
     def begin_anew(self) -> None:
         """Forget all state: moments, counts of steps.
 

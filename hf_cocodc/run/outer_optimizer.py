@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..links.base import Link
 from ..links.trailer import Words
 from ..methods import Method
+from ..newer import INNER
 from ..resolve import as_config, continuing, from_config, lost_steps, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
@@ -140,6 +141,8 @@ class OuterOptimizer(Finishing):
             config = continuing(config, saved.facts.settings)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
+        if (named_for := INNER.get(str(self.settings["method"]))) is not None:
+            self._inner.warn_unless(named_for, str(self.settings["method"]))
         self.endings = Endings(link, regions.when_one_ends, max_steps)
         self.finished = False
         self._accelerator = accelerator

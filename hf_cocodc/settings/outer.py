@@ -34,8 +34,8 @@ class OuterConfig:
     """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
 
     method: Any | str | None = setting(
-        "Method: diloco, streaming, eager, co2, dilocox, cocodc or sparseloco; or MODULE:NAME, a function of your own that "
-        "returns a Method. In a script also a Method.",
+        "Method: diloco, streaming, eager, co2, dilocox, cocodc, sparseloco or muloco; or MODULE:NAME, a function of your "
+        "own that returns a Method. In a script also a Method.",
         "diloco",
     )
     options: dict[str, Any] | str | None = setting(

@@ -13,6 +13,9 @@ from typing import Any, get_args, get_type_hints
 from ..errors import CocodcError, InputError, reason, shown
 from ..recipes.recipe import Recipe
 
+MUON = "muon"
+"""What `training.optim` says for the optimizer that Trainer does not have."""
+
 
 def output_dir(recipe: Recipe) -> Path:
     """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
@@ -46,8 +49,33 @@ def arguments(recipe: Recipe, kind: type) -> Any:
     Raises:
         InputError: a value is refused.
     """
+    ours = {"optim": "adamw_torch"} if has_muon(recipe) else {}
     with blaming("training"):
-        return kind(**{**recipe.training, "output_dir": str(output_dir(recipe))})
+        return kind(**{**recipe.training, **ours, "output_dir": str(output_dir(recipe))})
+
+
+def has_muon(recipe: Recipe) -> bool:
+    """Whether a recipe trains with Muon: a Trainer is then given its optimizer."""
+    return recipe.training.get("optim") == MUON
+
+
+def inner_optimizer(recipe: Recipe, args: Any, model: Any) -> Any:
+    """The inner optimizer that Trainer is given; None if it makes its own.
+
+    Raises:
+        InputError: the recipe wants Muon, and the model has nothing for it.
+    """
+    if not has_muon(recipe):
+        return None
+    from ..run.muon import muon
+
+    return muon(
+        model,
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+    )
 
 
 def tokenizer(recipe: Recipe) -> Any:

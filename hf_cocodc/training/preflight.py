@@ -40,9 +40,17 @@ def check(recipe: Recipe) -> None:
     """
     from transformers import TrainingArguments
 
+    from ..newer import INNER
     from ..resolve import from_config
 
     from_config(recipe.outer)
+    inner = INNER.get(str(recipe.outer.method))
+    if inner is not None and recipe.training.get("optim") != inner:
+        raise InputError(
+            f"outer.method={recipe.outer.method} is DiLoCo with {inner} inside, but training.optim is "
+            f"{recipe.training.get('optim', 'not given')}. Set training.optim={inner}, or outer.method=diloco with the same "
+            "outer settings."
+        )
     _known_fields("training", recipe.training, TrainingArguments)
     if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
         raise InputError(
@@ -71,10 +79,12 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
         args = _arguments(recipe)
         tokenizer = building.tokenizer(recipe)
         model = _model(recipe, len(tokenizer), regions_here)
-        needs_model = args.optim_target_modules is not None or "lomo" in args.optim
+        needs_model = (
+            args.optim_target_modules is not None or "lomo" in args.optim or building.has_muon(recipe)
+        )
         if model is not None or not needs_model:
             with blaming("training"):
-                _optimizer(args, model)
+                _optimizer(args, model, building.inner_optimizer(recipe, args, model))
 
 
 def on_meta(recipe: Recipe) -> Any:
@@ -154,8 +164,8 @@ def _arguments(recipe: Recipe) -> Any:
     return args
 
 
-def _optimizer(args: Any, model: Any) -> None:
-    """Build the optimizer and the learning rate schedule, as Trainer does."""
+def _optimizer(args: Any, model: Any, ours: Any) -> None:
+    """Build the learning rate schedule and, unless it is `ours`, the optimizer, as Trainer does."""
     import torch
     from transformers import Trainer, get_scheduler
 
@@ -169,7 +179,7 @@ def _optimizer(args: Any, model: Any) -> None:
         kind, settings = torch.optim.SGD, {"lr": args.learning_rate}  # it takes a whole model, not on meta
     for name in ("params", "optimizer_dict"):  # GaLore and its like choose the parameters themselves
         parameters = settings.pop(name, parameters)
-    optimizer = kind(parameters, **settings)
+    optimizer = ours or kind(parameters, **settings)
     steps = max(args.max_steps, 1)
     get_scheduler(
         args.lr_scheduler_type,

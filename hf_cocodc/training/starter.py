@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError, nearest, shown
-from ..newer import known
+from ..newer import INNER, known
 from ..recipes.keys import keys
 from ..recipes.parsing import read_yaml
 from ..recipes.recipe import Recipe
@@ -23,7 +23,8 @@ _ON_TRAINING = {
     "max_steps": "Inner steps of each region.",
     "per_device_train_batch_size": "Sequences that a GPU takes at once: raise it until its memory is full.",
     "gradient_accumulation_steps": "A region's batch is this times the line above, times its GPUs.",
-    "learning_rate": "For the inner optimizer (AdamW): what you would take in one place.",
+    "optim": "The inner optimizer: Muon for matrices, AdamW for the rest.",
+    "learning_rate": "For the inner optimizer, as for AdamW: what you would take in one place.",
     "bf16": "Compute in bfloat16: true for a GPU that has it. A CPU cannot.",
     "save_steps": "Checkpoints are exact: after a stop, the same command with --resume goes on.",
     "report_to": "Or tensorboard, trackio, wandb.",
@@ -77,6 +78,7 @@ def starter(
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": 16,
             "per_device_eval_batch_size": 1,
+            "optim": INNER.get(method),
             "learning_rate": 2e-4 if lora else 2e-5,
             "lr_scheduler_type": "cosine",
             "warmup_steps": max(1, max_steps // 20),

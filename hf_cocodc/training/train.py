@@ -36,8 +36,9 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     from ..integrations.trainer import CoCoDCCallback
 
     check(recipe)
+    facts = facts_of_data(recipe) | ({"training.optim": building.MUON} if building.has_muon(recipe) else {})
     callback = CoCoDCCallback(
-        recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link, facts=facts_of_data(recipe)
+        recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, link=link, facts=facts
     )
     args = building.arguments(recipe, TrainingArguments)
     is_writer = os.environ.get("RANK", "0") == "0"
@@ -89,6 +90,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits,
             callbacks=[callback],
+            optimizers=(building.inner_optimizer(recipe, args, model), None),
         )
     sequences = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     trainer.add_callback(Progress(callback, sequences * recipe.data.block_size))

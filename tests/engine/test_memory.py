@@ -10,7 +10,7 @@ import torch
 from hf_cocodc.engine.memory import forecast, memory
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
-from hf_cocodc.methods import METHODS
+from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.pools import HOST
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_readmes_bytes_are_the_engines() -> None:
     """Bytes kept for each parameter, and taken by a transfer for each parameter of its fragment, over all methods."""
     kept, each = {}, {}
-    for name in METHODS:
+    for name in known():
         model = Blocks([torch.randn(300, 300) for _ in range(4)])
         link = LockstepLink(LockstepHub(1), region=0, num_regions=1)
         synchronizer = Synchronizer(model, from_config(OuterConfig(method=name, sync_interval=20)), link)
@@ -30,13 +30,15 @@ def test_the_readmes_bytes_are_the_engines() -> None:
         largest = max(state.fragment.numel for state in synchronizer.fragments)
         kept[name], each[name] = found.kept / synchronizer.num_params, found.per_transfer / largest
     lowrank = round(kept.pop("dilocox")), round(each.pop("dilocox"))
+    tiles = round(each.pop("sparseloco"))
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert set(kept.values()) == {8}
     assert f"host: 8 (`dilocox` {lowrank[0]})" in text
     assert f"host: {min(each.values()):.0f} to {max(each.values()):.0f} (`dilocox` {lowrank[1]})" in text
+    assert f"A transfer of `sparseloco` takes {tiles} on the host" in text
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", known())
 def test_a_forecast_from_meta_is_the_estimate_of_a_run(name: str) -> None:
     """Without a value in memory it has the bytes of the real model, and the stage that an accelerator would need."""
     method = from_config(OuterConfig(method=name))

@@ -56,6 +56,13 @@ def test_sparseloco_that_sends_everything_is_diloco_without_momentum(
     assert torch.equal(locals_of(ours), locals_of(theirs))
 
 
+def test_muloco_is_diloco_with_its_settings() -> None:
+    """The outer side alone, bitwise: what is new is the inner optimizer (`tests/oracles/test_newer.py`)."""
+    diloco = small("diloco", outer_lr=0.7, outer_momentum=0.6, codec="int4")
+    ours, theirs = run(2, small("muloco"), llama_adamw(), live), run(2, diloco, llama_adamw(), live)
+    assert torch.equal(locals_of(ours), locals_of(theirs))
+
+
 def test_sparseloco_without_decay_forgets_what_it_did_not_send() -> None:
     """beta = 0 is no error feedback, bitwise; beta = 0.95 is another run."""
     forgets = small("sparseloco", feedback_decay=0.0)

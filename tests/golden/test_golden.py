@@ -1,7 +1,8 @@
 """Golden trajectories: the numbers that each method gave when it was accepted.
 
 The oracles say what is right; these notice any change, of the parts that no oracle covers too (4-bit codes, ranks, adaptive
-choices). `pytest tests/golden --write-golden` rewrites them; CONTRIBUTING says when that is allowed.
+choices). The inner optimizer is SGD for all. `pytest tests/golden --write-golden` rewrites them; CONTRIBUTING
+says when that is allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SETTINGS = small(
         "dilocox": {"rank": 2},
         "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
     }
-) | {"sparseloco": {"top_k": 5}}
+) | {"sparseloco": {"top_k": 5}, "muloco": {}}
 
 
 def trajectory(name: str) -> list[list[float]]:

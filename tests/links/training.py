@@ -29,7 +29,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "dilocox": {"sync_interval": 2, "rank": 1},
     "cocodc": {"sync_interval": 4, "num_fragments": 2, "overlap_steps": 1, "sends_per_interval": 2},
 }
-NEWER: dict[str, dict[str, Any]] = {"sparseloco": {"sync_interval": 2, "top_k": 4}}
+NEWER: dict[str, dict[str, Any]] = {
+    "sparseloco": {"sync_interval": 2, "top_k": 4},
+    "muloco": {"sync_interval": 2},
+}
 EXACT = ("diloco", "co2")
 """Methods that send outer gradients as they are, in one message."""
 

@@ -18,6 +18,14 @@ TOLERANCE = 2e-5
 """Largest difference between fp32 here and float64 there, of parameters of magnitude 1 over 60 steps or so."""
 
 
+Inner = Callable[[nn.Module, float], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The inner optimizer of most oracles."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
 def by_region(
     problem: Problem,
     config: OuterConfig | Method,
@@ -25,6 +33,7 @@ def by_region(
     observe: Callable[[Region], None] | None = None,
     virtual: VirtualLink | None = None,
     finish: bool = False,
+    inner: Inner = sgd,
 ) -> RegionTrajectory:
     """The package's own run of the problem: (theta, Theta) of every region after every inner step.
 
@@ -35,18 +44,20 @@ def by_region(
         observe: called in every region after every inner step.
         virtual: the link, where simulated time matters.
         finish: whether the run is finished, and the last entry is what that leaves.
+        inner: makes the inner optimizer of a model, with a learning rate.
     """
     shapes = shapes or [(-1,)] * len(problem.sizes)
 
     def build(index: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         pieces = zip(problem.start(), shapes, strict=True)
         model = Blocks(torch.tensor(vector, dtype=torch.float32).view(shape) for vector, shape in pieces)
-        return model, torch.optim.SGD(model.parameters(), lr=problem.eta(1))
+        return model, inner(model, problem.eta(1))
 
     def live(region: Region) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
         states = []
         for step in range(1, problem.T + 1):
-            region.optimizer.param_groups[0]["lr"] = problem.eta(step)
+            for group in region.optimizer.param_groups:
+                group["lr"] = problem.eta(step)
             vectors = list(region.model.parameters())
             gradients = problem.gradient(region.index, step, [numpy_of(v).ravel() for v in vectors])
             for vector, gradient in zip(vectors, gradients, strict=True):
@@ -76,10 +87,11 @@ def trajectory(
     shapes: Sequence[tuple[int, ...]] | None = None,
     observe: Callable[[Region], None] | None = None,
     virtual: VirtualLink | None = None,
+    inner: Inner = sgd,
 ) -> Trajectory:
     """`by_region` for methods whose Theta is common: it has to be equal in all regions, bit for bit."""
     found = []
-    for locals_, thetas in by_region(problem, config, shapes, observe, virtual):
+    for locals_, thetas in by_region(problem, config, shapes, observe, virtual, inner=inner):
         for theta in thetas[1:]:
             assert all(np.array_equal(a, b) for a, b in zip(theta, thetas[0], strict=True)), "Theta differs"
         found.append((locals_, thetas[0]))

@@ -7,10 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from hf_cocodc.parts.codecs.codebook import Codebook
+from hf_cocodc.run.muon import muon
 from hf_cocodc.settings import OuterConfig
 from tests.oracles.diloco import diloco
+from tests.oracles.muloco import muloco
 from tests.oracles.package import TOLERANCE, assert_equal, trajectory
 from tests.oracles.problem import distance, make_problem
 from tests.oracles.sparseloco import sparseloco, two_bits
@@ -32,6 +35,38 @@ def test_sparseloco_follows_its_oracle(num_regions: int, k: int, decay: float) -
     oracle = sparseloco(problem, SHAPES, 7, 0.8, k, decay)
     assert_equal(trajectory(problem, config, SHAPES), oracle)
     assert distance(oracle, diloco(problem, 7, 0.8, 0.0)) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("num_regions", [1, 3])
+def test_muloco_follows_its_oracle(num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MuLoCo's local and global params equal the nested loops of the paper at every step of three rounds.
+
+    torch's Muon orthogonalises in bf16, in which no two machines need agree: here it is left in fp32.
+    """
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    shapes = [(6, 9), (8, 3), (5,)]
+    rates = [0.05 * (1 - step / 40) for step in range(21)]
+    problem = make_problem(num_regions, [54, 24, 5], T=21, lr=rates, seed=num_regions)
+    config = OuterConfig(method="muloco", sync_interval=7, codec="fp32")
+    oracle = muloco(problem, shapes, 7, 0.7, 0.6)
+    assert_equal(trajectory(problem, config, shapes, inner=lambda model, lr: muon(model, lr=lr)), oracle)
+    assert distance(oracle, diloco(problem, 7, 0.7, 0.6)) > 1000 * TOLERANCE
+
+
+def test_muloco_sends_four_bits() -> None:
+    """Its codec is the one of the block coders' oracle, and with it the run ends near the one without."""
+    problem = make_problem(2, [54, 24, 5], T=21, lr=0.05, seed=0)
+    shapes = [(6, 9), (8, 3), (5,)]
+    [fp32, int4] = [
+        trajectory(
+            problem,
+            OuterConfig(method="muloco", sync_interval=7, **settings),  # type: ignore[arg-type]
+            shapes,
+            inner=lambda model, lr: muon(model, lr=lr),
+        )
+        for settings in ({"codec": "fp32"}, {})
+    ]
+    assert 0 < distance(fp32, int4) < 0.2
 
 
 def test_two_bits_are_their_oracle() -> None:
