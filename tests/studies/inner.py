@@ -1,0 +1,108 @@
+"""The training of a region in a study: its model, its inner optimizer, and the loss on held-out text."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.training import building
+
+from .text import VOCABULARY
+
+
+def arguments_of(recipe: Recipe) -> Any:
+    """The `TrainingArguments` of a recipe, for the CPU. Raises InputError if a value is refused."""
+    from transformers import TrainingArguments
+
+    here = {"use_cpu": True, "report_to": "none"}
+    recipe = dataclasses.replace(recipe, training={**recipe.training, **here})
+    return building.arguments(recipe, TrainingArguments)
+
+
+class Inner:
+    """A model with random weights, and its inner optimizer.
+
+    As in Trainer, vectors have no weight decay, gradients are clipped at `max_grad_norm`, and the learning rate follows
+    `lr_scheduler_type`.
+
+    Args:
+        recipe: says which model, and all settings of the inner optimizer.
+        seed: of the weights.
+        kind: adamw, or muon: Muon for the matrices of the layers, with AdamW's learning rate, and AdamW for the others.
+
+    Attributes:
+        step: inner steps of the run so far.
+    """
+
+    def __init__(self, recipe: Recipe, seed: int, kind: str = "adamw") -> None:
+        from transformers import get_scheduler
+
+        torch.manual_seed(seed)
+        self.model = building.model(recipe, VOCABULARY)
+        self.model.train()
+        self._given, self._kind = arguments_of(recipe), kind
+        self.step = 0
+        self.restart()
+        steps, warmup = self._given.max_steps, self._given.get_warmup_steps(self._given.max_steps)
+        schedule = get_scheduler(self._given.lr_scheduler_type, self.optimizers[0], warmup, steps)
+        self._factor = schedule.lr_lambdas[0]
+
+    def restart(self) -> None:
+        """Begin with a fresh inner optimizer, as a process that has just been started."""
+        given = self._given
+        params = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        muons = [
+            each for name, each in params if self._kind == "muon" and ".layers." in name and each.ndim == 2
+        ]
+        taken = {id(each) for each in muons}
+        others = [each for _, each in params if id(each) not in taken]
+        groups = [
+            {"params": [each for each in others if each.ndim > 1], "weight_decay": given.weight_decay},
+            {"params": [each for each in others if each.ndim <= 1], "weight_decay": 0.0},
+        ]
+        betas = given.adam_beta1, given.adam_beta2
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(groups, lr=given.learning_rate, betas=betas, eps=given.adam_epsilon, fused=True)
+        ]
+        if muons:
+            same = {"lr": given.learning_rate, "weight_decay": given.weight_decay}
+            self.optimizers.append(torch.optim.Muon(muons, **same, adjust_lr_fn="match_rms_adamw"))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next inner step."""
+        return float(self._given.learning_rate * self._factor(self.step))
+
+    def train(self, batch: Tensor) -> float:
+        """One inner step on a batch (sequences, tokens); returns the learning rate that it used."""
+        rate = self.lr
+        loss_of(self.model, batch).backward()
+        if self._given.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._given.max_grad_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        return rate
+
+
+def loss_of(model: nn.Module, blocks: Tensor) -> Tensor:
+    """The mean loss of the next token over blocks (sequences, tokens), in nats."""
+    logits = model(input_ids=blocks).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), blocks[:, 1:].flatten())
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, blocks: Tensor) -> float:
+    """The mean loss of the next token over all blocks, in nats."""
+    model.eval()
+    losses = [loss_of(model, part).item() * len(part) for part in blocks.split(32)]
+    model.train()
+    return sum(losses) / len(blocks)

@@ -1,0 +1,62 @@
+"""The picture of a study: differences with their intervals, and loss against bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .conduct import Found
+from .spec import Study
+from .tables import Row, rows_of
+
+COLOUR, GREY = "#1f77b4", "#888888"
+
+
+def draw(study: Study, found: Found, path: Path) -> None:
+    """Two panels for each cell: the difference of each arm to the reference; its loss against the bytes that it sends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cells = {cell: rows for cell in study.cells if (rows := rows_of(study, found, cell))}
+    if not cells:
+        return
+    height = sum(1.2 + 0.3 * len(rows) for rows in cells.values())
+    figure, panels = pyplot.subplots(
+        len(cells), 2, figsize=(11, max(height, 3)), squeeze=False, layout="constrained"
+    )
+    for (left, right), (cell, rows) in zip(panels, cells.items(), strict=True):
+        _differences(left, study, rows)
+        _bytes(right, rows)
+        left.set_title(cell or study.title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _differences(panel: Any, study: Study, rows: list[Row]) -> None:
+    compared = [row for row in rows if row.to_reference is not None]
+    for place, row in enumerate(compared):
+        assert row.to_reference is not None
+        colour = COLOUR if row.to_reference.decides else GREY
+        panel.errorbar(
+            row.to_reference.mean, place, xerr=row.to_reference.half, fmt="o", color=colour, capsize=3
+        )
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(compared)), [row.arm for row in compared], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel(f"loss less {study.reference}, nats; interval at {study.confidence:.0%}", fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _bytes(panel: Any, rows: list[Row]) -> None:
+    for row in rows:
+        if row.loss is not None:
+            panel.errorbar(row.megabytes, row.loss.mean, yerr=row.loss.half, fmt="o", color=COLOUR, capsize=3)
+            panel.annotate(
+                row.arm, (row.megabytes, row.loss.mean), (4, 4), textcoords="offset points", fontsize=6
+            )
+    panel.set_xscale("log")
+    panel.set_xlabel("MB sent by region 0", fontsize=8)
+    panel.set_ylabel("loss, nats per byte", fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)

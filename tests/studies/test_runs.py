@@ -1,0 +1,120 @@
+"""One run of a study: all arms begin alike and see the same batches; absences and the probe do what they say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_cocodc.errors import InputError
+from tests.studies import training
+from tests.studies.absences import Absences
+from tests.studies.inner import Inner
+from tests.studies.toys import settings
+
+ARMS: dict[str, dict[str, Any]] = {
+    "data-parallel": {"study__data_parallel": True},
+    "diloco": {},
+    "streaming": {"outer__method": "streaming", "outer__num_fragments": 2},
+    "eager": {"outer__method": "eager"},
+    "dilocox": {"outer__method": "dilocox"},
+    "cocodc": {
+        "outer__method": "cocodc",
+        "outer__num_fragments": 2,
+        "outer__sends_per_interval": 2,
+        "outer__overlap_steps": 1,
+    },
+}
+
+
+def test_arms_are_paired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a seed have the same first weights and train on the same batches in every arm; those of another seed do not."""
+    trained: dict[str, dict[int, list[Tensor]]] = {}
+    now: dict[int, list[Tensor]] = {}
+    train = Inner.train
+
+    def noted(inner: Inner, batch: Tensor) -> float:
+        now.setdefault(inner.step, []).append(batch)
+        return train(inner, batch)
+
+    monkeypatch.setattr(Inner, "train", noted)
+    starts = set()
+    for arm, changes in ARMS.items():
+        found = training.run(settings(**changes))
+        trained[arm], now = now, {}
+        starts.add((found["weights"], *found["batches"]))
+        assert all(math.isfinite(loss) for _, loss in found["curve"])
+    assert len(starts) == 1
+    for step in range(8):
+        (together,) = trained["data-parallel"][step]
+        for other in ARMS.keys() - {"data-parallel"}:
+            parts = sorted(batch.tolist() for batch in trained[other][step])
+            assert parts == sorted(part.tolist() for part in together.chunk(2))
+    found = training.run(settings(seed=2))
+    assert not {found["weights"], *found["batches"]} & set(next(iter(starts)))
+
+
+def test_one_region_whose_outer_step_changes_nothing_trains_like_data_parallel() -> None:
+    """Of two regions one is never there: DiLoCo with outer lr 1 ends where data-parallel training on the other's batches does.
+
+    Up to rounding: the global params less their difference to the local ones are not the local ones bit by bit.
+    """
+    absent: dict[str, Any] = {"study__absences": {"late": 1, "late_rounds": 9}}
+    regions, parallel = (training.run(settings(**absent, **each)) for each in ({}, ARMS["data-parallel"]))
+    assert regions["trained"] == parallel["trained"] == 0.5
+    for (_, mine), (_, theirs) in zip(regions["curve"], parallel["curve"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert regions["curve"] != training.run(settings())["curve"]
+
+
+def test_absences_leave_regions_and_follow_the_seed() -> None:
+    """Regions are lost at the given rate, never all of them, and the same ones with the same seed."""
+    given = {"rate": 0.5, "least": 2}
+    one, same, other = (Absences(given, 4, 400, 4, seed) for seed in (1, 1, 2))
+
+    def pattern(absences: Absences) -> list[list[bool]]:
+        return [[absences.here(region, step) for region in range(4)] for step in range(1, 401)]
+
+    assert pattern(one) == pattern(same) != pattern(other)
+    assert min(map(sum, pattern(one))) >= 2
+    assert 0.5 < one.trained < 0.95
+    with pytest.raises(ValueError, match="Known: rate, rounds"):
+        Absences({"rates": 1}, 4, 400, 4, 1)
+
+
+def test_a_merge_that_keeps_local_params_has_no_absences() -> None:
+    """A region that comes back must take the global params: other merges are refused."""
+    with pytest.raises(InputError, match="merge=replace"):
+        training.run(settings(outer__merge="additive", outer__overlap_steps=1, study__absences={"rate": 0.1}))
+
+
+@pytest.mark.parametrize("regions", [1, 2])
+def test_the_probe_redoes_inner_steps(regions: int) -> None:
+    """A region alone whose outer step changes nothing misses nothing; with others, replacing misses what was redone."""
+    flight: dict[str, Any] = {"outer__merge": "additive", "outer__overlap_steps": 3, "study__probe": True}
+    found = training.run(settings(regions__count=regions, **flight))["probe"]
+    assert set(found) == {
+        "last third"
+    }  # sent at 4 and 8; the first lands at 7, the second after the training
+    (part,) = found.values()
+    if regions == 1:
+        assert part["missing"] < 1e-3
+    else:
+        assert part["missing"] > 1e-3
+        assert part["replace error"] == pytest.approx(1 / part["missing"])
+        assert -1 <= part["adaptive cosine"] <= 1
+        assert part["fixed error"] == pytest.approx(1, abs=1e-3)
+
+
+def test_muon_trains_the_matrices_of_the_layers() -> None:
+    """With study.inner=muon, AdamW has the embedding and the vectors, Muon the rest, and both move their parameters."""
+    inner = training.Run(settings(study__inner="muon")).inner()
+    before = {name: param.detach().clone() for name, param in inner.model.named_parameters()}
+    adamw, muon = ([id(p) for g in each.param_groups for p in g["params"]] for each in inner.optimizers)
+    inner.train(torch.arange(32).view(2, 16))
+    for name, param in inner.model.named_parameters():
+        assert (id(param) in muon) == (".layers." in name and param.ndim == 2) != (id(param) in adamw)
+        assert not param.equal(before[name])

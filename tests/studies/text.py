@@ -1,0 +1,88 @@
+"""The text of a study: blocks of tokens, drawn so that every arm of a study trains on the same ones."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_cocodc.errors import InputError, shown
+from hf_cocodc.recipes.recipe import Recipe
+
+END = 256
+"""The token between two documents; the tokens below it are bytes."""
+VOCABULARY = 257
+
+
+@functools.cache
+def tokens(builtin: str | None, path: str | None, name: str | None, split: str, column: str) -> Tensor:
+    """The tokens (int16, one-dimensional) of all documents of a data set in a row, an `END` after each."""
+    from hf_cocodc.training.data import load_text
+
+    documents = load_text(builtin, path, name, split, column, streaming=False)[column]
+    parts: list[np.ndarray] = []
+    for each in documents:
+        parts += [np.frombuffer(each.encode(), np.uint8).astype(np.int16), np.array([END], np.int16)]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def digest_of(recipe: Recipe) -> str:
+    """A checksum of the text that a recipe trains on and is evaluated on."""
+    crc = 0
+    for split in (recipe.data.split, recipe.data.eval_split):
+        crc = zlib.crc32(_of(recipe, split).numpy().tobytes(), crc)
+    return f"{crc:08x}"
+
+
+def _of(recipe: Recipe, split: str) -> Tensor:
+    data = recipe.data
+    if recipe.tokenizer.builtin != "bytes":
+        raise InputError(
+            f"tokenizer.builtin={shown(recipe.tokenizer.builtin)}: a study reads text byte by byte. Use tokenizer.builtin: bytes."
+        )
+    return tokens(data.builtin, data.path, data.name, split, data.text_column)
+
+
+class Text:
+    """Batches and held-out blocks.
+
+    Each of M regions draws from its own M-th of the training text. A batch depends on the seed, the region and the inner step,
+    and on nothing else: data-parallel training, whose batch is those of all regions together, sees the same tokens.
+
+    Args:
+        recipe: says which text, and how long a block is.
+        regions: M.
+        seed: of the run.
+        batch_size: blocks in the batch of a region.
+    """
+
+    def __init__(self, recipe: Recipe, regions: int, seed: int, batch_size: int) -> None:
+        self._train, self._held_out = (
+            _of(recipe, split) for split in (recipe.data.split, recipe.data.eval_split)
+        )
+        self._block, self._eval_blocks = recipe.data.block_size, recipe.data.eval_blocks or 64
+        self._regions, self._seed, self._batch_size = regions, seed, batch_size
+
+    def batch(self, region: int, step: int) -> Tensor:
+        """The batch (batch_size, block_size) of a region in an inner step, counted from 1."""
+        length = len(self._train) // self._regions
+        first = region * length
+        generator = torch.Generator().manual_seed((self._seed * 1009 + region) * 1_000_003 + step)
+        starts = torch.randint(first, first + length - self._block, (self._batch_size,), generator=generator)
+        return torch.stack([self._train[start : start + self._block] for start in starts.tolist()]).long()
+
+    def held_out(self) -> Tensor:
+        """The held-out blocks (eval_blocks, block_size): the same ones for all seeds."""
+        starts = torch.linspace(0, len(self._held_out) - self._block, self._eval_blocks).long().tolist()
+        return torch.stack([self._held_out[start : start + self._block] for start in starts]).long()
+
+    def digest(self, region: int, steps: Sequence[int]) -> str:
+        """A checksum of a region's batches in some inner steps."""
+        crc = 0
+        for step in steps:
+            crc = zlib.crc32(self.batch(region, step).numpy().tobytes(), crc)
+        return f"{crc:08x}"
