@@ -168,6 +168,8 @@ class Traffic:
         """Land a transfer; returns the words of all regions that it carried.
 
         A mean that is not finite changes nothing, in any region: the next outer gradient has the transfer's inner steps again.
+        Not where a fragment is sent again before its transfer lands (`Schedule.back_to_back`): the landing before has set the
+        local params back, only the transfer has those inner steps, and with its mean they are lost.
         """
         with torch.profiler.record_function("hf_cocodc::land"):
             transfer, began = fragment.transfer_of(sent_at), self._link.clock()

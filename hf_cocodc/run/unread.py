@@ -131,7 +131,7 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
             journal.write(**told[-1])
 
     def hear(kind: str, facts: Mapping[str, Any]) -> None:
-        if kind in ("land", "void") and "members" in facts:
+        if kind == "land" and "members" in facts:
             attendance.landed(facts["sent_at"], facts["members"])
             return
         if kind not in ("epoch", "finish"):

@@ -95,6 +95,7 @@ def test_the_journal_tells_what_was_not_read(tmp_path: Path, caplog: pytest.LogC
     assert "Nobody reads that of region 2 until a region of this number joins" in caplog.text
     journal.write("start", step=0)
     journal.write("land", step=10, sent_at=10, members=[0, 1])
+    journal.write("void", step=11, sent_at=11, members=[0, 1])
     journal.write("epoch", step=12, members=[0])
     journal.write("land", step=20, sent_at=20, members=[0])
     until(20)
