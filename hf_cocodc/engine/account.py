@@ -180,6 +180,16 @@ class Account:
         facts = {"regions": fates, "norms": _shown(norms), "limit": verdict.limit}
         self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
 
+    def counts_less(self, step: int, fragment: int, region: int, norm: float, ordinary: float) -> None:
+        """The outer gradient that this region takes into its own global params at once is out of the ordinary."""
+        message = (
+            f"outer.guard: at step {step} the fresh outer gradient of region {region} for fragment {fragment} counts less in its "
+            f"own outer step: its norm of {norm:.3g} is {norm / ordinary:.3g} times the ordinary one. Look at its loss and "
+            "learning rate."
+        )
+        logger.warning(message)
+        self._record("note", step=step, message=message)
+
     def adopted(
         self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
     ) -> None:

@@ -44,14 +44,24 @@ class Guarding:
             return ""
         return self.verdict(transfer.reference, arrival).fates[arrival.members.index(self._region)]
 
-    def fresh(self, fragment: FragmentState, norm: float) -> float:
-        """What counts of an outer gradient of this norm that no other region judges."""
-        reference = self.reference(fragment)
-        return rules.share(self._guard, reference, norm) if self._guard and reference else 1.0
+    def fresh(self, fragment: FragmentState, norm: float, landing: Arrival) -> tuple[float, float]:
+        """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
+
+        As for a transfer, that is the larger of two medians; here of the history, and of the regions in the transfer that lands.
+        """
+        ordinary = self.reference(fragment)
+        if self._guard is None or not ordinary:
+            return 1.0, 0.0
+        limit = max(ordinary, _agreed(landing) or 0.0)
+        return rules.share(self._guard, limit, norm), limit
 
     def remember(self, fragment: FragmentState, arrival: Arrival) -> None:
         """A transfer has landed: its norm is part of what is ordinary from now on, unless most regions stood still."""
-        norms, weights = ([getattr(each, name) for each in arrival.trailers] for name in ("norm", "weight"))
-        now = rules.agreed(norms, weights)
+        now = _agreed(arrival)
         if self._guard is not None and now:
             fragment.norms = [*fragment.norms, now][-self._guard.history :]
+
+
+def _agreed(arrival: Arrival) -> float | None:
+    norms, weights = ([getattr(each, name) for each in arrival.trailers] for name in ("norm", "weight"))
+    return rules.agreed(norms, weights)

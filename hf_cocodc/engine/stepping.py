@@ -33,6 +33,7 @@ class Stepping:
         device: device of the outer state.
         fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, and the norm of that.
         guarding: says how much regions count.
+        tell: called with the norm of a fresh outer gradient that counts less, and with the ordinary norm.
 
     Attributes:
         is_ahead: whether steps are taken ahead. This has four conditions: transfers land later than they are sent; the outer
@@ -47,9 +48,10 @@ class Stepping:
         device: torch.device,
         fresh_outer_grad: Callable[[FragmentState], tuple[Tensor, float]],
         guarding: Guarding,
+        tell: Callable[[FragmentState, float, float], None],
     ) -> None:
         self._transform, self._link, self._fresh = method.outer, link, fresh_outer_grad
-        self._guarding = guarding
+        self._guarding, self._tell = guarding, tell
         self.is_ahead = steps_ahead(method, device, link.num_lanes)
 
     def ahead(
@@ -161,11 +163,14 @@ class Stepping:
         """The facts of a transfer that lands now, with those in which regions differ."""
         share, taken = self.own_share(transfer, arrival), transfer.taken
         fresh, norm = self._fresh(fragment)
+        counts, limit = self._guarding.fresh(fragment, norm, arrival)
+        if counts < 1:
+            self._tell(fragment, norm, limit)
         return replace(
             info,
             own_share=share,
             taken_share=share if taken is None else taken,
-            fresh_share=share * self._guarding.fresh(fragment, norm),
+            fresh_share=share * counts,
             own_outer_grad=transfer.outer_grad,
             fresh_outer_grad=fresh,
         )

@@ -72,7 +72,8 @@ class Traffic:
         self.inner_step = self.trained_at = 0
         self.shares = Shares(weights, link.is_elastic)
         self._guarding = Guarding(guard, link.region)
-        self._stepping = Stepping(method, link, device, self._fresh_outer_grad, self._guarding)
+        called = self._fresh_outer_grad, self._guarding, self._tell_of_fresh
+        self._stepping = Stepping(method, link, device, *called)
         self.is_ahead = self._stepping.is_ahead
         self.layout = UNKNOWN
         self.heard: list[Arrival] = []
@@ -286,6 +287,11 @@ class Traffic:
         return MergeInfo(
             sent_at=transfer.sent_at, landed_at=self.inner_step, flight_lr=flight_lr, total=self._link.total
         )
+
+    def _tell_of_fresh(self, fragment: FragmentState, norm: float, ordinary: float) -> None:
+        """The fresh outer gradient of this region counts less in its own outer step."""
+        index, region = fragment.fragment.index, self._link.region
+        self._account.counts_less(self.inner_step, index, region, norm, ordinary)
 
     def _fresh_outer_grad(self, fragment: FragmentState) -> tuple[Tensor, float]:
         """Global minus local as they are now, and its norm; zero if this region's local params are not finite."""

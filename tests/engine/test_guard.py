@@ -143,6 +143,33 @@ def test_a_clipped_region_counts_less() -> None:
     assert reached < 0.1
 
 
+@pytest.mark.parametrize(("factor", "says"), [(4.0, False), (100.0, True)])
+def test_a_fresh_outer_gradient_is_held_against_the_regions_now(
+    factor: float, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With eager updates. All regions go four times as fast from one round to the next, twice: that is no fault of one."""
+
+    def live(guard: Guard | None, region: int, link: Link) -> tuple[list[tuple[str, dict[str, Any]]], Tensor]:
+        method = from_config(OuterConfig(method="eager", sync_interval=3))
+        events: list[tuple[str, dict[str, Any]]] = []
+        note = lambda kind, **facts: events.append((kind, facts))  # noqa: E731
+        model = Blocks(torch.zeros(48).split(16))
+        sync = Synchronizer(model, method, link, record=note, guard=guard)
+        for step in range(45):
+            pace = factor ** max(0, step // 3 - 12)
+            for param in model.parameters():
+                param.detach().add_(0.01 * pace)
+            sync.step(0.03)
+        return events, params_of(model)
+
+    with caplog.at_level(logging.WARNING):
+        events, params = run_in_lockstep(2, functools.partial(live, GUARD))[0]
+    notes = [facts["message"] for kind, facts in events if kind == "note"]
+    assert bool(notes) == says == ("the fresh outer gradient of region 0" in caplog.text)
+    assert not [kind for kind, _ in events if kind == "guard"]
+    assert says != torch.equal(params, run_in_lockstep(2, functools.partial(live, None))[0][1])
+
+
 def test_what_all_regions_do_is_never_out_of_the_ordinary() -> None:
     """A learning rate a hundred times higher in all regions, for a round."""
 
