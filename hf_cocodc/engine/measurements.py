@@ -78,6 +78,11 @@ class Measurements:
             compression=arrival.trailers[0].compression,
         )
 
+    def correct(self, fragment: int, change: float) -> None:
+        """Take another region's change of a fragment, where regions have come apart."""
+        self.change[fragment] = change
+        self.agreed = self.agreed._replace(change=tuple(self.change))
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs, under the names in checkpoints."""
         return {name: getattr(self, name) for name in _SAVED} | {"stats": self.agreed._asdict()}

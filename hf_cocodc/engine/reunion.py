@@ -2,21 +2,24 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..links.base import Link
+from ..parts.guard import LONGEST_HISTORY
 from ..tensors.flat import tensors_in
 from .fragment import FragmentState
+from .measurements import Measurements
 from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 
-def reunite(link: Link, fragment: FragmentState, landed: Transfer) -> None:
-    """Take the lowest region's global params and outer state of a fragment.
+def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Measurements) -> None:
+    """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
 
     Processors that round differently drift apart by bits. A collective call of all regions, after the landing of a transfer that
     told of it.
@@ -32,10 +35,15 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer) -> None:
         "the global params of fragment %d differ between regions: all regions take region %d's.",
         *(fragment.fragment.index, link.parties[0]),
     )
-    numbers = torch.tensor(list(_numbers_in(fragment.outer)), dtype=torch.float64)
-    if numbers.numel():
-        link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves
-        fragment.outer = _with_numbers(fragment.outer, iter(numbers.tolist()))
+    index, norms = fragment.fragment.index, fragment.norms
+    history = [len(norms), *norms, *[0.0] * (LONGEST_HISTORY - len(norms))]
+    found = [*_numbers_in(fragment.outer), measured.change[index], *history]
+    numbers = torch.tensor(found, dtype=torch.float64)
+    link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves
+    told = iter(numbers.tolist())
+    fragment.outer = _with_numbers(fragment.outer, told)
+    measured.correct(index, next(told))
+    fragment.norms = list(islice(told, int(next(told))))
     # Steps that were taken ahead, or would start from the landed one, have the old values: they are left to their landings.
     # A link's thread is no longer at these tensors, because the broadcasts came after all its earlier work.
     for transfer in (landed, *fragment.in_flight):

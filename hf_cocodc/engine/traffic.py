@@ -193,7 +193,7 @@ class Traffic:
                 self._stepping.without_step(fragment, transfer)
                 self._link.give(arrival.result.mean)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
-                reunite(self._link, fragment, transfer)
+                reunite(self._link, fragment, transfer, self._measured)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
             seconds = Seconds.of(arrival, blocked_s, began, self._link.clock())
             self._account.landed(self.inner_step, index, sent_at, arrival, seconds, verdict)

@@ -19,6 +19,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
+from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.outer import OuterState, OuterTransform, Step
 from hf_cocodc.resolve import from_config
@@ -112,7 +113,8 @@ def test_what_needs_the_training_thread_is_left_to_it() -> None:
         link.num_lanes = num_lanes
         method = dataclasses.replace(method_of(name), **changes)
         return Stepping(
-            method, link, device, lambda fragment: (torch.zeros(0), 0.0), Guarding(None, 0)
+            *(method, link, device, lambda fragment: (torch.zeros(0), 0.0), Guarding(None, 0)),
+            lambda fragment, norm, ordinary: None,
         ).is_ahead
 
     assert is_ahead("streaming", num_lanes=2) and is_ahead("co2")
@@ -152,22 +154,29 @@ def test_a_resume_does_not_end_the_chain() -> None:
 
 
 def drifted(name: str, at: int, run: Callable[..., list[Any]]) -> list[list[Tensor]]:
-    """What two regions hold at the end, if the global params of region 1 get other bits after step `at`."""
+    """What two regions hold at the end, if the global params of region 1, and the norms that it has heard, get other bits after
+    step `at`."""
     method = method_of(name)
 
     def body(index: int, link: Link) -> list[Tensor]:
         model = Blocks(START)
-        synchronizer = Synchronizer(model, method, link, digest_interval=1)
+        synchronizer = Synchronizer(model, method, link, digest_interval=1, guard=Guard())
         for step in range(1, STEPS + 1):
             train(model, index, step)
             synchronizer.step(0.05)
             if step == at and index == 1:
                 for fragment in synchronizer.fragments:
                     fragment.global_params.mul_(1 + 1e-6)
+                    fragment.norms = [1e-3, *fragment.norms]
+        known = [torch.tensor(fragment.norms) for fragment in synchronizer.fragments]
+        known += [
+            torch.tensor(synchronizer.measured.change),
+            torch.tensor(synchronizer.measured.agreed.change),
+        ]
         flats = [fragment.global_params.clone() for fragment in synchronizer.fragments]
         outer = [flat.clone() for each in synchronizer.fragments for flat in _values(each.outer)]
         synchronizer.finish()
-        return [*flats, *outer, params_of(model)]
+        return [*flats, *outer, *known, params_of(model)]
 
     return run(2, body)
 
@@ -187,7 +196,7 @@ def _values(state: dict[str, Any]) -> list[Tensor]:
 def test_regions_that_drift_apart_are_brought_back(
     name: str, at: int, run: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The next transfer tells of it; then global params and outer state are region 0's, also where the transfer after that
+    """The next transfer tells of it; then global params, outer state and norms are region 0's, also where the transfer after that
     one has been stepped ahead from the old values."""
     with caplog.at_level(logging.WARNING):
         mine, theirs = drifted(name, at, run)
@@ -242,7 +251,8 @@ def test_outer_transforms_say_what_they_ask_for() -> None:
 
 @pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
 def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
-    """Region 0's, at the start and where regions drift apart: its global params and its momentum travel to each other region."""
+    """Region 0's, at the start and where regions drift apart: its global params and its momentum travel to each other region;
+    and what it knows of the fragment, in fp64: its change, and how many norms there are, and these."""
 
     def body(index: int, link: Link) -> tuple[int, int]:
         model, landed = Blocks(START), [0]
@@ -264,4 +274,5 @@ def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
     model_bytes = 4 * sum(vector.numel() for vector in START)
     found = run(3, body)
     assert found[1:] == [(0, 0)] * 2
-    assert found[0] == (2 * model_bytes, 2 * (1 + 2) * model_bytes)
+    known = 8 * (1 + 1 + LONGEST_HISTORY)
+    assert found[0] == (2 * model_bytes, 2 * (1 + 2) * model_bytes + 2 * known)
