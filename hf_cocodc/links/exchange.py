@@ -11,6 +11,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from ..errors import RegionLostError, short
 from ..parts.codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
 from ..tensors.pools import Pool
 from .pairs import Pending
@@ -80,7 +81,12 @@ class Exchange:
             received = {other: self._take(self._inbox[other][index]) for other in view.others}
             payloads = [received.get(r, self._own[region][index]) for r in range(view.num_regions)]
             numel = piece.stop - piece.start
-            part = weighted_mean(payloads, shares, coder, numel, mean[piece], divisor)
+            try:
+                part = weighted_mean(payloads, shares, coder, numel, mean[piece], divisor)
+            except Exception:
+                for other in (other for other in view.others if shares[other]):  # whose payload is it?
+                    self._decode(other, received[other], numel)
+                raise
             for payload in received.values():
                 self._buffers.give(payload)
             if not self._whole:
@@ -92,7 +98,7 @@ class Exchange:
         for other in () if self._whole else view.others:
             for piece, expected in zip(self._pieces[other], self._means[other], strict=True):
                 payload = self._take(expected)
-                coder.decode(payload, piece.stop - piece.start, out=mean[piece])
+                self._decode(other, payload, piece.stop - piece.start, mean[piece])
                 self._buffers.give(payload)
         view.wait(self._sent, self._what)
         return Reply(mean, self._decode_own)
@@ -109,6 +115,18 @@ class Exchange:
         buffer, pending = expected
         self._view.wait([pending], self._what)
         return buffer
+
+    def _decode(self, other: int, payload: Tensor, numel: int, out: Tensor | None = None) -> None:
+        """Decode the payload of another region. Raises RegionLostError if it is none of the codec's."""
+        try:
+            self._coder.decode(payload, numel, out=out)
+        except Exception as error:
+            region = self._view.regions[other]
+            raise RegionLostError(
+                region,
+                f"what region {region} sent for {self._what} is no payload of the codec ({short(error, 200)}): it is damaged, or "
+                "the region has another version. Look at its last output, and start it again.",
+            ) from error
 
     def _send(self, other: int, payload: Tensor, tag: int, index: int) -> None:
         self._sent.append(self._view.send(other, payload, tag, index, self._what))

@@ -18,6 +18,9 @@ from .trailer import Trailer
 
 Bring = Callable[[Result, bool], Result]
 
+_MOST_BYTES = 1 << 30
+"""Bytes of entries that wait here for their calls before the log is read on: the rest waits at the donor, which has a limit."""
+
 
 class Asked:
     """A call that waits for its entry."""
@@ -47,6 +50,9 @@ class Asked:
 class Following:
     """Reads a log, and answers calls by it. Calls and entries of one name meet in their order.
 
+    While many entries wait for their calls, it reads no further; but it does for a call that waits for its entry, and until the
+    next marker has come. So whoever makes the inner steps up to a marker never waits for what is not read.
+
     Args:
         source: the items of the log, as they come; may block. If it ends or raises a LinkError, all calls without answer fail.
         explain: returns the error for such a call, from the error of the log; called when the call is waited for.
@@ -57,7 +63,7 @@ class Following:
         self._entries: dict[tuple[str, str], deque[Entry]] = {}
         self._asked: dict[tuple[str, str], deque[Asked]] = {}
         self._markers: deque[Marker] = deque()
-        self._skips = 0
+        self._skips = self._num_bytes = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name="hf_cocodc-follow", daemon=True)
@@ -67,13 +73,13 @@ class Following:
         """Ask for the next entry of this kind and name; returns at once."""
         asked = Asked(self._explain)
         with self._changed:
-            waiting = self._entries.get((kind, what))
-            if waiting:
-                asked.answer(waiting.popleft())
+            if (kind, what) in self._entries:
+                asked.answer(self._next(kind, what))
             elif self._error is not None:
                 asked.fail(self._error)
             else:
                 self._asked.setdefault((kind, what), deque()).append(asked)
+            self._changed.notify_all()
         return asked
 
     def next_marker(self, timeout_s: float | None = None) -> Marker | None:
@@ -91,15 +97,17 @@ class Following:
                 if left is not None and left <= 0:
                     return None
                 self._changed.wait(left)
+            self._changed.notify_all()
             return self._markers.popleft()
 
     def skip(self, submitted: int) -> None:
         """Forget the entries of calls up to this one: whoever asks for them has asked by now."""
         with self._changed:
             self._skips = max(self._skips, submitted)
-            for entries in self._entries.values():
+            for key, entries in list(self._entries.items()):
                 while entries and entries[0].op <= self._skips:
-                    entries.popleft()
+                    self._next(*key)
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Take no more items; all calls without answer fail."""
@@ -115,6 +123,7 @@ class Following:
         try:
             for item in self._source:
                 with self._changed:
+                    self._changed.wait_for(self._reads_on)
                     if self._error is not None:
                         return
                     self._take(item)
@@ -132,8 +141,24 @@ class Following:
         asked = self._asked.get(key)
         if asked:
             asked.popleft().answer(item)
+            if not asked:
+                del self._asked[key]
         elif item.op > self._skips:
             self._entries.setdefault(key, deque()).append(item)
+            self._num_bytes += item.num_bytes
+
+    def _next(self, kind: str, what: str) -> Entry:
+        """Take out the next entry of this kind and name."""
+        waiting = self._entries[kind, what]
+        entry = waiting.popleft()
+        if not waiting:
+            del self._entries[kind, what]
+        self._num_bytes -= entry.num_bytes
+        return entry
+
+    def _reads_on(self) -> bool:
+        is_needed = bool(self._asked) or not self._markers
+        return is_needed or self._num_bytes <= _MOST_BYTES or self._error is not None
 
 
 class FollowedMean:

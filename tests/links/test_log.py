@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from hf_cocodc.errors import LinkError
+from hf_cocodc.links import following as following_module
 from hf_cocodc.links.following import Following
 from hf_cocodc.links.log import Entry, Log, Marker, Sinks, from_plain, rows_of, to_plain
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.meeting.presence import Member
+from tests.links.memory import wait_until
 
 ENTRY = Entry(
     op=7,
@@ -147,3 +149,42 @@ def test_calls_and_entries_meet_by_their_names() -> None:
         unanswered.wait()
     with pytest.raises(LinkError, match="has ended"):
         following.next_marker(20.0)
+
+
+def test_entries_that_wait_take_no_more_memory_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit waits at the donor, whose log outgrows its limit and ends: so do the calls, after what has come."""
+    monkeypatch.setattr(following_module, "_MOST_BYTES", 2 * ENTRY.num_bytes)
+    log = Log(4 * ENTRY.num_bytes)
+    following = Following(log, lambda error: error)
+    for item in (MARKER, *(replace(ENTRY, op=op) for op in range(8, 12))):
+        assert log(item)
+    wait_until(lambda: following._num_bytes == 3 * ENTRY.num_bytes and not log._items)
+    assert [log(ENTRY) for _ in range(5)] == [True] * 4 + [False], "nobody reads the log"
+    assert following.next_marker(20.0) is MARKER
+    assert [following.ask("mean", ENTRY.what).wait().op for _ in range(4)] == [8, 9, 10, 11]
+    with pytest.raises(LinkError, match="has ended"):
+        following.ask("mean", ENTRY.what).wait()
+    assert not following._entries and not following._asked and not following._num_bytes
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["as it comes", "asked before"])
+def test_no_marker_and_no_call_waits_behind_the_bound(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is: a newcomer that makes the inner steps up to each marker follows to the end."""
+    monkeypatch.setattr(following_module, "_MOST_BYTES", 0)
+    log = Log(1 << 20)
+    following = Following(log, lambda error: error)
+    steps = range(1, 6)
+    for step in steps:
+        for fragment in range(3):
+            log(replace(ENTRY, op=3 * step + fragment, what=f"{fragment} of {step}"))
+        log(replace(MARKER, step=step))
+    asked = {}
+    for step in steps:
+        if ahead:  # as with an overlap: what is sent in this step lands in the next one
+            asked |= {each: following.ask("mean", each) for each in (f"0 of {step + 1}", f"2 of {step + 1}")}
+        marker = following.next_marker(20.0)
+        assert marker is not None and marker.step == step
+        for each in (f"{fragment} of {step}" for fragment in range(3)):
+            call = asked.pop(each, None) or following.ask("mean", each)
+            assert call._ended.wait(20.0), "it waits for what is not read"
+    following.fail(LinkError("the test is over"))
