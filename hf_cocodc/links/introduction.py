@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..meeting.store import peek
+from ..meeting.values import pause
 
 if TYPE_CHECKING:
     from .pairs import Connection, Pending
@@ -18,7 +19,6 @@ _ADDRESS_BYTES = 1024
 _LENGTH = 8
 """Bytes of a length in what gloo tells."""
 _LONGEST_NAME = 255
-_LONGEST_POLL_S = 0.02
 
 
 class Way(Protocol):
@@ -82,10 +82,9 @@ class AtStore:
     def hear(self, key: str) -> bytes:
         began = time.monotonic()
         while not (value := peek(self._store, key)):
-            waited_s = time.monotonic() - began
-            if waited_s > self._timeout_s:
+            if time.monotonic() - began > self._timeout_s:
                 raise TimeoutError(f"it did not come within {self._timeout_s:g} s")
-            time.sleep(min(waited_s / 16 + 1e-4, _LONGEST_POLL_S))
+            pause(began)
         self._store.delete_key(key)  # nobody else asks for it
         return value
 

@@ -16,11 +16,10 @@ from ..errors import CocodcError, LinkError, MeetingError
 from .sealed import check
 from .secret import Keys
 from .store import connect_store
-from .values import foreign, read_json
+from .values import foreign, pause, read_json
 
 T = TypeVar("T")
 
-_LONGEST_POLL_S = 0.02
 _CONNECT_S = 60.0
 _LAST_MOMENT_S = 2.0
 
@@ -33,7 +32,8 @@ class RegionStore:
         rank: this rank in its region.
         num_ranks: ranks of the region.
         server: the store itself, on the leader. It lives as long as this object.
-        keys: of the secret that all ranks of the region have; None if there is none.
+        keys: of this store alone, and equal in all ranks: what was recorded at another store is worth nothing here. None
+            without a secret.
 
     Attributes:
         heard: what the leader has told with its last call.
@@ -53,7 +53,7 @@ class RegionStore:
     ) -> None:
         self.rank, self.num_ranks = rank, num_ranks
         self._address, self._server = address, server
-        self._keys = None if keys is None else keys.of("inside")
+        self._keys = keys
         self._store = self.connect()
         check(self._store)
         self._turn = 0
@@ -93,18 +93,17 @@ class RegionStore:
 
     def _tell(self, said: dict[str, Any]) -> None:
         """Tell the other ranks that the leader's call has ended. After a failure, give them a moment to hear of it."""
-        key, until = f"ended/{self._turn}", time.monotonic() + _LAST_MOMENT_S
+        key, began = f"ended/{self._turn}", time.monotonic()
         self._store.set(key, json.dumps(said))
-        while "failure" in said and self._store.check([key]) and time.monotonic() < until:
-            time.sleep(_LONGEST_POLL_S)
+        while "failure" in said and self._store.check([key]) and time.monotonic() < began + _LAST_MOMENT_S:
+            pause(began)
 
     def _await(self, what: str) -> None:
         """Wait until the leader's call has ended; raise what it raised."""
         key, since = f"ended/{self._turn}", time.monotonic()
         try:
             while not self._store.check([key]):
-                # a short wait is ended in time, and a long one costs nothing
-                time.sleep(min((time.monotonic() - since) / 16 + 1e-4, _LONGEST_POLL_S))
+                pause(since)
             said = _said_in(self._store.get(key), key)
             if self._store.add(f"heard/{self._turn}", 1) == self.num_ranks - 1:
                 for done in (key, f"heard/{self._turn}"):

@@ -2,21 +2,24 @@
 
 A stranger who reaches the server sees no names, and cannot write a value that anyone believes: a value with a wrong tag counts as
 absent, and is replaced. A tag covers the key and the value. So a stranger can delete a value, or put back one that the same key
-has had; nothing more. Values can be read by who reaches the server: they are no secrets.
+has had; nothing more. All who reach the server can read values: they are no secrets.
 """
 
 import hmac
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from ..errors import LinkError, MeetingError
 from ..settings import ENV_SECRET
 from .secret import Keys
-from .values import number_of
+from .values import number_of, pause
+
+T = TypeVar("T")
 
 SEAL = "hf_cocodc/seal"
 """The only key that is never sealed: it says with which secret the store was begun."""
@@ -25,7 +28,6 @@ _SEALED = "sealed:"
 _TAG_CHARS = 32
 _NOTHING = "\0"
 _TRIES = 100
-_LONGEST_POLL_S = 0.02
 
 
 class SealedStore(dist.Store):
@@ -45,12 +47,8 @@ class SealedStore(dist.Store):
         self.below.set(self._name(key), self._seal(key, _bytes(value)))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value; waits for it."""
-        while True:
-            self.wait([key])
-            value = self._look(key)
-            if value is not None:  # else somebody has just deleted it
-                return value
+        """The value; waits for it. Raises like `wait`."""
+        return self._await(lambda: self._look(key), [key])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """See dist.Store: an empty `expected` means that there is none, or an empty one."""
@@ -89,16 +87,22 @@ class SealedStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Raises DistStoreError if one of the keys is not there in time."""
-        began, most_s = time.monotonic(), (timeout or _timeout_of(self.below)).total_seconds()
-        while not self.check(keys):
-            waited_s = time.monotonic() - began
-            if waited_s > most_s:
-                names = ", ".join(self._path(key) for key in keys)
-                raise dist.DistStoreError(f"wait timeout after {most_s:g} s, keys: {names}")
-            time.sleep(min(waited_s / 16 + 1e-4, _LONGEST_POLL_S))
+        self._await(lambda: self.check(keys) or None, keys, timeout)
 
     def delete_key(self, key: str) -> bool:
         return self.below.delete_key(self._name(key))
+
+    def _await(
+        self, look: Callable[[], T | None], keys: Sequence[str], timeout: timedelta | None = None
+    ) -> T:
+        """Look until there is something, and return it."""
+        began, most_s = time.monotonic(), (timeout or _timeout_of(self.below)).total_seconds()
+        while (found := look()) is None:
+            if time.monotonic() - began > most_s:
+                names = ", ".join(self._path(key) for key in keys)
+                raise dist.DistStoreError(f"wait timeout after {most_s:g} s, keys: {names}")
+            pause(began)
+        return found
 
     def _look(self, key: str) -> bytes | None:
         """The value now; None if there is none of ours."""
@@ -156,7 +160,7 @@ def check(store: dist.Store, begins: bool = True) -> None:
 
     Args:
         store: of this process.
-        begins: whether this process begins a store that nobody has begun. Who only looks must not: a run may be about to.
+        begins: whether this process begins a store that nobody has begun. A command that only looks leaves that to a run.
 
     Raises:
         MeetingError: with another; in words.

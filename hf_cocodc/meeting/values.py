@@ -15,6 +15,15 @@ T = TypeVar("T")
 _MOST_DIGITS = 15
 _DEEPEST = 64
 _AGAIN_S = 60.0
+_LONGEST_POLL_S = 0.02
+
+
+def pause(began: float) -> None:
+    """Between two looks at a store, by a caller that began to look at this moment of the monotonic clock.
+
+    A short wait ends in time, and a long one costs nothing.
+    """
+    time.sleep(min((time.monotonic() - began) / 16 + 1e-4, _LONGEST_POLL_S))
 
 
 def foreign(key: str, found: object) -> MeetingError:

@@ -4,6 +4,7 @@ import atexit
 import json
 import logging
 import os
+import secrets
 import sys
 import time
 import weakref
@@ -291,5 +292,6 @@ def _region_store(accelerator: Accelerator, keys: Keys | None) -> RegionStore | 
     if accelerator.is_main_process:
         server = serve_store(here if host == here else everywhere)
         host = here
-    port = from_main(accelerator, server and server.port)
-    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server, keys)
+    port, token = from_main(accelerator, server and (server.port, secrets.token_hex(16)))
+    inside = None if keys is None else keys.of("inside", token)  # no other region and no other run has these
+    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server, inside)

@@ -18,6 +18,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
+from hf_cocodc.meeting.sealed import SealedStore
 from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.run import connect, hellos
 from hf_cocodc.run.about import About
@@ -34,7 +35,10 @@ ELSEWHERE = "203.0.113.1"  # reserved for examples: no machine has it
 def test_ranks_reach_the_store_of_their_region(
     master: str, on_this_machine: int, keys: Keys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one machine through the loopback, whatever the launcher calls the machine; on several at the leader's address."""
+    """On one machine through the loopback, whatever the launcher calls the machine; on several at the leader's address.
+
+    With keys of this store alone: what was recorded in another run is worth nothing in it.
+    """
     said: list[Any] = []
     monkeypatch.setattr(connect, "from_main", lambda accelerator, port: said.append(port) or said[0])
     monkeypatch.setenv("MASTER_ADDR", master)
@@ -48,6 +52,15 @@ def test_ranks_reach_the_store_of_their_region(
     assert leader is not None and other is not None
     assert leader.lead(lambda: "met", "the meeting") == "met"
     assert other.lead(lambda: "met", "the meeting") is None
+    if keys is not None:
+        said.clear()
+        again = connect._region_store(
+            SimpleNamespace(num_processes=2, process_index=0, is_main_process=True), keys
+        )
+        stores = leader._store, other._store, again._store
+        assert all(isinstance(each, SealedStore) for each in stores)
+        first, same, new = (each.keys.tag() for each in stores)
+        assert first == same != new
 
 
 def outer(
