@@ -5,9 +5,14 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 # Before torch is loaded: on models this small its threads, which wait for each other by spinning, cost a quarter of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test asserts seconds. A case that failed can be made again on another machine.
+settings.register_profile("here", settings(deadline=None, print_blob=True))
+settings.load_profile("here")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them every process they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

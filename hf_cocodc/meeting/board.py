@@ -24,6 +24,8 @@ STALE_S = 5.0
 _LONGEST = 1000
 LOOK_BACK = 24
 """How many earlier tickets a process looks at: enough for the regions of a few runs."""
+_MOST_TICKETS = 1000
+"""How many of the newest tickets it looks at: whoever reaches a store without a secret can write any count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,8 @@ class Board:
             newest = newest_ticket(self._store)
             # a process that has just taken its ticket is not on the board yet
             first = self.ticket - LOOK_BACK if time.monotonic() - self._began_at < STALE_S else self.ticket
-            others = self.seen.keys() | set(range(max(first, 1), newest + 1)) - {self.ticket}
+            tickets = range(max(first, newest - _MOST_TICKETS + 1, 1), newest + 1)
+            others = self.seen.keys() | set(tickets) - {self.ticket}
             self._to_look_at.extend(sorted(others, reverse=True))
         while self._to_look_at:
             found = None
@@ -182,4 +185,4 @@ def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of its field's type, and no longer or larger than a region writes it."""
     if type(value) is not kind:
         return False
-    return not isinstance(value, int) or 0 <= value < MOST if kind is not str else len(value) <= _LONGEST
+    return not isinstance(value, int) or 0 <= value <= MOST if kind is not str else len(value) <= _LONGEST

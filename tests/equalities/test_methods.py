@@ -285,7 +285,7 @@ def test_every_part_can_be_replaced_on_its_own(method: str, parts: dict[str, Any
     assert torch.equal(first[-1][0], second[-1][0])
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True)
 @given(data=st.data())
 def test_adaptive_transmission_serves_every_fragment(data: st.DataObject) -> None:
     """Over random measured times and change rates every fragment is sent at least once in H steps (but for the wait for its

@@ -27,7 +27,7 @@ from tests.links.training import METHODS, Trained, check, method_of
 STEPS = 9
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     name=st.sampled_from(sorted(METHODS)),
     faults=st.lists(

@@ -143,7 +143,7 @@ def some_reports(draw: Any) -> list[Report]:
 
 
 @given(some_reports(), st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_invariants(reports: list[Report], chance: random.Random) -> None:
     """One decision, whatever the order; what anyone completed stands; no member misses another; each is in or out."""
     known = {member for each in reports for member in each.members}

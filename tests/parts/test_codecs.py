@@ -56,7 +56,7 @@ CODECS: dict[str, Codec] = {
     "feedback of lowrank": codecs.feedback(codecs.lowrank(1)),
     "feedback of topk_2bit": codecs.feedback(codecs.topk_2bit(40), decay=0.95),
 }
-quick = settings(derandomize=True, max_examples=40, deadline=None, database=None)
+quick = settings(derandomize=True, max_examples=40, database=None)
 sizes = st.integers(0, 1500)
 seeds = st.integers(0, 2**32)
 

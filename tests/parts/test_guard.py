@@ -80,7 +80,7 @@ def test_what_a_codec_adds_makes_no_mean_void() -> None:
     assert fed._replace(most=plain.most) == plain
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(
     rows=st.lists(st.tuples(NORMS, st.sampled_from([0.0, 1e-9, 0.3, 1.0])), min_size=1, max_size=8),
     ordinary=st.floats(0, 1e308),
@@ -105,7 +105,7 @@ def test_whatever_is_sent(rows: list[tuple[float, float]], ordinary: float, data
     assert shuffled.weights == tuple(verdict.weights[i] for i in order)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(sound=st.lists(st.floats(0.5, 2), min_size=2, max_size=5), wrong=st.lists(NORMS, max_size=4))
 def test_fewer_than_half_cannot_move_what_is_ordinary(sound: list[float], wrong: list[float]) -> None:
     """Whatever they send, it stays within the norms of the others."""

@@ -55,7 +55,7 @@ def test_strangers_change_no_number(
         found = weights(run)
     if sys.platform == "linux":
         assert sorted(answered[port] for port in ports)[:2] == [0, 0], "nobody reaches gloo"
-    assert max(answered.values()) == GARBAGE + HALF_OPEN, "the strangers were there"
+    assert max(answered.values()) > FEW_FILES, "the strangers were there, and more than one may keep"
     for ours, theirs in zip(found, undisturbed, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -45,7 +45,7 @@ def test_no_setting_is_fixed_that_follows_from_others(method: str) -> None:
         assert settings(changed).get("mixing_alpha") == settings(longer).get("mixing_alpha")
 
 
-@examples(deadline=None, max_examples=60)
+@examples(max_examples=60)
 @given(st.text(min_size=1, max_size=30), st.text(min_size=1, max_size=30))
 def test_any_name_is_read_as_it_was_given(model: str, data: str) -> None:
     try:
