@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError
-from ..meeting.heard import whole
+from ..meeting.heard import MOST_MEMBERS, whole
 from ..meeting.presence import Member
 from ..parts.codecs.base import CodecState
 from .records import ROW, to_row
 
-_MOST_MEMBERS = 1024
 _LONGEST_NAME = 1000
 """Characters of the name of a call."""
 _DEEPEST = 8
@@ -174,8 +173,8 @@ def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
     Raises:
         ValueError: they are not.
     """
-    found = tuple(itertools.islice(members, _MOST_MEMBERS + 1))
-    if len(found) > _MOST_MEMBERS or list(found) != sorted(set(found)):
+    found = tuple(itertools.islice(members, MOST_MEMBERS + 1))
+    if len(found) > MOST_MEMBERS or list(found) != sorted(set(found)):
         raise ValueError(f"{str(found)[:80]} are no members")
     return found
 

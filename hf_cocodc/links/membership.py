@@ -6,7 +6,6 @@ trailers. If all trailers of a transfer admit the same ticket, the newcomer is a
 """
 
 import logging
-import threading
 from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
@@ -19,14 +18,11 @@ from .following import Following
 from .log import Epoch, Item, Marker, Sink, Sinks
 from .op import Op
 from .ops import Ops, left_behind
-from .pairs import side_by_side
+from .pairing import Pairing
 from .roster import Roster
 from .terms import AUTO_GRACE_S, Events, Reach, State, Terms
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 8
-"""Members to which a newcomer connects at the same time."""
 
 
 class Membership:
@@ -56,12 +52,11 @@ class Membership:
         self._marker: Marker | None = None
         self._has_moved = False
         self._whys: dict[Member, str] = {}
-        self._paired = {member.region: member for member in reach.members or ()}
+        self._pairing = Pairing(reach, terms, lambda member: self._roster.paired(member))
         presence = self.presence
         presence.grace, presence.accept = self._grace, self._refusal
         presence.on_lost(self._missed)
         presence.on("connected", lambda member, hello: self._roster.came(member))
-        presence.on("pair", lambda member, content: self._pair_in_background(member))
         presence.on("ready", lambda member, content: self._roster.ready(member))
         presence.on("closed", lambda member, content: self._closed(member))
         self._agreement = reach.agree(self._freeze, self._decided)
@@ -104,7 +99,7 @@ class Membership:
         """Members at the last marker to which this newcomer is not connected: they came in after it had asked."""
         if self._marker is None or self.state is State.MEMBER:
             return []
-        reached = {member for member in self.presence.members if self._is_paired(member)}
+        reached = {member for member in self.presence.members if self._pairing.has(member)}
         there = (member for member in self._marker.members if member.ticket not in self.ops.lost)
         return [member for member in there if member != self.me and member not in reached]
 
@@ -146,10 +141,7 @@ class Membership:
         Raises:
             LinkError: they could not be made in time.
         """
-        wanted = [member for member in members if member != self.me and not self._is_paired(member)]
-        for member in wanted:
-            self.presence.tell(member, "pair")
-        side_by_side([partial(self._pair, member) for member in wanted], _AT_ONCE)
+        self._pairing.make(members)
 
     def follow(self, source: Iterable[Item]) -> None:
         """Answer calls from a log. The base is loaded."""
@@ -326,25 +318,6 @@ class Membership:
         """Why a newcomer must not connect; None if it may."""
         if self.state is not State.MEMBER:
             return f"region {self.me.region} is no member itself"
+        if hello["ticket"] in {0, *self.ops.lost}:
+            return f"ticket {hello['ticket']} is of no process that may come in: start it again"
         return self._roster.refuses(int(hello["region"]), self.ops.lost)
-
-    def _is_paired(self, member: Member) -> bool:
-        """Whether this member is connected to that one: not to an earlier process of its region."""
-        return self._paired.get(member.region) == member and member.region in self.wire.regions
-
-    def _pair(self, member: Member) -> None:
-        self.wire.drop(member.region)  # an earlier process of that region, which has left
-        low, high = sorted((self.me.ticket, member.ticket))
-        self.wire.connect(member.region, f"{self._terms.prefix}/pair/{low}-{high}", self._terms.store())
-        self._paired[member.region] = member
-
-    def _pair_in_background(self, member: Member) -> None:
-        def pair() -> None:
-            try:
-                self._pair(member)
-            except LinkError as error:  # a newcomer that cannot be reached must not disturb the run
-                logger.warning("region %d cannot come in yet: %s", member.region, error)
-            else:
-                self._roster.paired(member)
-
-        threading.Thread(target=pair, name="hf_cocodc-pair", daemon=True).start()

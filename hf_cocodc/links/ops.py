@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..errors import LeftBehind, LinkError, RegionLostError
+from ..meeting.heard import whole
 from ..meeting.presence import Member, Presence
 from .calls import Call
 from .op import Make, Op
@@ -19,6 +20,8 @@ from .wire import TAGS, Wire
 
 _OPS, _LOSSES = 1 << 20, 16
 """Numbers of calls, and of losses, after which tags begin again: long before that, their operations have ended."""
+_MOST_HAVES = 1000
+"""Attempts of which others say that they hold the result, at most."""
 
 
 class Ops:
@@ -267,10 +270,12 @@ class Ops:
         return op.stands or all(member.ticket in told for member in op.parties)
 
     def _hear(self, member: Member, content: dict[str, Any]) -> None:
+        key = whole(content.get("op")), whole(content.get("losses"))
         with self._changed:
-            key = int(content["op"]), int(content["losses"])
             if key[0] > self.done and key[1] >= self.losses:
                 self._haves.setdefault(key, set()).add(member.ticket)
+                if len(self._haves) > _MOST_HAVES:  # a newcomer hears some calls ahead, never so many
+                    del self._haves[max(self._haves)]
                 self._changed.notify_all()
 
     def _freeze(self) -> None:

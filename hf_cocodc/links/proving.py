@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import LinkError, short
-from ..meeting.proof import Proof
+from ..meeting.proof import Proof, Refused
 
 if TYPE_CHECKING:
     from .pairs import Connection
@@ -39,7 +39,7 @@ def proven(
         calls: whether this end speaks first.
 
     Raises:
-        LinkError: somebody else has answered each time.
+        LinkError: the other end has not proven itself in any try.
         RuntimeError: nobody has answered.
     """
     for number in range(_TRIES):
@@ -48,13 +48,18 @@ def proven(
             _talk(connection, proof, calls)
         except RuntimeError as error:
             why = short(error, 200)
+            if not isinstance(error, Refused):
+                why = f"it was silent for {PROOF_S:g} s, or has closed the connection: {why}"
             logger.warning(
-                "somebody else has answered a connection of this run: it is made once more (%s)", why
+                "the other end of a connection has not proven that it is of this run: the connection is made once more (%s)",
+                why,
             )
             connection.close()
         else:
             return connection, proof
-    raise LinkError(f"what answers does not prove that it has the secret of the run: {why}")
+    raise LinkError(
+        f"what answers does not prove that it has the secret of the run, in {_TRIES} tries: {why}"
+    )
 
 
 def _talk(connection: "Connection", proof: Proof, calls: bool) -> None:

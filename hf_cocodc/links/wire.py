@@ -34,6 +34,8 @@ END_OF_TAGS = 1 << 30
 _FIRST_TAGS = range(END_OF_TAGS, END_OF_TAGS + TAGS)
 """Tags of the first messages of a pair: no other view uses them."""
 _INTRODUCTIONS = _FIRST_TAGS.stop
+_MOST_ASKED = 64
+"""What regions.connections may ask for."""
 _THREADS = 16
 """The most connections that are made at the same time."""
 _CLOSING_S = 10.0
@@ -56,7 +58,7 @@ class Wire:
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
-        keys: of the run's secret: who connects proves that it has them. None without a secret.
+        keys: of the run's secret: both ends of a connection prove that they have them. None without a secret.
         encrypt: whether all that is sent is encrypted.
 
     Raises:
@@ -223,7 +225,8 @@ class Wire:
         rtt_s = first.round_trip_s()
         wanted = self._asked or min(connections_for(rtt_s, self._rate), room)
         mine = torch.tensor([wanted], dtype=torch.float64)
-        count = int(max(each.item() for each in first.swap(mine, "the number of connections")))
+        told = first.swap(mine, "the number of connections")
+        count = max(_count_in(each.item(), region) for region, each in zip(first.regions, told, strict=True))
         calls = [partial(pair.widen, index, _INTRODUCTIONS) for pair in pairs for index in range(count)]
         with self._connecting(list(found)):
             groups = side_by_side(calls, _THREADS)
@@ -236,10 +239,12 @@ class Wire:
 
     @contextlib.contextmanager
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:
+        whom = f"region {regions[0]}" if len(regions) == 1 else "the other regions"
         try:
             yield
+        except LinkError as error:  # it says itself what helps
+            raise LinkError(f"region {self.region} could not connect to {whom}: {error}") from error
         except (RuntimeError, TimeoutError, ValueError) as error:
-            whom = f"region {regions[0]}" if len(regions) == 1 else "the other regions"
             raise LinkError(
                 f"region {self.region} could not connect to {whom} from its address {self._address}: "
                 f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
@@ -254,3 +259,18 @@ def died(region: int, here: int, what: str) -> RegionLostError:
         f"region {region} closed its connection while region {here} waited for {what}: its process has died. Look at its last "
         "output, then start all regions again with --resume.",
     )
+
+
+def _count_in(told: float, region: int) -> int:
+    """The number of connections that a region asks for.
+
+    Raises:
+        RegionLostError: it is none that a region of this version asks for.
+    """
+    if told not in range(1, _MOST_ASKED + 1):
+        raise RegionLostError(
+            region,
+            f"region {region} asks for {told:g} connections, and a pair has 1 .. {_MOST_ASKED} (regions.connections): what it "
+            "sends cannot be believed. Look at its last output, and start it again.",
+        )
+    return int(told)

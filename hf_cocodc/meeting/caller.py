@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .channel import Channel
+from .heard import whole
 from .proof import Proof
 
 
@@ -12,7 +13,7 @@ class Member(NamedTuple):
 
     Attributes:
         region: the region's id.
-        ticket: a number that no other process of this run has.
+        ticket: a number that no other process of this run has; 0 in a run whose members never change.
     """
 
     region: int
@@ -47,6 +48,8 @@ class Caller:
 
 def member_in(said: Any) -> Member | None:
     """The member that a message names, if it is one."""
-    if isinstance(said, list) and len(said) == 2 and all(type(each) is int for each in said):
-        return Member(*said)
-    return None
+    try:
+        region, ticket = said
+        return Member(whole(region), whole(ticket))
+    except (TypeError, ValueError):
+        return None

@@ -213,7 +213,10 @@ class Callers:
             self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _make_room(self) -> None:
-        """For one more caller. Who is ours and has waited for long calls again; but who was welcomed may take itself for in."""
+        """Close the oldest caller that was not welcomed, if there are too many.
+
+        A member that has waited for long calls again. One that was welcomed may believe that it is in, and would not.
+        """
         theirs = [caller for caller in self._all if caller.is_theirs]
         if len(theirs) >= _MOST:
             self._end(min(theirs, key=lambda caller: caller.stage == "welcomed"))
@@ -236,7 +239,7 @@ class Callers:
             try:
                 caller.proof.hear(said)
             except Refused as error:
-                self._warn(f"ends a call: {error}")
+                self._warn(f"ends a call: {self._named(error, caller)}")
                 self._end(caller)
             else:
                 self._finish(caller)
@@ -249,8 +252,9 @@ class Callers:
                 try:
                     caller.proof.hear(said)
                 except Refused as error:
+                    named = self._named(error, caller)
                     reason = (
-                        f"what answers there does not prove that it is region {caller.member.region}: {error}"
+                        f"what answers there does not prove that it is region {caller.member.region}: {named}"
                     )
             if reason is None:
                 caller.channel.write(line_of(caller.proof.say({"kind": "here"})))
@@ -288,7 +292,7 @@ class Callers:
                 caller.proof = self._proof(member, self._me)
                 caller.proof.hear(said)
         except Refused as error:
-            return str(error)
+            return self._named(error, caller)
         # a greeting can be put back: with a secret, who is welcome twice has yet to prove that it is the one
         is_welcome = any(c.member == member and c.stage == "welcomed" for c in self._all)
         if self._knows(member) or (is_welcome and self._keys is None):
@@ -304,6 +308,11 @@ class Callers:
         except Exception as error:
             logger.exception("region %d cannot judge a newcomer", self._me.region)
             return f"{type(error).__name__}: {error}"
+
+    def _named(self, error: Refused, caller: Caller) -> str:
+        """Why a caller or callee is refused, with the numbers of both regions: the text is read in both."""
+        assert caller.member is not None
+        return error.naming(f"region {caller.member.region}", f"region {self._me.region}")
 
     def _finish(self, caller: Caller) -> None:
         assert caller.member is not None and caller.proof is not None

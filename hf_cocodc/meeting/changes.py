@@ -76,7 +76,8 @@ class Changes:
         self._lost: dict[Member, str] = {}
         self._reports: dict[Member, Report] = {}
         self._ahead = number
-        """Others know so many decisions."""
+        """Others say that they know so many decisions."""
+        self._ahead_since = 0.0
         self._written: Report | None = None
         self._reader = Reader()
         self._since = self._said_at = 0.0
@@ -109,19 +110,25 @@ class Changes:
     def refill(self) -> None:
         """Fill a store that came back empty with the decisions, and trust it once most members have. Call it now and then.
 
+        The newest decision is put back also where somebody has deleted it alone: else another one could take its place.
+
         Raises:
             StoreAwayError: the store does not answer.
         """
         born = self._identity()
-        if born == self._born or self.is_settling:
+        if self.is_settling or self._closed:
             return
-        for number, decision in sorted(self.decisions.items()):
+        known = sorted(self.decisions.items())
+        for number, decision in known[-1:] if born == self._born else known:
             if self._written_at(number, decision) != decision:
                 why = (
-                    "its store came back empty, and other regions have decided there without it who goes on."
+                    "its store came back empty, or what it wrote there was deleted, and other regions have decided there "
+                    "without it who goes on."
                 )
                 self._inbox.put(partial(self._fall_out, why))
                 return
+        if born == self._born:
+            return
         trusted = f"{self._run}/trusted/{born.decode(errors='replace')}"
         self._store.set(f"{trusted}/{self._me.ticket}", "1")
         everyone = {*self._presence.known, self._me}
@@ -147,7 +154,22 @@ class Changes:
         self._lost.update({member: why for member, why in lost.items() if member not in gone})
 
     def _expect(self, number: int) -> None:
+        if self._ahead <= self.number < number:
+            self._ahead_since = time.monotonic()
         self._ahead = max(self._ahead, number)
+
+    def _doubt(self) -> None:
+        """Others say that they know a decision that the store does not: believe it for a while only.
+
+        All decisions are at the store before anyone knows them. One that came back empty has them again once they refill it.
+        """
+        is_late = time.monotonic() - self._ahead_since > self._patience_s
+        if is_late and self._identity() == self._born:
+            logger.warning(
+                "region %d hears of decision %d on a loss, and nobody has made it: it goes on without.",
+                *(self._me.region, self.number),
+            )
+            self._ahead = self.number
 
     def _nothing(self) -> None:
         """It is time to look again."""
@@ -168,9 +190,9 @@ class Changes:
         if report.member != member:
             raise LinkError(f"{member} reports for {report.member}")
         if report.number < self.number:
-            for number in range(report.number, self.number):
-                if number in self.decisions:
-                    self._presence.tell(member, "decision", decision=to_plain(self.decisions[number]))
+            for number, decision in sorted(self.decisions.items()):
+                if number >= report.number:
+                    self._presence.tell(member, "decision", decision=to_plain(decision))
             return
         self._expect(report.number)
         if report.number == self.number:
@@ -193,6 +215,8 @@ class Changes:
                 self._collect()
                 if self._inbox.empty() and self._is_my_turn():  # a report may have come meanwhile
                     self._propose()
+            else:
+                self._doubt()
         except StoreAwayError as error:
             self._wait(f"{error} Who is lost is decided there: this waits until it is back.", "the store")
 
@@ -281,6 +305,7 @@ class Changes:
         self._written = self._ready_at = None
         self.number += 1
         self._expect(self.number)
+        self._ahead_since = time.monotonic()
         if self._me in decision.lost:
             self._closed = True
         self._decided(decision)

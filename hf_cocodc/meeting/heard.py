@@ -4,8 +4,10 @@ import ipaddress
 import re
 from typing import Any
 
-MOST = 1 << 53
-"""No count of ours is larger: so far fp64 holds whole numbers exactly."""
+MOST = (1 << 53) - 1
+"""No count of ours is larger: so far fp64 tells whole numbers apart."""
+MOST_MEMBERS = 1024
+"""No run has more."""
 
 
 def whole(said: Any, least: int = 0, most: int = MOST) -> int:
@@ -15,7 +17,7 @@ def whole(said: Any, least: int = 0, most: int = MOST) -> int:
     3
     >>> whole(True)
     Traceback (most recent call last):
-    ValueError: True is no whole number in 0 .. 9007199254740992
+    ValueError: True is no whole number in 0 .. 9007199254740991
 
     Raises:
         ValueError: it is something else.

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ..errors import LinkError, MeetingError, short
 from .board import TICKETS, newest_ticket
-from .heard import MOST, host_and_port
+from .heard import MOST, MOST_MEMBERS, host_and_port, whole
 from .sealed import mark, mark_again
 from .store import SteadyStore, StoreAwayError
 from .values import Reader, foreign, read_json, text_of
@@ -27,7 +27,6 @@ ALIVE_S = 8.0
 _NAMES = "hf_cocodc/runs"
 _MOST_BYTES = 1 << 16
 _LONGEST = 200
-_MOST_MEMBERS = 1024
 _APART = 1000
 """A store that has come back empty counts tickets on from so far behind the newest member's: no newcomer had a higher one."""
 
@@ -281,7 +280,7 @@ def _parsed(text: bytes, key: str) -> Record:
         record = Record(**_checked(content, Record))
     except (TypeError, KeyError, ValueError):
         raise foreign(key, text) from None
-    if not 0 < len(record.members) <= _MOST_MEMBERS:
+    if not 0 < len(record.members) <= MOST_MEMBERS:
         raise foreign(key, text)
     return record
 
@@ -293,7 +292,9 @@ def _checked(content: Any, kind: type) -> dict[str, Any]:
         value = given.get(each.name)
         if each.name in given and each.name != "members" and not isinstance(value, _KINDS[each.type]):
             raise TypeError(each.name)
-        if isinstance(value, (int, float)) and not -MOST < value < MOST:
+        if isinstance(value, int) and each.type is not float:
+            whole(value, -MOST if each.name == "behind" else 0)
+        elif isinstance(value, (int, float)) and not -MOST <= value <= MOST:
             raise ValueError(each.name)
         if isinstance(value, str) and each.name == "address":
             host_and_port(value)

@@ -42,8 +42,8 @@ class Presence:
         timeout_s: seconds of silence after which a member is lost.
         stuck_timeout_s: a member that is waited for, and alive, but makes no inner step for so many seconds is lost.
         patient: count a member as lost only while it is waited for.
-        keys: of the run's secret: who has not proven that it has them is refused, and what members tell each other cannot be
-            altered. None without a secret.
+        keys: of the run's secret: processes that do not prove that they have them are refused, and what members tell each other
+            cannot be altered. None without a secret.
         encrypt: whether it cannot be read either.
 
     Attributes:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import short
+from .heard import whole
 from .values import foreign, read_json, text_of
 
 NO: dict[str, Any] = {"step": 0, "reasons": []}
@@ -16,13 +17,9 @@ def reason_in(found: bytes, key: str) -> str:
 
 def promise_in(found: bytes, key: str) -> dict[str, Any]:
     told = read_json(found, key)
-    if (
-        not isinstance(told, dict)
-        or not _is_step(told.get("step"))
-        or not isinstance(told.get("reason"), str)
-    ):
+    if not isinstance(told, dict) or not isinstance(told.get("reason"), str):
         raise foreign(key, found)
-    return {"step": told["step"], "reason": short(told["reason"], _LONGEST)}
+    return {"step": _step_in(told, found, key), "reason": short(told["reason"], _LONGEST)}
 
 
 def decision_in(found: bytes, key: str) -> dict[str, Any]:
@@ -30,13 +27,14 @@ def decision_in(found: bytes, key: str) -> dict[str, Any]:
     reasons = told.get("reasons") if isinstance(told, dict) else None
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
         raise foreign(key, found)
-    if not _is_step(told.get("step")):
-        raise foreign(key, found)
-    return {"step": told["step"], "reasons": [short(reason, _LONGEST) for reason in reasons]}
+    return {"step": _step_in(told, found, key), "reasons": [short(reason, _LONGEST) for reason in reasons]}
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53
+def _step_in(told: dict[str, Any], found: bytes, key: str) -> int:
+    try:
+        return whole(told.get("step"))
+    except ValueError:
+        raise foreign(key, found) from None
 
 
 def decision_of(told: list[dict[str, Any]] | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The caller speaks first, then the callee, then the caller. Each message carries a tag over all that was said so far, and the
 first of each member a new random number. So no message can be altered, used again, or put into another conversation. The
 secret itself never travels. What follows on the connection has keys of its own; with encryption from a key exchange (X25519),
-so that who learns the secret later cannot read what was recorded.
+so that people who learn the secret later cannot read what they have recorded.
 """
 
 import hashlib
@@ -26,13 +26,26 @@ _GIVE = ": give every region the same (regions.secret_file, HF_COCODC_SECRET)"
 
 
 class Refused(LinkError):
-    """The other end has not proven that it has the secret; in words about "it", the other end."""
+    """The other end has not proven that it has the secret.
+
+    Args:
+        why: in words about {it}, the other end, and {here}, this one.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        super().__init__(self.naming("the other end", "this end"))
+
+    def naming(self, it: str, here: str) -> str:
+        """The reason, with these names of both ends: people at either end read it."""
+        return self._why.format(it=it, here=here)
 
 
 class Proof:
     """One end of a conversation. The ends `say` and `hear` in turns; the one that calls begins, and three messages complete it.
 
-    Without a secret the messages stay as they are.
+    Without a secret the messages stay as they are. What the conversation is about holds no epoch: the tickets of both members
+    stand for it. No two processes of a run have the same one, and a process that was lost is refused with its ticket.
 
     Args:
         keys: of the run's secret; None if this end has none.
@@ -73,24 +86,24 @@ class Proof:
         proof = message.get("proof")
         if self._keys is None:
             if proof is not None:
-                raise Refused(f"it has a secret, and this region has none{_GIVE}")
+                raise Refused(f"{{it}} has a secret, and {{here}} has none{_GIVE}")
             return
         if not isinstance(proof, str):
-            raise Refused(f"it has no secret{_GIVE}")
+            raise Refused(f"{{it}} has no secret, and {{here}} has one{_GIVE}")
         is_first = len(self._said) <= _FIRST_OF_EACH
         if is_first and ("public" in message) != self._encrypts:
-            raise Refused("of it and this region only one has regions.encrypt: make it equal everywhere")
+            raise Refused("of {it} and {here} only one has regions.encrypt: make it equal everywhere")
         try:
             self._said.append(_canonical({key: value for key, value in message.items() if key != "proof"}))
         except RecursionError:
-            raise Refused("it says what no member says") from None
+            raise Refused("{it} says what no member says") from None
         if not hmac.compare_digest(proof.encode(errors="replace"), self._tag().encode()):
             # the first message can be put back; those that follow answer a number that was never used before
             is_asked = len(self._said) == 2
             raise Refused(
-                f"its secret is another one{_GIVE}"
+                f"{{it}} has another secret than {{here}}{_GIVE}"
                 if is_asked
-                else "it repeats an old message, or has another secret"
+                else "{it} repeats an old message, or has another secret than {here}"
             )
         if is_first and self._encrypts:
             self._agree(message["public"])
@@ -125,7 +138,7 @@ class Proof:
                 _x25519().X25519PublicKey.from_public_bytes(bytes.fromhex(public))
             )
         except (TypeError, ValueError):
-            raise Refused("it gives no public key") from None
+            raise Refused("{it} gives no public key") from None
 
 
 def _canonical(message: Mapping[str, Any]) -> bytes:

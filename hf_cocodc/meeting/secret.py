@@ -15,7 +15,7 @@ from ..settings import ENV_SECRET, RegionConfig
 logger = logging.getLogger(__name__)
 
 _LEAST = 16
-"""Characters of a secret. Who has seen something that it signs can try secrets at any speed."""
+"""Characters of a secret. People who record a message with a tag can try secrets as fast as their machines compute."""
 _MOST = 4096
 _TAG_BYTES = 16
 _WAY_OUT = "Make one with `openssl rand -hex 32`, and give every region and the store the same"
@@ -36,12 +36,12 @@ class Keys:
         return cls(hmac.digest(b"hf_cocodc", secret.encode(), hashlib.sha256))
 
     def of(self, *names: object) -> "Keys":
-        """Keys for the purpose that the names describe. Who has them can compute neither these nor those for another purpose."""
+        """Keys for the purpose that the names describe. They reveal neither these keys nor the keys for another purpose."""
         info = _joined(str(name).encode() for name in names)
         return Keys(hmac.digest(self.raw, info + b"\1", hashlib.sha256))
 
     def tag(self, *parts: bytes) -> bytes:
-        """16 bytes that only who has the keys can make for these parts (HMAC with SHA-256)."""
+        """16 bytes for these parts, which nobody can make without the keys (HMAC with SHA-256)."""
         return hmac.digest(self._of_tags, _joined(parts), hashlib.sha256)[:_TAG_BYTES]
 
     @cached_property

@@ -12,9 +12,7 @@ from typing import Any
 
 from ..errors import LinkError
 from .caller import Member
-from .heard import whole
-
-_MOST_MEMBERS = 1024
+from .heard import MOST_MEMBERS, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +121,7 @@ def _from(kind: Any, plain: Any) -> Any:
     try:
         found = dict(plain)
         for name in ("lost", "members"):
-            if len(found[name]) > _MOST_MEMBERS:
+            if len(found[name]) > MOST_MEMBERS:
                 raise ValueError(name)
             found[name] = tuple(_member(each) for each in found[name])
         if "member" in found:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -261,6 +263,29 @@ def test_each_pair_agrees_on_its_connections(
         assert view.connections == pairs.MAX_CONNECTIONS
 
 
+@pytest.mark.parametrize("told", [math.nan, math.inf, 1e9, 0.0, -1.0, 2.5, 65.0])
+def test_a_number_of_connections_that_no_region_asks_for(
+    told: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end takes no memory for it, and names the region."""
+    wires = {region: Wire(region, timeout_s=20.0) for region in IDS[:2]}
+    swap, store = View.swap, serve_store("127.0.0.1")
+
+    def lying(view: View, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+        lies = what == "the number of connections" and view.regions[view.region] == IDS[0]
+        return swap(view, torch.full_like(own, told) if lies else own, what)
+
+    monkeypatch.setattr(View, "swap", lying)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(wires[one].connect, other, "2-5", store) for one, other in (IDS[:2], IDS[1::-1])]
+        for each in calls:
+            with pytest.raises(
+                RegionLostError, match=f"region 2 asks for {re.escape(f'{told:g}')} connections"
+            ):
+                each.result()
+    assert wires[5].regions == []
+
+
 def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> None:
     """How many connections the first regions agreed on is unknown to a region that comes later."""
     store, wires = serve_store("127.0.0.1"), {region: Wire(region, timeout_s=20.0) for region in range(3)}
@@ -282,6 +307,7 @@ def test_a_region_that_does_not_come_is_named() -> None:
 
 def test_threads_do_not_grow_with_pairs() -> None:
     """Neither with connections: gloo has one thread for all of them."""
+    gc.collect()  # connections of earlier tests
     before = _threads()
     wires = connected(connections=4)
     assert _threads() - before == len(wires)

@@ -247,6 +247,46 @@ def test_a_store_that_came_back_empty_serves_no_minority(caplog: pytest.LogCaptu
         assert B in eventually(lambda: everyone[B].decisions[1:])[0].lost
 
 
+def test_a_decision_that_was_deleted_is_put_back() -> None:
+    """So nobody else makes another one in its place. Whoever finds another one there falls out: it counts for the others."""
+    place = Place()
+    with parties(place.address, A, B, C) as everyone:
+        kill(everyone[C])
+        eventually(lambda: everyone[A].decisions and everyone[B].decisions)
+        store = SteadyStore(place.address)
+        text = store.peek("run-7/change/0").decode()
+        store.delete_key("run-7/change/0")
+        everyone[A].changes.refill()
+        assert store.peek("run-7/change/0").decode() == text
+        store.set("run-7/change/0", text.replace("[[0, 10], [1, 11]]", "[[2, 12]]"))
+        everyone[A].changes.refill()
+        assert eventually(lambda: everyone[A].decisions[1:])[0].lost == (A,)
+        everyone[A].changes.refill()
+        assert everyone[A].changes._inbox.empty(), "it has fallen out already"
+
+
+def test_decisions_that_nobody_has_made_are_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """A member that says it knows 2**50 of them: the next loss is decided all the same."""
+    with parties(Place().address, A, B, C) as everyone:
+        said = {**to_plain(everyone[B].freeze()), "number": 2**50}
+        everyone[B].presence.tell(A, "report", report=said)
+        eventually(lambda: everyone[A].changes._ahead == 2**50)
+        kill(everyone[C])
+        eventually(lambda: everyone[A].decisions and everyone[B].decisions)
+        assert everyone[A].decisions == everyone[B].decisions
+        assert "region 0 hears of decision 0 on a loss, and nobody has made it" in caplog.text
+
+
+def test_a_report_that_is_long_decided_costs_no_time() -> None:
+    """However many decisions there were: a newcomer believes the number that the store says."""
+    with parties(Place().address, A, B) as everyone:
+        changes = everyone[A].changes
+        changes.number = changes._ahead = 2**40
+        everyone[B].presence.tell(A, "report", report=to_plain(everyone[B].freeze()))
+        changes.begin({B: "late"})
+        eventually(lambda: changes.is_settling)
+
+
 def test_nonsense_changes_nothing() -> None:
     """Reports and decisions that are none, and reports in the name of another. Also such at the store."""
     place = Place()

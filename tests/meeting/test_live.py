@@ -21,6 +21,7 @@ from tests.meeting.records import process
 from tests.meeting.waiting import eventually
 
 RECORD = replace(records.RECORD, name="a/run")
+WRITTEN = asdict(RECORD)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,11 @@ def test_a_store_that_comes_back_empty_is_filled_again() -> None:
         '{"members": []}',
         '{"members": [{"region": "0", "ticket": 1, "address": "a"}]}',
         '{"members": 3}',
+        *(
+            json.dumps({**WRITTEN, "members": [{**WRITTEN["members"][0], name: value}]})
+            for name, value in (("region", -7), ("ticket", -1), ("ticket", 2**60), ("ticket", True))
+        ),
+        json.dumps({**WRITTEN, "epoch": -1}),
     ],
 )
 def test_what_no_region_has_written_is_said_so(text: str, store: SteadyStore) -> None:

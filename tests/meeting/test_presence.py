@@ -354,9 +354,9 @@ def test_members_with_a_secret_hear_each_other(encrypt: bool) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "reason"),
     [
-        (KEYS, Keys.from_secret("a long secret of others"), "its secret is another one"),
-        (KEYS, None, "it has no secret"),
-        (None, KEYS, "it has a secret, and this region has none"),
+        (KEYS, Keys.from_secret("a long secret of others"), "region 0 has another secret than region 1"),
+        (KEYS, None, "region 0 has no secret, and region 1 has one"),
+        (None, KEYS, "region 0 has a secret, and region 1 has none"),
     ],
 )
 def test_another_secret_is_refused_with_the_reason(ours: Keys, theirs: Keys, reason: str) -> None:

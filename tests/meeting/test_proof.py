@@ -55,16 +55,18 @@ def test_without_a_secret_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("caller", "callee", "reason"),
     [
-        (OTHERS, KEYS, "its secret is another one"),
-        (None, KEYS, "it has no secret"),
-        (KEYS, None, "it has a secret, and this region has none"),
+        (OTHERS, KEYS, "region 1 has another secret than region 0"),
+        (None, KEYS, "region 1 has no secret, and region 0 has one"),
+        (KEYS, None, "region 1 has a secret, and region 0 has none"),
     ],
 )
 def test_a_wrong_secret_is_refused_at_the_first_message(
     caller: Keys | None, callee: Keys | None, reason: str
 ) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(Refused) as caught:
         Proof(callee, ABOUT).hear(sent(Proof(caller, ABOUT).say({})))
+    assert caught.value.naming("region 1", "region 0").startswith(f"{reason}: give every region the same")
+    assert "the other end" in str(caught.value) and "this end" in str(caught.value)
 
 
 def test_an_old_conversation_is_of_no_use() -> None:
