@@ -46,9 +46,9 @@ def run(options: argparse.Namespace) -> int:
     if keys is None and not options.insecure and not is_loopback(options.host):
         raise InputError(
             f"--host {options.host} is reached by other machines, and whoever reaches a store without a secret can end or change "
-            "every run there. Make a secret with `openssl rand -hex 32 > secret; chmod 600 secret`, and give it here and to "
-            f"every region: --secret-file secret (regions.secret_file, or {ENV_SECRET}). On a network that is yours alone: "
-            "--insecure."
+            "every run there. Make a secret with `openssl rand -hex 32 > secret; chmod 600 secret`, and give it here "
+            f"(--secret-file secret, or {ENV_SECRET}) and to every region (regions.secret_file, or {ENV_SECRET}). On a network "
+            "that is yours alone: --insecure."
         )
     from ..meeting.sealed import mark, sealed
     from ..meeting.store import serve_store

@@ -169,7 +169,7 @@ def check(store: dist.Store, begins: bool = True) -> None:
     found = mark(store) if begins else _mark_in(_below(store).compare_set(SEAL, _NOTHING, _NOTHING))
     if found in (ours, ""):
         return
-    give = f"regions.secret_file (--secret-file) or {ENV_SECRET}"
+    give = f"regions.secret_file (where a command has no recipe: --secret-file) or {ENV_SECRET}"
     if ours == _OPEN and found.startswith(_SEALED):
         said = f"with a secret, and this process has none. Give it the same: {give}"
     elif found == _OPEN:
