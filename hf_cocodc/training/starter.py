@@ -25,7 +25,7 @@ _ON_TRAINING = {
     "gradient_accumulation_steps": "A region's batch is this times the line above, times its GPUs.",
     "optim": "The inner optimizer: Muon for matrices, AdamW for the rest.",
     "learning_rate": "For the inner optimizer, as for AdamW: what you would take in one place.",
-    "bf16": "Compute in bfloat16: true for a GPU that has it. A CPU cannot.",
+    "bf16": "Compute in bfloat16 (autocast): true for a GPU that has it.",
     "save_steps": "Checkpoints are exact: after a stop, the same command with --resume goes on.",
     "report_to": "Or tensorboard, trackio, wandb.",
 }
