@@ -19,7 +19,7 @@ def answer(name: str, region: int, leaves_alone: bool) -> str:
         if leaves_alone
         else "trains on until the others have heard of it; then all stop with a checkpoint"
     )
-    return f"{name}: region {region} {does}. A second signal ends this process at once.\n"
+    return f"{name}: region {region} {does}. A second Ctrl-C, or a SIGTERM after {TOGETHER_S:g} s, ends this process at once.\n"
 
 
 @contextlib.contextmanager

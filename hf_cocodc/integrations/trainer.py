@@ -57,7 +57,8 @@ class CoCoDCCallback(TrainerCallback):
 
     Each region writes under `{output_dir}/region-{r}`. `evaluate()`, `predict()` and `save_model()` use the global weights.
     `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region.
-    Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second signal ends this process at once.
+    Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second Ctrl-C, or a SIGTERM 5 s later, ends this
+    process at once.
 
     Args:
         config: the method and its settings; or a `Method` with a name, for a method of your own.

@@ -27,6 +27,8 @@ OF_EVERY_METHOD = (
 
 GUARD: dict[str, float] = {"clip": 5.0, "drop": 50.0, "history": 16}
 """The default of `outer.guard`."""
+_HISTORY = 8, 4096
+"""The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +227,10 @@ def guard_settings(given: Any) -> dict[str, float] | str:
             f"outer.guard: clip={found['clip']:g} and drop={found['drop']:g} must be finite, clip more than 1 and drop not less "
             "than clip. 1 is the ordinary norm."
         )
-    history = found["history"]
-    if not (8 <= history <= 4096 and history.is_integer()):
+    history, (least, most) = found["history"], _HISTORY
+    if not (least <= history <= most and history.is_integer()):
         raise InputError(
-            f"outer.guard: history={history:g} must be a whole number from 8 to 4096. With fewer landings nobody knows what is "
-            "ordinary."
+            f"outer.guard: history={history:g} must be a whole number from {least} to {most}. With fewer landings nobody knows "
+            "what is ordinary."
         )
     return found | {"history": int(history)}

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_cocodc.parts.guard import WARM_UP, Guard, agreed, believed, judge, reference
+from hf_cocodc.errors import InputError
+from hf_cocodc.parts.guard import LONGEST_HISTORY, WARM_UP, Guard, agreed, believed, judge, reference
+from hf_cocodc.settings import OuterConfig
 
 GUARD = Guard(clip=5, drop=50)
 NORMS = st.floats(0, 1e308) | st.just(math.inf)
@@ -70,6 +72,15 @@ def test_nobody_judges() -> None:
     ):
         assert not any(verdict.fates)
         assert verdict.divisor is None
+
+
+def test_the_settings_allow_what_the_guard_can_remember() -> None:
+    """Settings import no part, and name the bounds themselves."""
+    for history in (WARM_UP, LONGEST_HISTORY):
+        assert OuterConfig(guard={"history": history}).guard["history"] == history  # type: ignore[index]
+    for history in (WARM_UP - 1, LONGEST_HISTORY + 1):
+        with pytest.raises(InputError, match=f"from {WARM_UP} to {LONGEST_HISTORY}"):
+            OuterConfig(guard={"history": history})
 
 
 def test_what_a_codec_adds_makes_no_mean_void() -> None:

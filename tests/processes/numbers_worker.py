@@ -98,7 +98,7 @@ def live(
     step_s: float = 0.0,
     **regions: Any,
 ) -> dict[str, Any]:
-    """Train this region; region 1 suffers `fault`. Writes and returns what it has at the end."""
+    """Train this region; region 1 suffers `fault`, and later steps take `step_s`. Writes and returns what it has at the end."""
     region = int(os.environ["HF_COCODC_REGION"]) if link is None else link.region
     accelerator = Accelerator(cpu=True)
     model = llama(layers=2)
@@ -115,7 +115,8 @@ def live(
             accelerator.backward(model(input_ids=rows, labels=rows).loss)
             optimizer.step()
             optimizer.zero_grad()
-            take_time(home, step_s)
+            if run.inner_step >= BAD_STEP:
+                take_time(home, step_s)
             if region == 1 and run.inner_step + 1 == BAD_STEP:
                 harm(fault, run, model)
             run.step()

@@ -12,7 +12,8 @@ import torch
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.journal import read
-from tests.processes.forks import TIMEOUT_S, fork, region_env
+from tests.processes.coming_worker import HURRY, events
+from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
 from tests.processes.numbers_worker import BAD_STEP, STEPS, live
 
 SECRET = "a secret that nobody must read"
@@ -53,8 +54,10 @@ class Found:
         return [torch.load(self._folder / f"region-{r}.pt") for r in range(len(self.exit_codes))]
 
 
-def trained(folder: Path, fault: str | None, count: int, encrypt: bool = False, **changes: Any) -> Found:
-    """A run of so many regions, in which region 1 suffers a fault."""
+def trained(
+    folder: Path, fault: str | None, count: int, encrypt: bool = False, num_epochs: int = 0, **changes: Any
+) -> Found:
+    """A run of so many regions, in which region 1 suffers a fault; they hurry once they have seen so many epochs."""
     store = serve_store("127.0.0.1")
     env = {"HF_COCODC_SECRET": SECRET} if encrypt else {}
     body = functools.partial(live, encrypt=encrypt or None, **changes)
@@ -62,6 +65,8 @@ def trained(folder: Path, fault: str | None, count: int, encrypt: bool = False, 
         fork(body, str(folder), fault, log=folder / f"log-{r}.txt", **region_env(store, r, count), **env)
         for r in range(count)
     ]
+    wait_until(lambda: len(events(folder, 0, "epoch")) >= num_epochs, processes[0], folder / "log-0.txt")
+    (folder / HURRY).touch()
     for process in processes:
         process.join(TIMEOUT_S)
     return Found(folder, [process.exitcode for process in processes])
@@ -132,7 +137,7 @@ def test_altered_bits_of_what_is_encrypted_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_regions_that_may_be_lost_go_on_after_altered_bits(tmp_path: Path) -> None:
     """They lose the region that the bits came from; it comes back, and all end with equal weights."""
-    found = trained(tmp_path, "value", 3, encrypt=True, run="elastic", min=1, step_s=0.05)
+    found = trained(tmp_path, "value", 3, encrypt=True, run="elastic", min=1, step_s=1.0, num_epochs=3)
     assert found.exit_codes == [0] * 3, found.log(0)[-3000:]
     [_, lost, back] = found.events(0, "epoch")
     assert lost["members"] == [0, 2]
