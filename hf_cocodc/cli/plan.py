@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe, options.overrides)
     import_torch()
     from ..planning import choice, measured, speeds, table, written
+    from ..planning.flights import LinkFigures
     from ..planning.forecast import Subject, codecs_of
-    from ..planning.tcp import LinkFigures
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried

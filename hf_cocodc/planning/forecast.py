@@ -21,9 +21,10 @@ from ..settings import OuterConfig
 from ..tensors.pools import HOST
 from ..views.summary import data_parallel_bytes
 from .course import Course, Part, Work, course, mean
+from .flights import LinkFigures
 from .layers import SerialLine, layered
 from .speeds import Speeds
-from .tcp import LIMIT, TRIALS, Codes, LinkFigures, TcpLine, wanted_connections
+from .tcp import LIMIT, TRIALS, Codes, TcpLine, wanted_connections
 
 _SIDE, _LOW_RANK = 64, 4
 

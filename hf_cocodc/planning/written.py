@@ -12,8 +12,8 @@ from ..errors import InputError, short
 from ..recipes.files import read_recipe
 from ..recipes.reading import override_key
 from ..recipes.recipe import Recipe
+from .flights import MSS, MTU
 from .forecast import Forecast, Subject
-from .tcp import MSS, MTU
 
 _CHOSEN = (
     "method",

@@ -13,7 +13,7 @@ import pytest
 from hf_cocodc.bench.report import Report, read, write
 from hf_cocodc.cli.main import main
 from hf_cocodc.planning import choice, speeds, written
-from hf_cocodc.planning.tcp import MSS, MTU
+from hf_cocodc.planning.flights import MSS, MTU
 from hf_cocodc.recipes.recipe import Recipe
 from tests.planning.test_choice import SPEEDS
 

@@ -14,9 +14,9 @@ from hf_cocodc.methods import METHODS
 from hf_cocodc.newer import known
 from hf_cocodc.parts.choose import CODECS
 from hf_cocodc.planning import choice, laws, written
+from hf_cocodc.planning.flights import LinkFigures
 from hf_cocodc.planning.forecast import Subject
 from hf_cocodc.planning.speeds import Speeds
-from hf_cocodc.planning.tcp import LinkFigures
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, lost_steps
 from hf_cocodc.settings import OuterConfig
