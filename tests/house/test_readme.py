@@ -1,9 +1,10 @@
-"""Python that the README shows runs as it stands there."""
+"""Python that the README shows runs as it stands there, and every command that it shows has the options that it is given."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc.cli.main import parse
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -44,7 +46,9 @@ def test_flags_of_the_same_name_are_parsed_apart(
 ) -> None:
     """Each side gets its own, with and without the other side's."""
     monkeypatch.setattr(sys, "argv", ["my_script.py", *words.split()])
-    found: dict[str, Any] = {"Mine": Mine}
+    found: dict[str, Any] = {
+        each.__name__: each for each in (sys, HfArgumentParser, OuterConfig, RegionConfig, Mine)
+    }
     exec(block("flags"), found)
     assert found["mine"] == mine
     assert (found["outer"].method, found["outer"].rank) == (method, rank)
@@ -55,3 +59,41 @@ def test_together_they_are_refused() -> None:
     """As the README says: argparse does not take a name twice."""
     with pytest.raises(Exception, match="conflicting option string"):
         HfArgumentParser((Mine, OuterConfig, RegionConfig))
+
+
+def commands() -> list[list[str]]:
+    """The words of each line that calls hf-cocodc in a block of the README, without comments and variables of the shell."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+    blocks = "".join(text for language, text in fenced if language in ("", "bash")).replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ )?(hf-cocodc .*)$", blocks, flags=re.MULTILINE)
+    return [[w for w in shlex.split(line, comments=True)[1:] if not w.startswith("$")] for line in lines]
+
+
+def test_every_command_of_the_readme_is_one() -> None:
+    """Its options exist; and all commands are shown."""
+    found = commands()
+    for words in found:
+        assert callable(parse(words).run), words
+    names = {words[0] for words in found} | {" ".join(words[:2]) for words in found if words[0] == "bench"}
+    assert names >= {
+        "train",
+        "simulate",
+        "store",
+        "status",
+        "leave",
+        "recipe",
+        "plan",
+        "doctor",
+        "report",
+        *(f"bench {what}" for what in ("link", "codec", "outer", "wan")),
+    }
+
+
+def test_one_run_goes_from_nothing_to_training() -> None:
+    """Each command takes the file that an earlier one writes."""
+    block = README.partition("<!-- from nothing -->\n```bash\n")[2].partition("```")[0]
+    lines = [parse(shlex.split(line, comments=True)[1:]) for line in block.splitlines()]
+    _, new, link, plan, doctor, train = lines
+    assert plan.recipe == new.file and plan.link == link.json
+    assert str(plan.write) == doctor.recipe == train.recipe
+    assert link.store == doctor.store == train.store
