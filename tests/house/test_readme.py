@@ -62,11 +62,11 @@ def test_together_they_are_refused() -> None:
 
 
 def commands() -> list[list[str]]:
-    """The words of each line that calls hf-cocodc in a block of the README, without comments and variables of the shell."""
+    """The words of each line that calls hf-cocodc in a block of the README, without comments."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
     blocks = "".join(text for language, text in fenced if language in ("", "bash")).replace("\\\n", " ")
     lines = re.findall(r"^(?:\$ )?(hf-cocodc .*)$", blocks, flags=re.MULTILINE)
-    return [[w for w in shlex.split(line, comments=True)[1:] if not w.startswith("$")] for line in lines]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 def test_every_command_of_the_readme_is_one() -> None:
