@@ -15,12 +15,12 @@ def seventh(
     sync_interval: int = 50,
     outer_lr: float = 0.5,
     outer_momentum: float = 0.5,
-    codec: str | Codec = "bf16",
+    codec: str | Codec = "fp32",
 ) -> Method:
-    """Seventh: fragments take turns, travel for an inner step, and land with SlowMo's momentum and no mixing (2501.18512)."""
+    """Seventh: DiLoCo whose means travel for an inner step and land with SlowMo's momentum (2501.18512)."""
     return Method(
-        fragments=fragments.sequential(2),
-        schedule=schedules.staggered(sync_interval, 1),
+        fragments=fragments.whole(),
+        schedule=schedules.every(sync_interval, 1),
         codec=choose.codec(codec, error_feedback=False, rank=64),
         outer=outer.chain(momentum=outer.momentum(outer_momentum), lr=outer.scale(outer_lr)),
         merge=merges.additive(),
