@@ -11,7 +11,8 @@ from .reading import words_of
 from .recipe import Recipe
 
 OTHERS = {
-    "training": "Every field of `transformers.TrainingArguments`.",
+    "training": "Every field of `transformers.TrainingArguments`. `optim` may also be muon: AdamW then trains what is no matrix "
+    "in a block.",
     "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
 }
 """Sections whose keys another library documents."""

@@ -29,7 +29,7 @@ SETTINGS = small(
         "dilocox": {"rank": 2},
         "cocodc": {"num_fragments": 3, "overlap_steps": 3, "sends_per_interval": 4},
     }
-) | {"sparseloco": {"top_k": 5}, "muloco": {}}
+) | {"sparseloco": {"top_k": 5}, "muloco": {}, "radial": {"method": "diloco", "mean": "radial"}}
 
 
 def trajectory(name: str) -> list[list[float]]:
@@ -61,11 +61,11 @@ def trajectory(name: str) -> list[list[float]]:
             return torch.cat([vector.detach().reshape(-1).clone() for vector in region.model.parameters()])
         return torch.cat([state.global_params for state in region.synchronizer.fragments])
 
-    config = OuterConfig(method=name, sync_interval=8, **SETTINGS[name])
+    config = OuterConfig(**{"method": name, "sync_interval": 8, **SETTINGS[name]})
     return [tensor.tolist() for states in run(3, config, build, live)[:2] for tensor in states]
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", [*known(), "radial"])
 def test_the_numbers_are_still_the_same(name: str, request: pytest.FixtureRequest) -> None:
     """To rounding: other processors may sum norms in another order."""
     ours, file = trajectory(name), FOLDER / f"{name}.json"

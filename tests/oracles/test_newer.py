@@ -16,6 +16,7 @@ from tests.oracles.diloco import diloco
 from tests.oracles.muloco import muloco
 from tests.oracles.package import TOLERANCE, assert_equal, trajectory
 from tests.oracles.problem import distance, make_problem
+from tests.oracles.radial import radial_diloco
 from tests.oracles.sparseloco import sparseloco, two_bits
 
 SHAPES = [(70, 66), (9,), (3, 4, 5)]
@@ -67,6 +68,16 @@ def test_muloco_sends_four_bits() -> None:
         for settings in ({"codec": "fp32"}, {})
     ]
     assert 0 < distance(fp32, int4) < 0.2
+
+
+@pytest.mark.parametrize("num_regions", [1, 2, 3])
+def test_radial_means_follow_their_oracle(num_regions: int) -> None:
+    """DiLoCo with mean=radial: norms and directions of each parameter apart, at every step of four rounds."""
+    problem = make_problem(num_regions, [12, 7, 5], T=28, lr=0.05, seed=num_regions)
+    config = OuterConfig(method="diloco", sync_interval=7, outer_lr=0.6, outer_momentum=0.8, mean="radial")
+    oracle = radial_diloco(problem, 7, 0.6, 0.8)
+    assert_equal(trajectory(problem, config), oracle)
+    assert num_regions == 1 or distance(oracle, diloco(problem, 7, 0.6, 0.8)) > 1000 * TOLERANCE
 
 
 def test_two_bits_are_their_oracle() -> None:
