@@ -163,6 +163,20 @@ def test_the_guard_does_not_take_what_feedback_has_saved_up_for_a_fault() -> Non
     assert longest > 1.5
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_changes_no_bit(default: torch.dtype) -> None:
+    """A script may have set another one."""
+    fragment = Fragment(0, ("matrix",), ((70, 66),), 70 * 66)
+    codec, grad = codecs.feedback(codecs.topk_2bit(), 0.95), torch.linspace(-1, 1, 70 * 66).sin()
+    expected = transfer(codec, [grad], [codec.init(fragment)], fragment)[0].result.mean
+    torch.set_default_dtype(default)
+    try:
+        found = transfer(codec, [grad], [codec.init(fragment)], fragment)[0].result.mean
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_gloo_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
     """Three regions, each to both others; in lockstep the same mean."""
     shapes = ((70, 66), (9,), (300, 8))

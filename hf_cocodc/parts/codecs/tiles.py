@@ -35,7 +35,8 @@ class Tiled:
         return {}
 
     def converse(self, outer_grad: Tensor, fragment: Fragment, state: CodecState) -> Conversation:
-        chunks = torch.zeros(sum(each.count for each in _grids(fragment)), self.coder.block)
+        count = sum(each.count for each in _grids(fragment))
+        chunks = torch.zeros(count, self.coder.block, dtype=torch.float32)
         for view, grid, part in _parts(fragment, outer_grad, chunks):
             grid.cut(view, part)
         reply = yield Message(chunks.view(-1), self.coder)

@@ -46,7 +46,7 @@ class TopK:
 
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         payload = torch.empty(self.num_bytes(values.numel()), dtype=torch.uint8) if out is None else out
-        kept, positions = [torch.zeros(0)], [torch.zeros(0, dtype=torch.int64)]
+        kept, positions = [torch.zeros(0, dtype=torch.float32)], [torch.zeros(0, dtype=torch.int64)]
         for piece in values.split(max(1, _PIECE // self.block) * self.block):
             missing = -piece.numel() % self.block
             rows = (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(-1, self.block)
@@ -113,8 +113,9 @@ def topk(k: int = 64, chunk: int = 4096, bits: int = 8) -> Codec:
     With k = 64 of 4096 values and 8 bits, this is 0.040 bytes per value, sent once to each other region. Most of the outer
     gradient is lost: use topk only inside `feedback(topk(), decay=0.95)`, which sends the rest later.
 
-    Differs from the paper: a chunk is a run of values of the flat fragment; in the paper it is a 64 x 64 block of a matrix.
-    Values have 8 bits and the largest magnitude of the chunk as scale; in the paper they have 2 bits and a codebook.
+    Differs from the paper (`topk_2bit` is nearer to it): a chunk is a run of values of the flat fragment; in the paper it is a
+    64 x 64 block of a matrix. Values have 8 bits and the largest magnitude of the chunk as scale; in the paper they have 2 bits
+    and a codebook.
 
     Args:
         k: number of values kept per chunk.
