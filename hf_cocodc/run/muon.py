@@ -54,6 +54,9 @@ class MuonAdamW(torch.optim.Optimizer):
         groups = [{**each, "kind": kind} for kind, part in self._parts.items() for each in part.param_groups]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_parts": self._parts}  # what a copy needs, too
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both. `closure`: computes the loss anew, once.
 
@@ -99,7 +102,7 @@ def muon(
     `training: {optim: muon}`.
 
     Differs from the paper: its learning rate is scaled by sqrt(a / b), and is about 0.02. Experts that are stacked in one
-    tensor of three dimensions are left to AdamW.
+    tensor of three dimensions are left to AdamW; routers inside blocks are not.
 
     Args:
         model: before `accelerator.prepare`; only parameters with requires_grad are trained.

@@ -121,6 +121,15 @@ def test_its_state_goes_on_exactly() -> None:
     assert not torch.equal(train(model, [again], range(3, 6)), whole)
 
 
+def test_a_copy_takes_the_same_steps() -> None:
+    """With its model, and apart from the one that it was copied from."""
+    model = llama()
+    ours = muon(model, lr=1e-3)
+    train(model, [ours], range(2))
+    other, theirs = copy.deepcopy((model, ours))
+    assert torch.equal(train(model, [ours], range(2, 4)), train(other, [theirs], range(2, 4)))
+
+
 def test_a_step_may_compute_its_loss() -> None:
     """The closure is called once, with gradients."""
     model, tokens = llama(), batch(0, 0)
