@@ -31,7 +31,7 @@ def core_hours(runs: Iterable[Settings]) -> float:
         training, data_parallel = settings["training"], settings["study"].get("data_parallel", False)
         shape = [settings["model"], settings["data"]["block_size"], training["per_device_train_batch_size"]]
         regions = settings["regions"]["count"]
-        name = json.dumps([*shape, settings["study"].get("inner"), regions if data_parallel else 1])
+        name = json.dumps([*shape, training.get("optim"), regions if data_parallel else 1])
         if name not in timed:
             timed[name] = _step_s(settings, regions if data_parallel else 1)
         total += OVERHEAD * timed[name] * training["max_steps"] * (1 if data_parallel else regions)

@@ -25,7 +25,7 @@ def arguments_of(recipe: Recipe) -> Any:
 
 
 class Inner:
-    """A model with random weights, and its inner optimizer.
+    """A model with random weights, and its inner optimizer: AdamW, or Muon with AdamW if `training.optim` is muon.
 
     As in Trainer, vectors have no weight decay, gradients are clipped at `max_grad_norm`, and the learning rate follows
     `lr_scheduler_type`.
@@ -33,45 +33,38 @@ class Inner:
     Args:
         recipe: says which model, and all settings of the inner optimizer.
         seed: of the weights.
-        kind: adamw, or muon: Muon for the matrices of the layers, with AdamW's learning rate, and AdamW for the others.
 
     Attributes:
         step: inner steps of the run so far.
     """
 
-    def __init__(self, recipe: Recipe, seed: int, kind: str = "adamw") -> None:
+    def __init__(self, recipe: Recipe, seed: int) -> None:
         from transformers import get_scheduler
 
         torch.manual_seed(seed)
         self.model = building.model(recipe, VOCABULARY)
         self.model.train()
-        self._given, self._kind = arguments_of(recipe), kind
+        self._recipe, self._given = recipe, arguments_of(recipe)
         self.step = 0
         self.restart()
         steps, warmup = self._given.max_steps, self._given.get_warmup_steps(self._given.max_steps)
-        schedule = get_scheduler(self._given.lr_scheduler_type, self.optimizers[0], warmup, steps)
+        schedule = get_scheduler(self._given.lr_scheduler_type, self.optimizer, warmup, steps)
         self._factor = schedule.lr_lambdas[0]
 
     def restart(self) -> None:
         """Begin with a fresh inner optimizer, as a process that has just been started."""
         given = self._given
-        params = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        muons = [
-            each for name, each in params if self._kind == "muon" and ".layers." in name and each.ndim == 2
-        ]
-        taken = {id(each) for each in muons}
-        others = [each for _, each in params if id(each) not in taken]
+        params = [param for param in self.model.parameters() if param.requires_grad]
         groups = [
-            {"params": [each for each in others if each.ndim > 1], "weight_decay": given.weight_decay},
-            {"params": [each for each in others if each.ndim <= 1], "weight_decay": 0.0},
+            {"params": [each for each in params if each.ndim > 1], "weight_decay": given.weight_decay},
+            {"params": [each for each in params if each.ndim <= 1], "weight_decay": 0.0},
         ]
         betas = given.adam_beta1, given.adam_beta2
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(groups, lr=given.learning_rate, betas=betas, eps=given.adam_epsilon, fused=True)
-        ]
-        if muons:
-            same = {"lr": given.learning_rate, "weight_decay": given.weight_decay}
-            self.optimizers.append(torch.optim.Muon(muons, **same, adjust_lr_fn="match_rms_adamw"))
+        self.optimizer: torch.optim.Optimizer = building.inner_optimizer(
+            self._recipe, given, self.model
+        ) or torch.optim.AdamW(
+            groups, lr=given.learning_rate, betas=betas, eps=given.adam_epsilon, fused=True
+        )
 
     @property
     def lr(self) -> float:
@@ -84,11 +77,10 @@ class Inner:
         loss_of(self.model, batch).backward()
         if self._given.max_grad_norm:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._given.max_grad_norm)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.step += 1
         return rate
 

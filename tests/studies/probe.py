@@ -51,7 +51,7 @@ class Probe:
     def __init__(self, inner: Inner, text: Text) -> None:
         self._inner, self._text = inner, text
         self._again: Inner | None = None
-        self._sent, self._kept = False, dict[int, tuple[dict[str, Tensor], list[Any]]]()
+        self._sent, self._kept = False, dict[int, tuple[dict[str, Tensor], Any]]()
         self._landed: list[tuple[int, int]] = []
         self._trained: dict[str, Tensor] = {}
         self._rows: list[dict[str, Any]] = []
@@ -74,8 +74,7 @@ class Probe:
                 self._rows.append(self._measure(fragments[index], sent_at, step))
         self._landed = []
         if self._sent:
-            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self._inner.optimizers]
-            self._kept[step] = self._params(self._inner), states
+            self._kept[step] = self._params(self._inner), copy.deepcopy(self._inner.optimizer.state_dict())
             self._kept = dict(list(self._kept.items())[-KEPT:])
         self._sent = False
 
@@ -95,10 +94,10 @@ class Probe:
 
     @torch.no_grad()
     def _measure(self, state: FragmentState, sent_at: int, step: int) -> dict[str, Any]:
-        fragment, (params, optimizers) = state.fragment, self._kept[sent_at]
+        fragment, (params, saved) = state.fragment, self._kept[sent_at]
         new = fragment.views(state.global_params.clone())
         snapshot, local = fragment.views_of(params), fragment.views_of(self._trained)
-        again, rates = self._redo(params, optimizers, sent_at, step, fragment.views_of, new)
+        again, rates = self._redo(params, saved, sent_at, step, fragment.views_of, new)
         redone = fragment.views_of(again)
         info = MergeInfo(sent_at=sent_at, landed_at=step, flight_lr=sum(rates) / len(rates))
         additive = _joined([n + (x - s) for n, x, s in zip(new, local, snapshot, strict=True)])
@@ -116,7 +115,7 @@ class Probe:
     def _redo(
         self,
         params: dict[str, Tensor],
-        optimizers: list[Any],
+        saved: Any,
         sent_at: int,
         step: int,
         views: Any,
@@ -131,8 +130,7 @@ class Probe:
             param.copy_(params[name])
         for target, source in zip(views(held), new, strict=True):
             target.copy_(source)
-        for optimizer, saved in zip(again.optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(copy.deepcopy(saved))
+        again.optimizer.load_state_dict(copy.deepcopy(saved))
         again.step = sent_at
         with torch.enable_grad():
             rates = [again.train(self._text.batch(0, each)) for each in range(sent_at + 1, step + 1)]

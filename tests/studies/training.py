@@ -24,11 +24,10 @@ from .inner import Inner, held_out_loss
 from .probe import Probe
 from .text import Text
 
-STUDY: dict[str, Any] = {"data_parallel": False, "inner": "adamw", "absences": None, "probe": False}
+STUDY: dict[str, Any] = {"data_parallel": False, "absences": None, "probe": False}
 """The section `study` of a run's settings, which recipes do not have, with its defaults.
 
 - data_parallel: one model on the batches of all regions together; the section `outer` has no effect.
-- inner: adamw or muon.
 - absences: `Absences`; none by default.
 - probe: whether region 0 measures the merge against inner steps that are truly redone (`Probe`).
 """
@@ -79,7 +78,7 @@ class Run:
 
     def inner(self) -> Inner:
         """The model and the inner optimizer of a region, at the start."""
-        return Inner(self.recipe, self.seed, self.study["inner"])
+        return Inner(self.recipe, self.seed)
 
     def evaluate(self, model: torch.nn.Module, step: int) -> None:
         """Add a point to the run's curve; a loss that is not finite is None."""
