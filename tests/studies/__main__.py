@@ -75,15 +75,15 @@ def _study(options: argparse.Namespace, output: Path) -> int:
         )
         say(f"error: SPEC {options.spec!r} is not a file. Known: {known}.")
         return 2
-    study = spec.only(spec.read(path, options.quick), options.cells)
+    study = spec.read(path, options.quick)
+    chosen = spec.only(study, options.cells)
     made = made_by(study)
     lines = Lines(output / "runs.jsonl", say)
-    if options.tables:
-        found = found_in(study, lines, made)
-    else:
-        _announce(path, study, options.quick)
+    if not options.tables:
+        _announce(path, chosen, options.quick)
         until = time.monotonic() + 60 * options.minutes
-        found = conduct(study, lines, made, options.jobs, until, say)
+        conduct(chosen, lines, made, options.jobs, until, say)
+    found = found_in(study, lines, made)  # of all cells: those of earlier commands, too
     lines.close()
     if not any(found.compare.values()):
         say("no run of the comparison is there yet: no table.")

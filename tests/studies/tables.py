@@ -15,6 +15,9 @@ from .probe import MERGES
 from .spec import Changes, Study
 from .statistics import Interval, interval, paired, steps_to, tail_loss
 
+SHORT = {"outer.outer_lr": "lr", "outer.outer_momentum": "mu", "training.learning_rate": "inner lr"}
+"""Names of settings in tables."""
+
 
 class Row(NamedTuple):
     """An arm in the comparison of a cell. None where there is nothing to compare.
@@ -180,16 +183,12 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def told(chosen: Changes) -> str:
-    """A combination in a few words: the last parts of its names.
+    """A combination in a few words.
 
     >>> told({"outer.outer_lr": 0.7, "outer.outer_momentum": 0.9})
     'lr 0.7, mu 0.9'
     """
-    short = {"outer_lr": "lr", "outer_momentum": "mu", "learning_rate": "inner lr"}
-    names = {name: name.rpartition(".")[2] for name in chosen}
-    return (
-        ", ".join(f"{short.get(names[name], names[name])} {value:g}" for name, value in chosen.items()) or "-"
-    )
+    return ", ".join(f"{SHORT.get(name, name)} {value:g}" for name, value in chosen.items()) or "-"
 
 
 def shown(value: Interval | None, form: str, factor: float = 1.0) -> str:
@@ -275,10 +274,11 @@ def _sweep(study: Study, found: Found) -> list[str]:
                 and value in (min(each[name] for each, _ in tried), max(each[name] for each, _ in tried))
                 and not (name.endswith("momentum") and value == 0)
             ]
-        titles = tuple(told(chosen) for chosen, _ in tried)
+        names = ", ".join(SHORT.get(name, name) for name in tried[0][0])
+        titles = (names, *(", ".join(f"{value:g}" for value in chosen.values()) for chosen, _ in tried))
         groups.setdefault(titles, []).append([" ".join(filter(None, (cell, arm))), *cells])
     for titles, rows in groups.items():
-        lines += [*_table(["sweep", *titles], rows), ""]
+        lines += [*_table(titles, rows), ""]
     if edges:
         lines += [
             f"Best at an edge of the grid, so that a better one may lie outside: {'; '.join(edges)}.",
