@@ -87,7 +87,9 @@ def found_in(study: Study, lines: Lines, made: Made) -> Found:
                     (each, list(results(cell, arm, each, study.sweep_seeds).values()))
                     for each in combinations
                 ]
-                found.sweep[cell, arm] = [each for each in tried if each[1]]
+                begun = [each for each in tried if each[1]]
+                if begun:
+                    found.sweep[cell, arm] = begun
                 if all(len(made_so_far) == len(study.sweep_seeds) for _, made_so_far in tried):
                     found.best[cell, arm] = best_of(tried)
     for cell in study.cells:

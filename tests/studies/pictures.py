@@ -57,6 +57,8 @@ def _bytes(panel: Any, rows: list[Row]) -> None:
                 row.arm, (row.megabytes, row.loss.mean), (4, 4), textcoords="offset points", fontsize=6
             )
     panel.set_xscale("log")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter("")
     panel.set_xlabel("MB sent by region 0", fontsize=8)
     panel.set_ylabel("loss, nats per byte", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)

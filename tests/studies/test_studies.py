@@ -146,6 +146,21 @@ def test_cells_can_share_a_sweep(tmp_path: Path, made: list[dict[str, Any]]) -> 
     assert len(made) == 4 + 8
 
 
+def test_some_cells_can_be_made_alone(tmp_path: Path, made: list[dict[str, Any]]) -> None:
+    """The tables are of all cells that have runs; a cell that has none is left out, and an unknown one refused."""
+    whole = study(cells={"one": {}, "two": {"outer.rank": 3}})
+    lines = Lines(tmp_path / "a.jsonl", print)
+    conduct.conduct(spec.only(whole, ["two"]), lines, MADE, 1, float("inf"), lambda text: None)
+    assert all(run["outer"]["rank"] == 3 for run in made)
+    text = tables.page(whole, conduct.found_in(whole, lines, MADE), "command")
+    assert "## two" in text
+    assert "## one" not in text
+    assert "| two first | 1.601 | **1.101** |" in text
+    with pytest.raises(InputError, match="--cells 'three' is not known"):
+        spec.only(whole, ["three"])
+    lines.close()
+
+
 def test_intervals_are_those_of_a_table() -> None:
     """Student's t by hand: 2.776 for four degrees of freedom and 95 %, 4.303 for two, 12.706 for one."""
     assert interval([1, 2, 3, 4, 5], 0.95) == pytest.approx((3, 2.776445 * 2.5**0.5 / 5**0.5, 5))
