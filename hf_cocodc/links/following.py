@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
 from ..parts.codecs.base import Result
+from ..threads import NativeThread
 from .base import Arrival, Parcel
 from .calls import received
 from .log import Entry, Item, Marker, with_residuals
@@ -66,7 +67,7 @@ class Following:
         self._skips = self._num_bytes = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._read, name="hf_cocodc-follow", daemon=True)
+        self._thread = NativeThread(self._read, "hf_cocodc-follow")
         self._thread.start()
 
     def ask(self, kind: str, what: str) -> Asked:

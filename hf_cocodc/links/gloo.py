@@ -16,6 +16,7 @@ from ..meeting.presence import Member, Presence
 from ..meeting.sealed import within
 from ..meeting.secret import Keys
 from ..meeting.values import text_of
+from ..threads import NativeThread, at_rest
 from .base import Arrival, FixedSet, Handle, Parcel
 from .calls import BroadcastCall, GatherCall, MeanCall
 from .direct import DirectLink
@@ -98,7 +99,7 @@ class GlooLink(DirectLink, FixedSet):
         self._closed = False
         self._failure: LinkError | None = None
         self._presence.on_lost(self._give_up)
-        self._thread = threading.Thread(target=self._work, name="hf_cocodc-link", daemon=True)
+        self._thread = NativeThread(self._work, "hf_cocodc-link")
         self._thread.start()
 
     def mean(self, parcel: Parcel) -> Handle:
@@ -161,7 +162,7 @@ class GlooLink(DirectLink, FixedSet):
         return job
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             # after a failure the groups must not be used again: a late operation could match a new one
             if self._failure is not None:
                 job.fail(self._failure)
@@ -175,6 +176,10 @@ class GlooLink(DirectLink, FixedSet):
                 )
                 self.leave_note(str(self._failure))
                 job.fail(error)
+
+    def _next(self) -> "_Job | None":
+        with at_rest():
+            return self._jobs.get()
 
     def _give_up(self, member: Member, why: str) -> None:
         """A region that we wait for is lost. The link's thread may wait for it for ever: we abandon this thread."""

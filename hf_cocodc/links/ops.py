@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import LeftBehind, LinkError, RegionLostError
 from ..meeting.heard import whole
 from ..meeting.presence import Member, Presence
+from ..threads import NativeThread, at_rest
 from .calls import Call
 from .op import Make, Op
 from .view import View
@@ -174,9 +175,7 @@ class Ops:
         self._changed.notify_all()
 
     def _begin_to_work(self) -> None:
-        self._thread = threading.Thread(
-            target=self._work, args=(self._generation,), name="hf_cocodc-link", daemon=True
-        )
+        self._thread = NativeThread(self._work, "hf_cocodc-link", (self._generation,))
         self._thread.start()
 
     def _work(self, generation: int) -> None:
@@ -198,7 +197,8 @@ class Ops:
                     return self._ops[0]
                 if self._closing and not self._ops:
                     return None
-                self._changed.wait()
+                with at_rest():
+                    self._changed.wait()
             return None
 
     def _begin(self, op: Op, generation: int) -> tuple[View, Call] | None:

@@ -1,12 +1,12 @@
 """Connections for transfers between the members of an elastic run and the processes that come in."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import LinkError
 from ..meeting.presence import Member
+from ..threads import NativeThread
 from .pairs import side_by_side
 from .terms import Reach, Terms
 
@@ -59,7 +59,7 @@ class Pairing:
             finally:
                 self._asking.discard(member)
 
-        threading.Thread(target=connect, name="hf_cocodc-pair", daemon=True).start()
+        NativeThread(connect, "hf_cocodc-pair").start()
 
     def _connect(self, member: Member) -> None:
         self._wire.drop(member.region)  # an earlier process of that region, which has left

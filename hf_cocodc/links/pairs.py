@@ -4,11 +4,9 @@ If an operation fails or times out, gloo closes all connections of its group. A 
 dropped, and connected again, while the connections to other regions work on. It has no thread of its own.
 """
 
-import atexit
 import ctypes
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +19,7 @@ from ..meeting.cipher import Cipher
 from ..meeting.proof import Proof
 from ..meeting.sealed import within
 from ..meeting.secret import Keys
+from ..threads import NativeThread
 from .introduction import AtStore, Introduction, OnControl, Way
 from .proving import proven
 
@@ -36,12 +35,6 @@ _USABLE = 0.25
 connection that was idle or has lost a packet starts with far less."""
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
-
-_EXIT_S = 5.0
-"""How long the end of the interpreter waits for threads that wait in gloo."""
-_EXIT_POLL_S = 0.02
-_waiting: set[threading.Thread] = set()
-"""Threads that wait in gloo. One that wakes up while the interpreter ends would abort the process."""
 
 _abandoned: list[Any] = []
 """Connections that failed, for which a thread may still wait. They are kept for ever: their destructors would wait, too."""
@@ -85,11 +78,9 @@ class Connection:
         """Wait for an operation. Raises RuntimeError if it fails or does not end in time: then the connection has failed."""
         with self._lock:
             self._num_waiting += 1
-        _waiting.add(threading.current_thread())
         try:
             work.wait(timeout)
         finally:
-            _waiting.discard(threading.current_thread())
             with self._lock:
                 self._num_waiting -= 1
                 self._release()
@@ -235,14 +226,6 @@ def abandon(things: Iterable[Any]) -> None:
         _abandoned.append(thing)
 
 
-@atexit.register
-def _let_waits_end() -> None:
-    """Most threads that wait for a region wake up soon after this region has left it: when that one ends, too."""
-    until = time.monotonic() + _EXIT_S
-    while any(thread.is_alive() for thread in tuple(_waiting)) and time.monotonic() < until:
-        time.sleep(_EXIT_POLL_S)
-
-
 def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
     """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
 
@@ -277,7 +260,7 @@ def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
                 changed.notify()
 
     for _ in range(min(threads, left)):
-        threading.Thread(target=work, name="hf_cocodc-connect", daemon=True).start()
+        NativeThread(work, "hf_cocodc-connect").start()
     with changed:
         changed.wait_for(lambda: failures or not left)
     if failures:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..errors import LinkError, RegionLostError
 from ..meeting.cipher import check_encryption
 from ..meeting.secret import Keys
+from ..threads import NativeThread
 from .door import with_door
 from .pairs import (
     ASSUMED_RATE,
@@ -143,7 +144,7 @@ class Wire:
         with self._lock:
             pair = self._pairs.pop(region, None)
         if pair is not None:  # to close a connection takes a moment, more so if data are under way
-            closing = threading.Thread(target=pair.close, name="hf_cocodc-close", daemon=True)
+            closing = NativeThread(pair.close, "hf_cocodc-close")
             self._closing = [each for each in self._closing if each.is_alive()] + [closing]
             closing.start()
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ..threads import NativeThread
 from .promises import NO, decision_in, decision_of, promise_in, reason_in
 from .region_store import RegionStore
 from .sealed import within
@@ -140,9 +141,7 @@ class _Search:
         self._changed = threading.Condition()
         self._ended = threading.Event()
         calls = [self._work, *([self._listen] if ranks is not None and not self._follows else [])]
-        self._threads = [
-            threading.Thread(target=call, name="hf_cocodc-stopping", daemon=True) for call in calls
-        ]
+        self._threads = [NativeThread(call, "hf_cocodc-stopping") for call in calls]
         self.has_started = False
 
     def start(self, inner_step: int) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import InputError, LinkError, MeetingError, reason
+from ..threads import NativeThread
 from .addresses import is_loopback
 from .sealed import sealed
 from .secret import Keys
@@ -85,7 +86,7 @@ def connect_store(address: str, timeout_s: float, keys: Keys | None = None) -> d
         except RuntimeError as error:
             answer.put(error)
 
-    threading.Thread(target=connect, name="hf_cocodc-connect", daemon=True).start()
+    NativeThread(connect, "hf_cocodc-connect").start()
     try:
         found = answer.get(timeout=min(timeout_s, CONNECT_S))
     except queue.Empty:
@@ -176,7 +177,7 @@ class SteadyStore:
                 self._num_hanging -= hangs
                 answers.put(answer)
 
-        threading.Thread(target=run, name="hf_cocodc-ask", daemon=True).start()
+        NativeThread(run, "hf_cocodc-ask").start()
         with contextlib.suppress(queue.Empty):
             return self._value(answers.get(timeout=self.timeout_s))
         with self._lock:

@@ -24,6 +24,7 @@ from ..errors import LinkError
 from ..links.log import Log, to_plain
 from ..meeting.heard import host_and_port, whole
 from ..meeting.proof import Proof
+from ..threads import NativeThread
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
@@ -155,7 +156,7 @@ class Donation:
         self.over = False
         self._ended = threading.Event()
         self._last = "gone", "the region that sends the base has left the run"
-        self._thread = threading.Thread(target=self._serve, name="hf_cocodc-donor", daemon=True)
+        self._thread = NativeThread(self._serve, "hf_cocodc-donor")
         logger.info("a base of step %d for %s: %.1f MB.", step, to, num_bytes / 1e6)
         self._thread.start()
 

@@ -14,7 +14,7 @@ import hf_cocodc
 PACKAGE = Path(hf_cocodc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "tensors"),
+    ("errors", "tensors", "threads"),
     ("settings", "parts"),
     ("methods", "recipes"),
     ("newer",),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import subprocess
 import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -16,6 +19,7 @@ from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.connect import connect
 from tests.processes.forks import fork, rank_env
+from tests.processes.launching import environment
 from tests.toys import llama
 
 RANKS = 2
@@ -48,3 +52,54 @@ def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path) -> None:
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0] * RANKS, log.read_text()
+
+
+IN_A_CALL = """
+    import threading, time
+    from datetime import timedelta
+    import torch.distributed as dist
+    from hf_cocodc.threads import NativeThread
+
+    class SlowToGo:
+        "Keeps the interpreter busy with its own end."
+        def __del__(self, sleep=time.sleep):
+            sleep(2)
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inside = threading.Event()
+
+    def call():
+        inside.set()
+        try:
+            store.wait(["a key that nobody sets"], timedelta(seconds=1))
+        except RuntimeError:
+            pass
+
+    NativeThread(call, "call").start()
+    inside.wait()
+    kept = SlowToGo()
+"""
+AT_REST = """
+    import threading
+    from hf_cocodc import threads
+
+    threads._EXIT_S = 3600
+    resting = threading.Event()
+
+    def rest():
+        with threads.at_rest():
+            resting.set()
+            threading.Event().wait()
+
+    threads.NativeThread(rest, "rest").start()
+    resting.wait()
+"""
+
+
+@pytest.mark.parametrize("script", [IN_A_CALL, AT_REST], ids=["in_a_call", "at_rest"])
+def test_a_script_ends_well_whatever_its_threads_do(script: str) -> None:
+    """A call that returns while the interpreter ends would abort it; and a thread without work keeps nobody from the end."""
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(script)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr

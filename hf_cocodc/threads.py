@@ -1,0 +1,53 @@
+"""Daemon threads that call C++ code: operations of gloo, stores, tensors, and the destructors of all of these.
+
+If such a call returns while the interpreter ends, CPython before 3.14 ends the thread by unwinding its stack, which C++ forbids:
+the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads.
+"""
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_EXIT_S = 5.0
+"""How long the end of the interpreter waits for them."""
+_EXIT_POLL_S = 0.02
+
+
+class NativeThread(threading.Thread):
+    """A daemon thread that calls C++ code. It must end, or be at rest, soon after all links are closed.
+
+    Args:
+        target: what it does.
+        name: shown by debuggers.
+        args: of `target`.
+
+    Attributes:
+        at_rest: see the function of that name.
+    """
+
+    def __init__(self, target: Callable[..., Any], name: str, args: tuple = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+        self.at_rest = False
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[None]:
+    """Inside the block, the present thread waits for work, and calls no C++ code: the interpreter may end."""
+    thread = threading.current_thread()
+    assert isinstance(thread, NativeThread)
+    thread.at_rest = True
+    try:
+        yield
+    finally:
+        thread.at_rest = False
+
+
+@atexit.register
+def _let_them_end() -> None:
+    until = time.monotonic() + _EXIT_S
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, NativeThread)]
+    while any(thread.is_alive() and not thread.at_rest for thread in threads) and time.monotonic() < until:
+        time.sleep(_EXIT_POLL_S)
