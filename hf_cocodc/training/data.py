@@ -156,7 +156,7 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
     return blocks
 
 
-def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -> dict[str, list[Any]]:
+def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -> dict[str, Any]:
     import numpy as np
 
     # verbose=False: a document longer than the model's context needs no warning, because packing cuts it.
@@ -166,7 +166,7 @@ def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -
         encoded = tokenizer(batch[text_column][start : start + TOKENIZED_TOGETHER], **options)
         documents += [np.array([*ids, tokenizer.eos_token_id]) for ids in encoded["input_ids"]]
     tokens = np.concatenate(documents)
-    blocks = list(tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size))
+    blocks = tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size)
     return {"input_ids": blocks, "labels": blocks}
 
 
