@@ -90,15 +90,18 @@ def run(options: argparse.Namespace) -> int:
 
     if store is not None and has_company:
         check(connect_store(store, recipe.regions.timeout_s, keys))  # before anything is loaded
-    preflight(recipe, 1 if join else len(regions))
+    comes_back = (
+        store is not None and region is not None and recipe.regions.elastic and trains(recipe, store, region)
+    )
+    if not comes_back:  # one that comes back is missed: its own process checks the recipe
+        preflight(recipe, 1 if join else len(regions))
     if not part.is_told:
         warn_alone()
     server = serve_store("127.0.0.1") if store is None and has_company else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if server is not None and recipe.regions.elastic:
         print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
-    if address is not None and region is not None and recipe.regions.elastic:
-        join = trains(recipe, address, region) or join
+    join = join or comes_back
     if join:
         options.resume = False  # a region that joins takes the others' state
         overrides.append("regions.join=true")

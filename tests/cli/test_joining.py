@@ -76,6 +76,28 @@ def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
     assert options.launcher == ["--cpu"]
 
 
+@pytest.mark.parametrize("run_trains", [True, False])
+def test_a_region_that_comes_back_checks_its_recipe_only_once(
+    run_trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own process, because the others train without it meanwhile."""
+    checked: list[Recipe] = []
+    started: list[Recipe] = []
+
+    def start(options: Any, recipe: Recipe, *given: Any) -> int:
+        started.append(recipe)
+        return 0
+
+    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, here: checked.append(recipe))
+    monkeypatch.setattr(train, "trains", lambda *given: run_trains)
+    monkeypatch.setattr(train, "_train", start)
+    server = serve_store()
+    place = ["--region", "1", "--store", f"127.0.0.1:{server.port}"]
+    assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *ELASTIC, *place]) == 0
+    assert bool(started[0].regions.join) is run_trains
+    assert len(checked) == (0 if run_trains else 1)
+
+
 def a_region(region: int, error: tuple[str, int] | None) -> Any:
     log = io.BytesIO()
     log.name = f"region-{region}/log.txt"  # type: ignore[attr-defined]
