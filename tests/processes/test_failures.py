@@ -114,7 +114,9 @@ def test_ctrl_c_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_terminal_that_closes_before_there_is_anything_to_save(tmp_path: Path) -> None:
     """Launchers that have not started their ranks yet end at once, and none is lost. SIGHUP would end the command alone."""
-    run = start(tmp_path)
+    run = start(
+        tmp_path, first="import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+    )  # under nohup, too
     deadline = time.monotonic() + TIMEOUT_S
     while not (children := psutil.Process(run.pid).children()) and time.monotonic() < deadline:
         time.sleep(0.01)
