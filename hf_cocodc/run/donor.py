@@ -161,8 +161,10 @@ class Donation:
         self._thread.start()
 
     def close(self, kind: str = "gone", why: str = "the region that sends the base has left the run") -> None:
-        """End after what is in the log: because the newcomer is in the run ("in"), the run is over ("over"), or else."""
-        self._last = kind, why
+        """End after what is in the log: because the newcomer is in the run ("in"), the run is over ("over"), or else. The first
+        reason counts."""
+        if not self._ended.is_set():
+            self._last = kind, why
         self._ended.set()
         self.log.close()
 

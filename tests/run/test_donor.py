@@ -130,6 +130,25 @@ def test_the_end_of_the_run_is_told(donation: Donation, tmp_path: Path) -> None:
             next(base.items)
 
 
+def test_the_first_reason_to_end_counts(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region leaves a run that is over, before it has sent what is in the log: the newcomer hears that the run is over."""
+    has_left = threading.Event()
+
+    def slowly(quiet_s: float) -> Iterator[None]:
+        has_left.wait(PATIENCE_S)
+        return iter(())
+
+    monkeypatch.setattr(donation.log, "items", slowly)
+    with received(donation, tmp_path) as base:
+        donation.close("over", "all steps are made")
+        donation.close()
+        has_left.set()
+        with pytest.raises(RunOver, match="all steps are made"):
+            next(base.items)
+
+
 def test_a_donor_that_leaves_is_named(donation: Donation, tmp_path: Path) -> None:
     with received(donation, tmp_path) as base:
         donation.close()
