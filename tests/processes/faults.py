@@ -141,14 +141,21 @@ class Regions:
         found = [event["members"] for event in self.journal(region) if event["kind"] == "epoch"]
         return found[-1] if found else []
 
-    def until(self, holds: Callable[[], Any], what: str, within_s: float = START_S) -> None:
-        """Wait for something that must happen; a region that has ended with an error ends the wait."""
+    def until(
+        self,
+        holds: Callable[[], Any],
+        what: str,
+        within_s: float = START_S,
+        needed: Collection[int] | None = None,
+    ) -> None:
+        """Wait for something that must happen; a region that has ended with an error ends the wait, if it is `needed`."""
         deadline = time.monotonic() + within_s
         while not holds():
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what}: not within {within_s:g} s\n{self.words()}")
             for region, process in self.processes.items():
-                if process.exitcode not in (None, 0, -signal.SIGKILL):
+                has_failed = process.exitcode not in (None, 0, -signal.SIGKILL)
+                if has_failed and (needed is None or region in needed):
                     raise AssertionError(f"{what}: region {region} has ended\n{self.words()}")
             time.sleep(0.02)
 
@@ -163,13 +170,15 @@ class Regions:
                 f"region {region} with members {sorted(members)}",
             )
 
-    def end(self, regions: Iterable[int], within_s: float = END_S) -> dict[int, dict[str, Any]]:
+    def end(self, regions: Collection[int], within_s: float = END_S) -> dict[int, dict[str, Any]]:
         """Wait until these regions, which hurry from now on, have finished; the last line of each diary. All must hold the
-        same params."""
+        same params. Another region that was still on its way into the run ends with an error by then."""
         (self.folder / HURRY).touch()
         found = {}
         for region in regions:
-            self.until(lambda region=region: self.processes[region].exitcode is not None, "the end", within_s)
+            self.until(
+                lambda region=region: self.processes[region].exitcode is not None, "the end", within_s, regions
+            )
             assert self.processes[region].exitcode == 0, self.words()
             found[region] = self.diary(region)[-1]
             assert found[region]["end"] == self.task.steps, self.words()
