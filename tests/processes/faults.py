@@ -177,7 +177,10 @@ class Regions:
         found = {}
         for region in regions:
             self.until(
-                lambda region=region: self.processes[region].exitcode is not None, "the end", within_s, regions
+                lambda region=region: self.processes[region].exitcode is not None,
+                "the end",
+                within_s,
+                regions,
             )
             assert self.processes[region].exitcode == 0, self.words()
             found[region] = self.diary(region)[-1]
