@@ -10,6 +10,9 @@ from hypothesis import settings
 # Before torch is loaded: on models this small its threads, which wait for each other by spinning, cost a quarter of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch asks the name server for the name of 127.0.0.1 at every connection to a store. A lost question would cost 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # No test asserts seconds. A case that failed can be made again on another machine.
 settings.register_profile("here", settings(deadline=None, print_blob=True))
 settings.load_profile("here")

@@ -1,5 +1,7 @@
 """Lines about the store, and about the secret that it shares with the regions."""
 
+import time
+
 import torch.distributed as dist
 
 from ..errors import CocodcError, InputError, LinkError
@@ -7,11 +9,13 @@ from ..meeting.addresses import is_loopback
 from ..meeting.cipher import check_encryption
 from ..meeting.sealed import check
 from ..meeting.secret import Keys
-from ..meeting.store import SteadyStore, StoreAwayError, connect_store
+from ..meeting.store import SteadyStore, StoreAwayError, connect_store, line_of_hosts
 from ..settings import RegionConfig
 from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
 
+SLOW_S = 2.0
+"""Seconds for a connection to the store after which doctor warns."""
 NEW_SECRET = "openssl rand -hex 32 > secret; chmod 600 secret; export HF_COCODC_SECRET=$(cat secret)"
 
 
@@ -28,8 +32,10 @@ def reach(
     """Whether the store answers and has the same secret; the lines, and the store if so."""
     found, steady = [secret(store, regions, keys)], SteadyStore(store, keys=keys)
     host, port = parts_of(store)
+    began = time.monotonic()
     try:
         connect_store(store, timeout_s, keys)
+        took_s = time.monotonic() - began
         other = steady.ask(_other_secret)
     except InputError as error:
         return [*found, Finding("store", WRONG, str(error), f"getent hosts {host}")], None
@@ -41,6 +47,10 @@ def reach(
         if keys is None:
             command = f"scp {host}:secret secret; export HF_COCODC_SECRET=$(cat secret)"
         return [*found, Finding("store", WRONG, str(other), command)], None
+    if took_s > SLOW_S:
+        words = f"answers at {store}, but a connection takes {took_s:.1f} s: torch first asks a name server for its name."
+        command = f"echo '{line_of_hosts(host)}' | sudo tee -a /etc/hosts"
+        return [*found, Finding("store", WARN, words, command)], steady
     return [*found, Finding("store", OK, f"answers at {store}")], steady
 
 

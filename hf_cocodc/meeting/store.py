@@ -20,6 +20,9 @@ from .secret import Keys
 T = TypeVar("T")
 
 CONNECT_S = 10.0
+LOOKUP_S = 15.0
+"""How much longer a new connection may take: torch first asks the name server for the name of the store's address, which it shows
+in its log. If a question is lost, it is asked again after 5 s."""
 _RARELY_S = 300.0
 
 
@@ -56,14 +59,13 @@ def connect_store(address: str, timeout_s: float, keys: Keys | None = None) -> d
 
     Raises:
         InputError: the host name is unknown.
-        MeetingError: no store answers there within `timeout_s` (10 s at most).
+        MeetingError: nothing listens there for `timeout_s` (10 s at most), or it does not answer as a store does.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = _parts(address)
     deadline = time.monotonic() + min(timeout_s, CONNECT_S)
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=max(deadline - time.monotonic(), 1.0)).close()
+            socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 1.0)).close()
             break
         except socket.gaierror as error:
             raise InputError(
@@ -82,21 +84,49 @@ def connect_store(address: str, timeout_s: float, keys: Keys | None = None) -> d
 
     def connect() -> None:
         try:
-            answer.put(dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s)))
+            answer.put(_client(host, port, timeout_s))
         except RuntimeError as error:
             answer.put(error)
 
     NativeThread(connect, "hf_cocodc-connect").start()
     try:
-        found = answer.get(timeout=min(timeout_s, CONNECT_S))
+        found = answer.get(timeout=min(timeout_s, CONNECT_S) + LOOKUP_S)
     except queue.Empty:
         found = RuntimeError("it does not answer as a store does")
     if isinstance(found, RuntimeError):
         raise MeetingError(
             f"what listens at {address} is not a store ({str(found).splitlines()[0][:200]}). Correct the address "
-            "(regions.store, --store), or start a store there with `hf-cocodc store`."
+            f"(regions.store, --store), or start a store there with `hf-cocodc store`. If it is one: {_unnamed(host)}"
         )
     return sealed(found, keys)
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _client(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A connection whose calls end in `timeout_s`."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s + LOOKUP_S))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def line_of_hosts(host: str) -> str:
+    """The line for /etc/hosts with which no name server is asked for the name of the store's address."""
+    try:
+        number = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        number = host
+    return f"{number if ':' in number else f'::ffff:{number}'} store"
+
+
+def _unnamed(host: str) -> str:
+    return (
+        "before it connects, torch asks this machine's name server for the name of the store's address; if no answer comes, put "
+        f"the line '{line_of_hosts(host)}' into /etc/hosts."
+    )
 
 
 def peek(store: dist.Store, key: str) -> bytes:
@@ -114,7 +144,7 @@ class SteadyStore:
 
     Args:
         address: HOST:PORT.
-        timeout_s: seconds that a call waits for an answer.
+        timeout_s: seconds that a call waits for an answer; if it connects and something listens, `LOOKUP_S` more.
         keys: of a sealed store.
     """
 
@@ -161,6 +191,7 @@ class SteadyStore:
             if self._num_hanging and time.monotonic() < self._again_at:
                 raise StoreAwayError(f"the store at {self.address} does not answer.")
             connection = self._idle.pop() if self._idle else None
+        patience_s = self.timeout_s + (0.0 if connection else LOOKUP_S)
         answers: queue.SimpleQueue[tuple[T] | BaseException] = queue.SimpleQueue()
         hangs = False
 
@@ -179,7 +210,7 @@ class SteadyStore:
 
         NativeThread(run, "hf_cocodc-ask").start()
         with contextlib.suppress(queue.Empty):
-            return self._value(answers.get(timeout=self.timeout_s))
+            return self._value(answers.get(timeout=patience_s))
         with self._lock:
             if not answers.empty():  # just now
                 return self._value(answers.get())
@@ -187,14 +218,14 @@ class SteadyStore:
             self._num_hanging += 1
             # every call that hangs keeps a thread: they become rare
             self._again_at = time.monotonic() + min(2.0**self._num_hanging, _RARELY_S)
-        raise StoreAwayError(f"the store at {self.address} does not answer.")
+        host = _parts(self.address)[0]
+        hint = "" if connection else f" Something listens there. If the store is well: {_unnamed(host)}"
+        raise StoreAwayError(f"the store at {self.address} does not answer.{hint}")
 
     def _connect(self) -> dist.Store:
-        host, _, port = self.address.rpartition(":")
-        host = host.strip("[]")
-        socket.create_connection((host, int(port)), timeout=self.timeout_s).close()
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self.timeout_s))
-        return sealed(store, self._keys)
+        host, port = _parts(self.address)
+        socket.create_connection((host, port), timeout=self.timeout_s).close()
+        return sealed(_client(host, port, self.timeout_s), self._keys)
 
     def _value(self, answer: "tuple[T] | BaseException") -> T:
         if not isinstance(answer, BaseException):

@@ -277,8 +277,18 @@ def test_an_address_on_which_nobody_can_listen() -> None:
     assert "cannot listen on 203.0.113.7" in found[0].words and "regions.interface" in str(found[0].command)
 
 
-def test_the_store_and_the_secret() -> None:
+def test_a_slow_name_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks it at every connection to the store."""
+    monkeypatch.setattr(doctors_store, "SLOW_S", 0.0)
+    server = serve_store()
+    lines, store = doctors_store.reach(f"127.0.0.1:{server.port}", RegionConfig(), KEYS)
+    assert lines[1].level == WARN and "a connection takes" in lines[1].words and store is not None
+    assert lines[1].command == "echo '::ffff:127.0.0.1 store' | sudo tee -a /etc/hosts"
+
+
+def test_the_store_and_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """No store, another secret, no secret far away, and a good one."""
+    monkeypatch.setattr(doctors_store, "SLOW_S", 60.0)
     server = serve_store()
     address = f"127.0.0.1:{server.port}"
     regions = RegionConfig(store=address)

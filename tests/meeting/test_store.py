@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
 
 from hf_cocodc.cli.main import parse
 from hf_cocodc.errors import InputError, MeetingError
+from hf_cocodc.meeting import store as meeting_store
 from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, connect_store, serve_store
 from tests.processes.stores import StoreProcess
 
@@ -38,8 +40,9 @@ def test_the_command_serves_no_other_machine_unless_told() -> None:
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["nothing", "http"])
-def test_another_server_is_not_taken_for_a_store(says: bytes) -> None:
+def test_another_server_is_not_taken_for_a_store(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """One paragraph within the time-out, whatever listens there."""
+    monkeypatch.setattr(meeting_store, "LOOKUP_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with ThreadPoolExecutor(1) as pool:
@@ -49,6 +52,34 @@ def test_another_server_is_not_taken_for_a_store(says: bytes) -> None:
             server.shutdown(socket.SHUT_RDWR)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_server_that_is_slow_keeps_nobody_from_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks up the name of the store's address at every connection: that takes longer than any call may take."""
+    connect = dist.TCPStore
+
+    def slowly(*args: Any, **options: Any) -> dist.TCPStore:
+        began = time.monotonic()
+        time.sleep(1.0)
+        assert time.monotonic() < began + options["timeout"].total_seconds(), "torch counts it, too"
+        return connect(*args, **options)
+
+    server = serve_store()
+    monkeypatch.setattr(dist, "TCPStore", slowly)
+    address = f"127.0.0.1:{server.port}"
+    connect_store(address, 0.5).set("key", "value")
+    assert SteadyStore(address, timeout_s=0.5).peek("key") == b"value"
+
+
+def test_a_store_that_is_not_reached_names_the_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something listens, but does not answer: the message has the line for /etc/hosts."""
+    monkeypatch.setattr(meeting_store, "LOOKUP_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = SteadyStore(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(
+            StoreAwayError, match="does not answer.*put the line '::ffff:127.0.0.1 store' into /etc/hosts"
+        ):
+            store.peek("key")
 
 
 def answer_all(server: socket.socket, says: bytes) -> None:
