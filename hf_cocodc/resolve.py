@@ -14,7 +14,7 @@ from .parts import choose, own
 from .parts.fragments import kept
 from .parts.guard import Guard
 from .settings import OuterConfig
-from .settings.outer import GUARD
+from .settings.outer import AUTO, FOLLOWING, GUARD
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def from_config(config: OuterConfig) -> Method:
-    """The method that `config` describes.
+    """The method that `config` describes. Until the rounds are known (`auto.for_rounds`), what is `auto` has its paper's value.
 
     Raises:
         InputError: the method or a part is unknown, the method does not use a setting, or two values contradict each other.
@@ -129,6 +129,8 @@ def from_config(config: OuterConfig) -> Method:
     mine, for_codec = _options(config, takes)
     if not composer.is_own:
         _check_together(takes, given)
+    _check_auto(composer, given)
+    given = {name: value for name, value in given.items() if name not in FOLLOWING or value != AUTO}
     if own.is_own(given.get("codec")):
         given["codec"] = own.codec(given["codec"], for_codec)
     method = composer.compose(**given, **mine)
@@ -157,6 +159,24 @@ def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"{num_fragments}, but each fragment is sent once every sync_interval inner steps. "
             "Raise sync_interval or lower num_fragments."
         )
+
+
+def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
+    """Check what is `auto` among the settings. Raises InputError if nobody knows what that would be."""
+    following = {name: given.get(name, composer.takes[name]) for name in FOLLOWING if name in composer.takes}
+    waiting = [name for name, value in following.items() if value == AUTO]
+    if not waiting:
+        return
+    if composer.is_own:
+        raise InputError(
+            f"outer.{waiting[0]}=auto is known of this package's methods, and method={composer.name} is your own. Give a number."
+        )
+    for name, value in following.items():
+        if value != AUTO:
+            raise InputError(
+                f"outer.{waiting[0]}=auto, but outer.{name}={shown(value)}: one value is good only with the other. Set both to "
+                "auto, or both to numbers."
+            )
 
 
 def settings(config: OuterConfig) -> dict[str, object]:
@@ -241,8 +261,11 @@ def guard_of(config: OuterConfig) -> Guard | None:
 def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
     """`config` for a run that continues from a checkpoint with the settings `written`.
 
-    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint.
+    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint. So has what is
+    `auto`: a run that is made longer keeps the values that it began with.
     """
+    began = {name: written[name] for name in FOLLOWING if getattr(config, name) == AUTO and name in written}
+    config = dataclasses.replace(config, **began)
     default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
     if config.split_rows is not None or default in (None, theirs):
         return config

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from ..auto import too_few_rounds
 from ..bench.report import Report, Row
 from ..resolve import lost_steps, settings
 from ..views.summary import describe
@@ -112,16 +113,16 @@ def in_words(subject: Subject, chosen: Forecast | None, method: str, target: flo
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
         + ("" if hours is None else f" The run takes {hours:.3g} hours."),
-        *_warnings(chosen),
+        *_warnings(chosen, subject.recipe.training.get("max_steps")),
         *cost(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
     return _wrapped(lines)
 
 
-def _warnings(chosen: Forecast) -> list[str]:
+def _warnings(chosen: Forecast, max_steps: int | None) -> list[str]:
     """What the mean does not show, and what the settings throw away."""
-    lost = lost_steps(chosen.config)
-    said = [] if lost is None else [f"warning: {lost}"]
+    warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, max_steps)
+    said = [f"warning: {each}" for each in warnings if each is not None]
     if chosen.course.utilization - chosen.worst > _NOTABLE:
         said.append(
             f"losses: which packets get lost is chance. The worst of {TRIALS} trials uses {chosen.worst:.1%} of the time."

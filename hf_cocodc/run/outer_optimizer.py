@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..auto import for_rounds, too_few_rounds
 from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
 from ..errors import InputError
@@ -115,13 +116,14 @@ class OuterOptimizer(Finishing):
         about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
-        config = as_config(config)
-        method = from_config(config)  # a mistake in the settings comes before everything else
+        asked = as_config(config)
+        method = from_config(asked)  # a mistake in the settings comes before everything else
+        config = for_rounds(asked, max_steps)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-        warning = lost_steps(config)
-        if warning is not None and accelerator.is_main_process:
-            logger.warning(warning)
+        for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
+            if warning is not None and accelerator.is_main_process:
+                logger.warning(warning)
         refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
         refuse_second(bare)
         self._inner = InnerOptimizer(
@@ -138,7 +140,7 @@ class OuterOptimizer(Finishing):
         if is_lone:
             saved = read_base(link, accelerator, bare, bases)
         if saved is not None:
-            config = continuing(config, saved.facts.settings)
+            config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
         if (named_for := INNER.get(str(self.settings["method"]))) is not None:
@@ -148,7 +150,7 @@ class OuterOptimizer(Finishing):
         self._accelerator = accelerator
         self._allowed = regions.allowed
         self._max_steps = max_steps
-        self._config, self.model = config, bare
+        self._asked, self._config, self.model = asked, config, bare
         if saved is not None:
             check(saved, self.settings, link, self.about, self._allowed, bare, is_new)
         continues = saved is not None and not saved.facts.taken_over
@@ -279,9 +281,10 @@ class OuterOptimizer(Finishing):
         Raises:
             CheckpointError: it is of another run, or the model holds other weights.
         """
-        config = continuing(self._config, saved.facts.settings)
+        config = for_rounds(continuing(self._asked, saved.facts.settings), self._max_steps)
         check(saved, settings(config), self.link, self.about, self._allowed, self.model)
-        if layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]:
+        is_alike = layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]
+        if is_alike and settings(config) == self.settings:
             self.synchronizer.load_state_dict(saved.state)
         else:
             wait_for_transfers(self.synchronizer.fragments)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ OF_EVERY_METHOD = (
     "device",
 )
 """Fields of `OuterConfig` that are no settings of a method."""
+
+AUTO = "auto"
+FOLLOWING = ("outer_lr", "outer_momentum")
+"""What `auto` lets follow the number of outer rounds: `hf_cocodc/auto.py`."""
 
 GUARD: dict[str, float] = {"clip": 5.0, "drop": 50.0, "history": 16}
 """The default of `outer.guard`."""
@@ -58,8 +63,10 @@ class OuterConfig:
     mixing_alpha: float | None = setting(
         "Weight of the local params at a landing (merge=mix): 0 means only global, 1 only local."
     )
-    outer_lr: float | None = setting("Learning rate of the outer optimizer.")
-    outer_momentum: float | None = setting("Nesterov momentum of the outer optimizer.")
+    outer_lr: float | str | None = setting(
+        "Learning rate of the outer optimizer; auto, with outer_momentum: auto, follows the number of outer rounds of the run."
+    )
+    outer_momentum: float | str | None = setting("Nesterov momentum of the outer optimizer, or auto.")
     codec: str | None = setting(
         "Format in which outer gradients travel: fp32, bf16, fp16, int8, int4, fp4, topk, topk_2bit or lowrank; or MODULE:NAME, "
         "a codec of your own, or a function that returns one."
@@ -139,15 +146,27 @@ class OuterConfig:
         require(
             self,
             "overlap_steps",
-            lambda v: v == "auto" or (isinstance(v, int) and v >= 0),
+            lambda v: v == AUTO or (isinstance(v, int) and v >= 0),
             "must be a whole number from 0, or auto",
         )
         require(self, "compensation_strength", lambda v: v >= 0, "must not be negative")
         require(self, "feedback_decay", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
         require(self, "top_k", lambda v: 1 <= v <= 4096, "must lie in 1 .. 4096")
         require(self, "utilization", lambda v: 0 < v <= 1, "must lie in (0, 1]")
-        require(self, "outer_lr", lambda v: v > 0, "must be positive")
-        require(self, "outer_momentum", lambda v: 0 <= v < 1, "must lie in [0, 1)")
+        for name in FOLLOWING:
+            take_number(self, name)
+            value = getattr(self, name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                object.__setattr__(self, name, float(value))
+        require(
+            self, "outer_lr", lambda v: _is_in(v, lambda lr: 0 < lr < math.inf), "must be positive, or auto"
+        )
+        require(
+            self,
+            "outer_momentum",
+            lambda v: _is_in(v, lambda mu: 0 <= mu < 1),
+            "must lie in [0, 1), or be auto",
+        )
         require(self, "mixing_alpha", lambda v: 0 <= v <= 1, "must lie in [0, 1]")
         require(self, "weights", lambda v: v in WEIGHTS, f"must be one of {', '.join(WEIGHTS)}")
         require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
@@ -158,6 +177,11 @@ class OuterConfig:
         return {
             name: value for name, value in named.items() if value is not None and name not in OF_EVERY_METHOD
         }
+
+
+def _is_in(value: float | str, holds: Callable[[float], bool]) -> bool:
+    """Whether a value that may be auto is that, or a number for which `holds` is true."""
+    return value == AUTO or (isinstance(value, float) and holds(value))
 
 
 def _options(given: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
 """Train a recipe: its data, its metrics, and one region, all regions on this machine, or all regions in one process.
 
-May import: errors, integrations, links, methods, newer, recipes, resolve, run, settings, tensors.
+May import: auto, errors, integrations, links, methods, newer, recipes, resolve, run, settings, tensors.
 """

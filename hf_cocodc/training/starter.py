@@ -4,9 +4,10 @@ import contextlib
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from ..auto import LONG_RUN, SHORT_RUN
 from ..errors import InputError, nearest, shown
 from ..newer import INNER, known
 from ..recipes.keys import keys
@@ -14,10 +15,10 @@ from ..recipes.parsing import read_yaml
 from ..recipes.recipe import Recipe
 from ..resolve import settings
 from ..settings import OuterConfig
+from ..settings.outer import AUTO, FOLLOWING
 
 _WIDTH = 110
 _BUILTIN = "python-stdlib"
-_MANY_ROUNDS = 50
 _ON_TRAINING = {
     "output_dir": "Each region writes into a folder of its own below this one.",
     "max_steps": "Inner steps of each region.",
@@ -99,7 +100,6 @@ def starter(
         [
             f"# {method}: trains {shown(model)} on {shown(data)}, in {num_regions} regions. Written by `hf-cocodc recipe new`.",
             "# `hf-cocodc recipe keys` lists all keys. The values under `outer` are those of the method's paper.",
-            *_comment(_on_momentum(content["outer"], max_steps), ""),
             *(
                 line
                 for name, section in content.items()
@@ -114,10 +114,13 @@ def starter(
 
 
 def _outer(method: str) -> dict[str, Any]:
-    """The settings of a method, without those that follow from others by default: they must still follow when others change."""
+    """The settings of a method, without those that follow from others by default: they must still follow when others change.
+
+    Of two that follow the number of rounds, `auto` says so.
+    """
     defaults = {name: each.default for name, each in inspect.signature(known()[method]).parameters.items()}
     return {
-        name: value
+        name: AUTO if name in SHORT_RUN.get(method, {}) else value
         for name, value in settings(OuterConfig(method=method)).items()
         if defaults.get(name, value) is not None
     }
@@ -130,19 +133,16 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
         if value is None:
             continue
         said = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
+        if key in FOLLOWING and value == AUTO:
+            said = f"{said} {_on_auto(key, section['method'])}"
         yield from _comment(said, "  ")
         yield f"  {key}: {_scalar(value)}"
 
 
-def _on_momentum(outer: Mapping[str, Any], max_steps: int) -> str:
-    rounds = max_steps // outer["sync_interval"]
-    if not outer.get("outer_momentum") or rounds >= _MANY_ROUNDS:
-        return ""
-    return (
-        f"{max_steps} steps are {rounds} rounds, and a momentum of {outer['outer_momentum']:g} remembers "
-        f"{1 / (1 - outer['outer_momentum']):.0f}: that suits papers' thousands of rounds. With fewer than {_MANY_ROUNDS}, lower "
-        "sync_interval, or outer_momentum (and sweep outer_lr with it)."
-    )
+def _on_auto(name: str, method: str) -> str:
+    """What `auto` means for a setting of a method."""
+    papers = settings(OuterConfig(method=method))[name]
+    return f"auto: {SHORT_RUN[method][name]:g} in fewer than {LONG_RUN} rounds, else {papers:g}, the paper's."
 
 
 def _comment(text: str, indent: str) -> list[str]:

@@ -19,7 +19,7 @@ FLOORS = (
     ("methods", "recipes"),
     ("newer",),
     ("resolve", "meeting"),
-    ("links",),
+    ("auto", "links"),
     ("engine",),
     ("run",),
     ("integrations", "views"),

@@ -31,10 +31,14 @@ def core_hours(runs: Iterable[Settings]) -> float:
         training, data_parallel = settings["training"], settings["study"].get("data_parallel", False)
         shape = [settings["model"], settings["data"]["block_size"], training["per_device_train_batch_size"]]
         regions = settings["regions"]["count"]
-        name = json.dumps([*shape, training.get("optim"), regions if data_parallel else 1])
+        batches = regions if data_parallel else 1
+        name = json.dumps([*shape, settings.get("peft"), training.get("optim"), batches])
         if name not in timed:
-            timed[name] = _step_s(settings, regions if data_parallel else 1)
-        total += OVERHEAD * timed[name] * training["max_steps"] * (1 if data_parallel else regions)
+            timed[name] = _step_s(settings, batches)
+        steps = training["max_steps"] * (1 if data_parallel else regions) + settings["study"].get(
+            "base_steps", 0
+        )
+        total += OVERHEAD * timed[name] * steps
     return total / 3600
 
 
@@ -43,7 +47,7 @@ def _step_s(settings: Settings, batches: int) -> float:
 
     from .training import Run
 
-    this = Run(settings)
+    this = Run({**settings, "study": {**settings["study"], "base_steps": 0}})
     inner, batch = this.inner(), torch.cat([this.text.batch(0, step) for step in range(1, batches + 1)])
     inner.train(batch)
     began = time.process_time()

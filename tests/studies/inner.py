@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.training import building
 
-from .text import VOCABULARY
+from .text import VOCABULARY, english
 
 
 def arguments_of(recipe: Recipe) -> Any:
@@ -24,25 +25,50 @@ def arguments_of(recipe: Recipe) -> Any:
     return building.arguments(recipe, TrainingArguments)
 
 
+def base(recipe: Recipe, steps: int, seed: int) -> nn.Module:
+    """A model that was trained on other text than a study's: `english`, in `steps` steps of 16 sequences, without an adapter.
+
+    Args:
+        recipe: says which model, and how long a sequence is.
+        steps: of AdamW at 3e-3 with a cosine schedule; 0 leaves the random weights.
+        seed: of the weights and of the batches.
+    """
+    torch.manual_seed(seed)
+    model: nn.Module = building.random_weights(recipe, building.config(recipe, VOCABULARY))
+    text, length = english(), recipe.data.block_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - length, (16,), generator=generator).tolist()
+        loss_of(model, torch.stack([text[start : start + length] for start in starts]).long()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
 class Inner:
-    """A model with random weights, and its inner optimizer: AdamW, or Muon with AdamW if `training.optim` is muon.
+    """A model, and its inner optimizer: AdamW, or Muon with AdamW if `training.optim` is muon.
 
     As in Trainer, vectors have no weight decay, gradients are clipped at `max_grad_norm`, and the learning rate follows
     `lr_scheduler_type`.
 
     Args:
-        recipe: says which model, and all settings of the inner optimizer.
-        seed: of the weights.
+        recipe: says which adapter, and all settings of the inner optimizer.
+        base: the model to start from; it is copied.
+        seed: of the adapter's weights.
 
     Attributes:
         step: inner steps of the run so far.
     """
 
-    def __init__(self, recipe: Recipe, seed: int) -> None:
+    def __init__(self, recipe: Recipe, base: nn.Module, seed: int) -> None:
         from transformers import get_scheduler
 
         torch.manual_seed(seed)
-        self.model = building.model(recipe, VOCABULARY)
+        self.model = building.finished(recipe, copy.deepcopy(base), VOCABULARY)
         self.model.train()
         self._recipe, self._given = recipe, arguments_of(recipe)
         self.step = 0

@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hf_cocodc import OuterConfig
+from hf_cocodc.auto import for_rounds
 from hf_cocodc.errors import InputError, nearest, shown
 from hf_cocodc.recipes.files import read_recipe
 from hf_cocodc.recipes.parsing import read_file
+from hf_cocodc.settings.outer import AUTO, FOLLOWING
 
 Settings = dict[str, Any]
 Changes = dict[str, Any]
@@ -64,8 +67,14 @@ class Study:
         return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
     def settings(self, cell: str, arm: str, chosen: Changes, seed: int) -> Settings:
-        """The settings of one run."""
-        return {**changed(self.base, self.cells[cell], self.arms[arm], chosen), "seed": seed}
+        """The settings of one run, with numbers for an outer learning rate and momentum that are auto."""
+        settings = {**changed(self.base, self.cells[cell], self.arms[arm], chosen), "seed": seed}
+        outer = settings["outer"]
+        waiting = [name for name in FOLLOWING if outer.get(name) == AUTO]
+        if waiting:
+            found = for_rounds(OuterConfig(**outer), settings["training"]["max_steps"])
+            outer |= {name: getattr(found, name) for name in waiting}
+        return settings
 
 
 def changed(base: Settings, *changes: Changes) -> Settings:

@@ -13,7 +13,7 @@ from hf_cocodc.errors import InputError
 from tests.studies import training
 from tests.studies.absences import Absences
 from tests.studies.inner import Inner
-from tests.studies.toys import settings
+from tests.studies.toys import settings, study
 
 ARMS: dict[str, dict[str, Any]] = {
     "data-parallel": {"study__data_parallel": True},
@@ -118,3 +118,25 @@ def test_muon_trains_the_matrices_of_the_layers() -> None:
     for name, param in inner.model.named_parameters():
         assert (kinds[id(param)] == "muon") == (".layers." in name and param.ndim == 2)
         assert not param.equal(before[name])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_base_is_trained_on_other_text_and_only_its_adapter_travels() -> None:
+    """All arms begin with the same base, and without `base_steps` with the same random weights as before."""
+    adapter: dict[str, Any] = {"peft": {"r": 2, "target_modules": "all-linear"}, "study__base_steps": 2}
+    regions, parallel = (training.run(settings(**adapter, **each)) for each in ({}, ARMS["data-parallel"]))
+    assert regions["weights"] == parallel["weights"] != training.run(settings(**ARMS["diloco"]))["weights"]
+    assert regions["params"] == parallel["params"]
+    inner = training.Run(settings(**adapter)).inner()
+    assert regions["params"] == sum(each.numel() for each in inner.model.parameters() if each.requires_grad)
+    named = {name.removeprefix("base_model.model."): each for name, each in inner.model.named_parameters()}
+    frozen = named["model.layers.0.mlp.up_proj.base_layer.weight"]
+    random = training.Run(settings()).inner().model
+    assert not torch.equal(frozen, dict(random.named_parameters())["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_auto_stands_for_its_numbers() -> None:
+    """In the settings that name a run: what auto means may change."""
+    arm = {"outer.outer_lr": "auto", "outer.outer_momentum": "auto"}
+    of_arm = study(arms={"first": arm}).settings("", "first", {}, 1)
+    assert of_arm == settings()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,15 +19,26 @@ VOCABULARY = 257
 
 
 @functools.cache
+def english() -> Tensor:
+    """Other text than Python's source: its manual, as every Python brings it for `help()`; 0.46 MB of tokens, like `tokens`."""
+    from pydoc_data.topics import topics
+
+    return torch.from_numpy(_tokens(topics[name] for name in sorted(topics)))
+
+
+@functools.cache
 def tokens(builtin: str | None, path: str | None, name: str | None, split: str, column: str) -> Tensor:
     """The tokens (int16, one-dimensional) of all documents of a data set in a row, an `END` after each."""
     from hf_cocodc.training.data import load_text
 
-    documents = load_text(builtin, path, name, split, column, streaming=False)[column]
+    return torch.from_numpy(_tokens(load_text(builtin, path, name, split, column, streaming=False)[column]))
+
+
+def _tokens(documents: Iterable[str]) -> np.ndarray:
     parts: list[np.ndarray] = []
     for each in documents:
         parts += [np.frombuffer(each.encode(), np.uint8).astype(np.int16), np.array([END], np.int16)]
-    return torch.from_numpy(np.concatenate(parts))
+    return np.concatenate(parts)
 
 
 def digest_of(recipe: Recipe) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping
@@ -20,16 +21,17 @@ from hf_cocodc.resolve import from_config, guard_of
 from hf_cocodc.tensors.flat import digest
 
 from .absences import Absences
-from .inner import Inner, held_out_loss
+from .inner import Inner, base, held_out_loss
 from .probe import Probe
 from .text import Text
 
-STUDY: dict[str, Any] = {"data_parallel": False, "absences": None, "probe": False}
+STUDY: dict[str, Any] = {"data_parallel": False, "absences": None, "probe": False, "base_steps": 0}
 """The section `study` of a run's settings, which recipes do not have, with its defaults.
 
 - data_parallel: one model on the batches of all regions together; the section `outer` has no effect.
 - absences: `Absences`; none by default.
 - probe: whether region 0 measures the merge against inner steps that are truly redone (`Probe`).
+- base_steps: steps that the model has been trained on other text before (`inner.base`).
 """
 FIRST = range(1, 9)
 """The inner steps whose batches a run's line has a checksum of."""
@@ -78,7 +80,11 @@ class Run:
 
     def inner(self) -> Inner:
         """The model and the inner optimizer of a region, at the start."""
-        return Inner(self.recipe, self.seed)
+        return Inner(self.recipe, self._base, self.seed)
+
+    @functools.cached_property
+    def _base(self) -> torch.nn.Module:
+        return base(self.recipe, self.study["base_steps"], self.seed)
 
     def evaluate(self, model: torch.nn.Module, step: int) -> None:
         """Add a point to the run's curve; a loss that is not finite is None."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from hf_cocodc.auto import SHORT_RUN, for_rounds
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.newer import known
@@ -17,6 +18,7 @@ from hf_cocodc.recipes.parsing import read_yaml
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.outer import AUTO, FOLLOWING
 from hf_cocodc.training import building
 from hf_cocodc.training.simulation import simulate
 from hf_cocodc.training.starter import starter
@@ -29,7 +31,7 @@ def read(text: str) -> Recipe:
 @pytest.mark.parametrize("method", known())
 def test_it_has_the_methods_settings(method: str) -> None:
     recipe = read(starter("m", "d", method=method, num_regions=3))
-    assert settings(recipe.outer) == settings(OuterConfig(method=method))
+    assert settings(for_rounds(recipe.outer, 10**6)) == settings(OuterConfig(method=method))
     from_config(recipe.outer)
     assert recipe.regions.count == 3
 
@@ -57,12 +59,14 @@ def test_any_name_is_read_as_it_was_given(model: str, data: str) -> None:
     assert data in (recipe.data.path, recipe.data.builtin)
 
 
-def test_few_rounds_are_said() -> None:
-    """Nothing is said of a run with many rounds, nor of a method without outer momentum."""
-    said = "1000 steps are 10 rounds, and a momentum of 0.9 remembers 10"
-    assert said in starter("m", "d", method="streaming")
-    assert "rounds, and" not in starter("m", "d", method="streaming", max_steps=5000)
-    assert "rounds, and" not in starter("m", "d", method="co2")
+def test_it_follows_the_number_of_rounds() -> None:
+    """With the values in a comment, of each method that this package knows, and only where the method has the setting."""
+    text = " ".join(starter("m", "d", method="diloco").replace("#", "").split())
+    assert "auto: 1 in fewer than 100 rounds, else 0.7, the paper's. outer_lr: auto" in text
+    assert "auto: 0 in fewer than 100 rounds, else 0.9, the paper's. outer_momentum: auto" in text
+    for method in known():
+        outer = read(starter("m", "d", method=method)).outer
+        assert {name for name in FOLLOWING if getattr(outer, name) == AUTO} == set(SHORT_RUN.get(method, {}))
 
 
 def test_it_writes_over_nothing(

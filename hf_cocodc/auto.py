@@ -1,0 +1,95 @@
+"""What `outer_lr: auto` and `outer_momentum: auto` mean: values that follow the number of outer rounds of a run.
+
+Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and in so short
+a run most of what it remembers is the first, largest steps. The values below come from studies that anyone can repeat:
+`python -m tests.studies rounds`, `methods` and `auto`; recipes/README.md has their tables.
+"""
+
+import dataclasses
+from typing import Any
+
+from .errors import InputError
+from .resolve import settings
+from .settings import OuterConfig
+from .settings.outer import AUTO, FOLLOWING
+
+LONG_RUN = 100
+"""From this many rounds on, `auto` means the values of the method's paper."""
+
+SHORT_RUN: dict[str, dict[str, float]] = {
+    "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "streaming": {"outer_lr": 0.6, "outer_momentum": 0.4},
+    "eager": {"outer_lr": 0.6, "outer_momentum": 0.0},
+    "co2": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "dilocox": {"outer_lr": 0.35, "outer_momentum": 0.0},
+    "cocodc": {"outer_lr": 0.6, "outer_momentum": 0.4},
+    "sparseloco": {"outer_lr": 1.4},
+    "muloco": {"outer_lr": 0.7, "outer_momentum": 0.6},
+}
+"""By method: what `auto` means in shorter runs; the paper's values, too, for a method that is not here."""
+
+_MEMORIES = 10
+"""A momentum works in runs of this many times the rounds that it remembers, 1 / (1 - momentum)."""
+
+
+def rounds_of(config: OuterConfig, max_steps: int) -> int:
+    """The outer rounds of a run of `max_steps` inner steps. DiLoCoX may make them shorter as it goes."""
+    return max_steps // int(settings(config)["sync_interval"])  # type: ignore[call-overload]
+
+
+def is_auto(config: OuterConfig) -> bool:
+    """Whether a value still waits for the number of rounds."""
+    return AUTO in (getattr(config, name) for name in FOLLOWING)
+
+
+def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
+    """`config` with numbers for `auto`.
+
+    Args:
+        config: of the run.
+        max_steps: its inner steps; None if unknown.
+
+    Raises:
+        InputError: a value is auto, and `max_steps` is not known.
+    """
+    if not is_auto(config):
+        return config
+    if max_steps is None or max_steps <= 0:
+        names = " and ".join(f"outer.{name}" for name in FOLLOWING if getattr(config, name) == AUTO)
+        raise InputError(
+            f"{names}=auto follows the number of outer rounds, and the number of inner steps is not known. Give max_steps, or "
+            "numbers."
+        )
+    values = _values(config, rounds_of(config, max_steps))
+    return dataclasses.replace(config, **values)
+
+
+def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
+    """A warning if the outer momentum cannot work in the rounds of a run; None if it can, or if nobody knows.
+
+    Args:
+        config: of the run.
+        max_steps: its inner steps; None if unknown.
+    """
+    shown = settings(config)
+    momentum = shown.get("outer_momentum")
+    better = SHORT_RUN.get(str(shown["method"]))
+    if better is None or not isinstance(momentum, float) or not max_steps or max_steps <= 0:
+        return None
+    rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
+    if momentum <= better["outer_momentum"] or rounds >= round(_MEMORIES * memory):
+        return None
+    values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
+    return (
+        f"outer.outer_momentum={momentum:g} remembers {memory:.3g} rounds, and {max_steps} inner steps are {rounds}: in so short "
+        f'a run it costs more than it brings (recipes/README.md, "Short runs"). Set {values}, or both to auto; or make more '
+        "rounds with a smaller outer.sync_interval."
+    )
+
+
+def _values(config: OuterConfig, rounds: int) -> dict[str, Any]:
+    method = str(config.method)
+    papers = {
+        name: value for name, value in settings(OuterConfig(method=method)).items() if name in FOLLOWING
+    }
+    return papers if rounds >= LONG_RUN else {**papers, **SHORT_RUN.get(method, {})}
