@@ -6,8 +6,10 @@ A link's thread runs them. They ask nothing of the link but memory for means: a 
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -120,18 +122,27 @@ class MeanCall:
         reply = None
         swap = view.begin_swap(row, what)
 
+        def wait(pending: Sequence[Pending]) -> None:
+            nonlocal began
+            posted = time.perf_counter()
+            view.wait(pending, what, self._patience)
+            came = time.perf_counter()
+            # if another region was late, that time does not count for the link
+            if came - posted > view.rtt_s + _AT_ONCE_S:
+                began = came - view.rtt_s
+
         def exchange(message: Message) -> Reply:
-            nonlocal began, trailers, verdict, reply
+            nonlocal trailers, verdict, reply
             said = Exchange(view, message, self._memory.buffers, what)
             self._said = [said]
-            said.begin()
+            # a late region would get all pieces at once, faster than the limit
+            waits_first = view.is_limited and not trailers
+            if waits_first:
+                said.begin(partial(wait, swap.sends))
+            else:
+                said.begin()
             if not trailers:
-                posted = time.perf_counter()
-                view.wait(swap.pending, what, self._patience)
-                came = time.perf_counter()
-                # if another region was late, that time does not count for the link
-                if came - posted > view.rtt_s + _AT_ONCE_S:
-                    began = came - view.rtt_s
+                wait(swap.receives if waits_first else swap.pending)
                 trailers = self._received(swap.values)
                 verdict = self._parcel.judge(trailers)
             reply = said.end(verdict.weights, verdict.divisor)
@@ -164,9 +175,9 @@ class GatherCall:
         self.bytes_sent = 0
 
     def run(self) -> tuple[tuple, ...]:
-        values, pending = self._view.begin_swap(to_row(self._record), self._what)
-        self._view.wait(pending, self._what, self._patience)
-        return _records(type(self._record), self._members, values)
+        swap = self._view.begin_swap(to_row(self._record), self._what)
+        self._view.wait(swap.pending, self._what, self._patience)
+        return _records(type(self._record), self._members, swap.values)
 
 
 class BroadcastCall:
@@ -190,6 +201,11 @@ class BroadcastCall:
         sends = view.region == self._source
         others = view.others if sends else [self._source]
         tag, pending = view.tag(), deque[Pending]()
+        swap = view.begin_swap(torch.zeros(1), what)
+        if sends and view.is_limited:  # see MeanCall
+            view.wait(swap.sends, what, self._patience)
+        else:
+            pending.extend(swap.sends)
         for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
             for other in others:
                 if len(pending) >= _MOST_UNDER_WAY * len(others):
@@ -197,7 +213,7 @@ class BroadcastCall:
                 start = view.send if sends else view.receive
                 pending.append(start(other, piece, tag, index, what))
                 self.bytes_sent += piece.numel() if sends else 0
-        view.wait(pending, what, self._patience)
+        view.wait([*pending, *swap.receives], what, self._patience)
         return self._raw
 
 

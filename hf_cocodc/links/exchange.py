@@ -5,7 +5,7 @@ depends on the ring. A direct exchange takes two round trips at most. It sums in
 those of every other link (`codecs.base.mean_of`). And it knows which region does not answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -18,7 +18,7 @@ from .pairs import Pending
 from .view import View
 
 LARGEST = 1 << 20
-SMALLEST = 1 << 16
+SMALLEST = 1 << 13
 """Limits for the bytes of a piece: small enough to keep all connections busy, large enough to be worth an operation."""
 
 
@@ -44,11 +44,11 @@ class Exchange:
         self._sent: list[Pending] = []
         self.bytes_sent = 0
 
-    def begin(self) -> None:
+    def begin(self, before_sending: Callable[[], object] = lambda: None) -> None:
         """Start all receives, then encode and send piece by piece: one piece travels while the next one is encoded.
 
         Receives come first, because gloo sends nothing before the receiver has asked for it. The requests then travel
-        while this region encodes.
+        while this region encodes, or waits in `before_sending`.
         """
         view, region = self._view, self._view.region
         scatter, gather = view.tag(), view.tag()
@@ -56,6 +56,7 @@ class Exchange:
         self._inbox = {other: self._expect(other, region, scatter) for other in view.others}
         if not self._whole:
             self._means = {other: self._expect(other, other, gather) for other in view.others}
+        before_sending()
         if self._whole:
             self._own[region] = []
             for index, piece in enumerate(self._pieces[region]):
@@ -142,10 +143,17 @@ class Exchange:
 
 
 def pieces(part: slice, coder: Coder, connections: int) -> Iterator[slice]:
-    """Cut a part of a message into pieces that keep all connections busy. All regions cut alike; cutting adds no byte."""
+    """Cut a part of a message into pieces that keep all connections equally busy. All regions cut alike; cutting adds no byte."""
     unit = 2 * coder.block  # an even number of blocks fills whole bytes, whatever the coder
     numel = part.stop - part.start
-    wanted = min(max(coder.num_bytes(numel) // connections, SMALLEST), LARGEST)
-    step = max(1, wanted // max(coder.num_bytes(unit), 1)) * unit
-    for start in range(part.start, part.stop, step):
-        yield slice(start, min(start + step, part.stop))
+    units = -(-numel // unit)
+    count = min(num_pieces(coder.num_bytes(numel), connections, coder.num_bytes(unit)), units)
+    for number in range(count):
+        first, last = (units * each // count * unit for each in (number, number + 1))
+        yield slice(part.start + first, min(part.start + last, part.stop))
+
+
+def num_pieces(num_bytes: int, connections: int, unit: int = 0) -> int:
+    """The number of pieces of `num_bytes` bytes, which are cut at multiples of `unit` bytes: as many on each connection."""
+    rounds = -(-num_bytes // (connections * max(LARGEST - unit, 1)))
+    return min(connections * rounds, max(num_bytes // SMALLEST, 1))

@@ -39,9 +39,12 @@ class Introduction(dist.Store):
         super().__init__()
         self._way = way
         self._known: dict[str, bytes] = {}
+        self.addresses: list[bytes] = []
+        """Where this end listens, and then where the other one does, as the system's calls name it."""
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo gives bytes
         self._known[key] = value
+        self.addresses.append(_address(value))
         self._way.tell(key, value)
 
     def get(self, key: str) -> bytes:
@@ -50,6 +53,7 @@ class Introduction(dist.Store):
             if [_form(value)] != [_form(own) for own in self._known.values()]:
                 raise ValueError(f"what the other end tells is no introduction: {value[:40]!r}")
             self._known[key] = value
+            self.addresses.append(_address(value))
         return self._known[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -68,6 +72,12 @@ def _form(introduction: bytes) -> tuple[int, bytes, int] | None:
     if name > _LONGEST_NAME or rest < 0:
         return None
     return size, introduction[at + _LENGTH : at + _LENGTH + 2], rest
+
+
+def _address(introduction: bytes) -> bytes:
+    """The address in an introduction that has the right form."""
+    at = 2 * _LENGTH + int.from_bytes(introduction[:_LENGTH], sys.byteorder)
+    return introduction[at : at + int.from_bytes(introduction[at - _LENGTH : at], sys.byteorder)]
 
 
 class AtStore:

@@ -120,6 +120,8 @@ class Pair:
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
         ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
+        own_address: where gloo listens here, as the system's calls name it; b"" before `meet`.
+        address: where it does at the other end.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Pair:
         self.control: Any = None
         self.bulk: list[Connection] = []
         self.rtt_s = 0.0
+        self.own_address = self.address = b""
 
     def close(self) -> None:
         """Close all connections. See `Connection.close`."""
@@ -195,7 +198,10 @@ class Pair:
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [self._device]
         options._threads = 0  # for collective calls, which we never make
-        return Connection(_gloo(Introduction(way), self._rank, 2, options), self.region, 1 - self._rank)
+        introduction = Introduction(way)
+        group = _gloo(introduction, self._rank, 2, options)
+        self.own_address, self.address = introduction.addresses
+        return Connection(group, self.region, 1 - self._rank)
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:

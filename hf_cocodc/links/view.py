@@ -37,25 +37,26 @@ class Patience(Protocol):
 
 
 class Throttle:
-    """Keeps the rate limit of all that a region sends.
+    """Keeps the rate limit of all that a region sends, where the kernel does not (`pacing`).
 
-    Args:
+    Attributes:
         rate: bytes per second; None for no limit.
     """
 
     def __init__(self, rate: float | None) -> None:
-        self._rate = rate
+        self.rate = rate
         self._free_at = 0.0
         self._lock = threading.Lock()
 
     def wait(self, num_bytes: int, stop: threading.Event) -> None:
         """Wait until another message may be sent, or until `stop` is set."""
-        if self._rate is None:
+        rate = self.rate
+        if rate is None:
             return
         now = time.monotonic()
         stop.wait(max(self._free_at - now, 0.0))
         with self._lock:
-            self._free_at = max(self._free_at, now) + num_bytes / self._rate
+            self._free_at = max(self._free_at, now) + num_bytes / rate
 
 
 class View:
@@ -104,6 +105,11 @@ class View:
         self._lock = threading.Lock()
         self._revoked = threading.Event()
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a rate limit that the kernel does not keep."""
+        return self._throttle.rate is not None
+
     def tag(self) -> int:
         """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
         self._check()
@@ -115,6 +121,8 @@ class View:
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
         """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
 
+        A region that has not come yet gets at once, when it comes, all that was sent to it before: a view that is limited
+        waits for it first.
         Encryption adds 24 bytes to each message.
         """
         self._throttle.wait(payload.numel(), self._revoked)
@@ -149,17 +157,17 @@ class View:
         """Start to exchange a small tensor with every other region, on the control connection."""
         tag = self.tag()
         got = {other: torch.empty_like(own) for other in self.others}
-        pending = []
+        receives, sends = [], []
         for other in self.others:
-            pending.append(self._start(other, None, "recv", got[other].view(torch.uint8), tag, what))
-            pending.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
-        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
+            receives.append(self._start(other, None, "recv", got[other].view(torch.uint8), tag, what))
+            sends.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
+        return Swap([got.get(region, own) for region in range(self.num_regions)], sends, receives)
 
     def swap(self, own: Tensor, what: str) -> list[Tensor]:
         """The small tensors of all regions, in the order of the regions."""
-        values, pending = self.begin_swap(own, what)
-        self.wait(pending, what)
-        return values
+        swap = self.begin_swap(own, what)
+        self.wait(swap.pending, what)
+        return swap.values
 
     def round_trip_s(self) -> float:
         """The shortest of several tries: the first tries also set the connections up."""
@@ -238,7 +246,19 @@ def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: byt
 
 
 class Swap(NamedTuple):
-    """A swap of small tensors in progress. Wait for `pending`; then `values` are valid, in the order of the regions."""
+    """A swap of small tensors in progress.
+
+    Attributes:
+        values: of all regions, in their order; valid once `pending` has ended.
+        sends: each ends once its region has come to the swap: gloo sends nothing before the receiver has asked for it.
+        receives: of the others' values.
+    """
 
     values: list[Tensor]
-    pending: list[Pending]
+    sends: list[Pending]
+    receives: list[Pending]
+
+    @property
+    def pending(self) -> list[Pending]:
+        """All operations; each can be waited for once."""
+        return [*self.sends, *self.receives]

@@ -6,7 +6,7 @@ A `Wire` holds a pair of connected ends for each other region. A transfer uses a
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..meeting.cipher import check_encryption
 from ..meeting.secret import Keys
 from ..threads import NativeThread
 from .door import with_door
+from .exchange import LARGEST
+from .pacing import Share, pace
 from .pairs import (
     ASSUMED_RATE,
     MAX_CONNECTIONS,
@@ -40,6 +42,8 @@ _MOST_ASKED = 64
 _THREADS = 16
 """The most connections that are made at the same time."""
 _CLOSING_S = 10.0
+_SOON = 0.25
+"""Share of the time-out in which a piece must have travelled."""
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 _NOTE_S = 0.5
@@ -85,8 +89,10 @@ class Wire:
         self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
         self._asked = connections
         self._address, self._note_of = address, note_of
-        self._rate = rate_limit or ASSUMED_RATE / num_lanes
+        self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
+        self._paced: tuple[tuple[int, int], ...] = ()
+        self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
         self._closing: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -112,7 +118,7 @@ class Wire:
         with self._door.opened():
             with self._connecting([region]):
                 pair.meet(key, store)
-            self._widen([pair])
+            self._widen([pair], alone=True)
 
     def connect_all(self, num_regions: int, key: str, store: dist.Store) -> int:
         """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
@@ -177,7 +183,8 @@ class Wire:
             missing = sorted(others - self._pairs.keys())
             if missing:
                 raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
-            pairs = {other: self._pairs[other] for other in others}
+            pairs = {other: self._pairs[other] for other in sorted(others)}
+        self._pace(pairs.values())
         return self._view(pairs, range(base_tag, base_tag + num_tags), connections, label)
 
     def close(self, broken: bool) -> None:
@@ -217,14 +224,20 @@ class Wire:
             )
         return died(region, self.region, what)
 
-    def _widen(self, pairs: Sequence[Pair]) -> int:
-        """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for."""
+    def _widen(self, pairs: Sequence[Pair], alone: bool = False) -> int:
+        """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for.
+
+        A pair that is made alone has a power of two: messages are cut for MAX_CONNECTIONS then, and load so many equally.
+        """
         found = {pair.region: pair for pair in pairs}
         with self._lock:
             room = max(MAX_SOCKETS // max(len(self._pairs | found), 1) - 1, 1)
         first = self._view(found, _FIRST_TAGS)
         rtt_s = first.round_trip_s()
-        wanted = self._asked or min(connections_for(rtt_s, self._rate), room)
+        wanted = connections_for(rtt_s, self._rate)
+        if alone:
+            wanted, room = 1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1)
+        wanted = self._asked or min(wanted, room)
         mine = torch.tensor([wanted], dtype=torch.float64)
         told = first.swap(mine, "the number of connections")
         count = max(_count_in(each.item(), region) for region, each in zip(first.regions, told, strict=True))
@@ -237,6 +250,25 @@ class Wire:
         with self._lock:
             self._pairs |= found
         return count
+
+    def _pace(self, pairs: Collection[Pair]) -> None:
+        """Let the kernel keep the rate limit for a transfer between these pairs; if it does not, the throttle keeps it.
+
+        Each pair has an equal part of it, and so has each of its connections. They then go on side by side: with a limit so low
+        that the first piece would come too late, the throttle lets one go after the other.
+        """
+        named = tuple((pair.region, id(pair)) for pair in pairs)
+        with self._pacing:
+            if self._limit is None or named == self._paced:
+                return
+            shares = [
+                Share(pair.own_address, pair.address, self._limit / len(pairs) / len(pair.bulk))
+                for pair in pairs
+            ]
+            is_soon = all(LARGEST / each.rate < _SOON * self.timeout_s for each in shares)
+            wanted = sum(len(pair.bulk) + 1 for pair in pairs)
+            self._throttle.rate = None if is_soon and pace(shares) >= wanted else self._limit
+            self._paced = named
 
     @contextlib.contextmanager
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:

@@ -384,7 +384,7 @@ class FakeWire:
 class FakeView:
     """`links.view.View` in memory."""
 
-    connections, rtt_s = 2, 0.0
+    connections, rtt_s, is_limited = 2, 0.0, False
 
     def __init__(self, hub: Hub, me: Member, pairs: Mapping[int, Pair], base_tag: int) -> None:
         self._hub, self._me = hub, me
@@ -433,11 +433,12 @@ class FakeView:
     def begin_swap(self, own: Tensor, what: str) -> Swap:
         tag = self.tag()
         got = {other: torch.empty_like(own) for other in self.others}
-        pending = []
+        receives: list[Any] = []
+        sends: list[Any] = []
         for other in self.others:
-            pending.append(self.receive(other, got[other].view(torch.uint8), tag, -1, what))
-            pending.append(self.send(other, own.view(torch.uint8), tag, -1, what))
-        return Swap([got.get(place, own) for place in range(self.num_regions)], pending)  # type: ignore[arg-type]
+            receives.append(self.receive(other, got[other].view(torch.uint8), tag, -1, what))
+            sends.append(self.send(other, own.view(torch.uint8), tag, -1, what))
+        return Swap([got.get(place, own) for place in range(self.num_regions)], sends, receives)
 
     def revoke(self) -> None:
         self._revoked = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links import exchange, wire
+from hf_cocodc.links import exchange, pacing, wire
 from hf_cocodc.links.base import Arrival, Link, Parcel
 from hf_cocodc.links.gloo import GlooLink
 from hf_cocodc.links.lockstep import run_in_lockstep
@@ -35,6 +38,8 @@ GBIT = 125e6
 SHAPES = ((300, 70), (33,))
 FRAGMENT = Fragment(0, ("matrix", "vector"), SHAPES, 300 * 70 + 33)
 
+LARGE = Fragment(0, ("matrix",), ((1000, 500),), 500_000)
+
 
 def run_over_gloo(
     num_regions: int,
@@ -42,11 +47,11 @@ def run_over_gloo(
     timeout_s: float = 30.0,
     stuck_timeout_s: float = 300.0,
     connections: int | None = 2,
-    rate_limit: float | None = None,
+    rate_limit: float | Sequence[float | None] | None = None,
     num_lanes: int = 1,
     keys: Keys | None = None,
 ) -> list[Any]:
-    """body(region, link) for every region at once, each on a thread of its own."""
+    """body(region, link) for every region at once, each on a thread of its own; they may have different rate limits."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout_s))
 
@@ -59,7 +64,7 @@ def run_over_gloo(
             connections,
             timeout_s=timeout_s,
             stuck_timeout_s=stuck_timeout_s,
-            rate_limit=rate_limit,
+            rate_limit=rate_limit[region] if isinstance(rate_limit, Sequence) else rate_limit,
             num_lanes=num_lanes,
             keys=keys,
             encrypt=keys is not None,
@@ -148,11 +153,11 @@ def test_a_closed_link_refuses_at_once() -> None:
     run_over_gloo(2, body)
 
 
-def meet(link: Link) -> Arrival:
-    """One small mean."""
+def meet(link: Link, fragment: Fragment = FRAGMENT) -> Arrival:
+    """One mean, by default a small one."""
     codec = codecs.fp32()
-    converse = partial(codec.converse, torch.zeros(FRAGMENT.numel), FRAGMENT, codec.init(FRAGMENT))
-    return link.mean(Parcel(converse, FRAGMENT.numel, Trailer, "step 1")).wait()
+    converse = partial(codec.converse, torch.zeros(fragment.numel), fragment, codec.init(fragment))
+    return link.mean(Parcel(converse, fragment.numel, Trailer, "step 1")).wait()
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -172,6 +177,11 @@ def test_pieces_cover_a_part_and_cost_no_byte_more(coder: Coder, connections: in
         assert sum(sizes) == coder.num_bytes(stop - start)
         assert max(sizes, default=0) <= max(exchange.LARGEST, coder.num_bytes(2 * coder.block))
         assert len(cut) >= min(connections, sum(sizes) // exchange.SMALLEST)
+        loads = [sum(sizes[index::connections]) for index in range(connections)]
+        if (
+            sum(sizes) >= connections * exchange.SMALLEST
+        ):  # the kernel gives each connection an equal share of the limit
+            assert max(loads) - min(loads) <= 2 * len(cut) * coder.num_bytes(2 * coder.block) / connections
 
 
 @pytest.mark.parametrize(
@@ -205,26 +215,101 @@ def test_lanes_share_what_the_network_gives(monkeypatch: pytest.MonkeyPatch) -> 
     assert rates == [GBIT / 8] * 2 + [2e6] * 2
 
 
+@pytest.fixture(params=["kernel", "throttle"])
+def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What keeps a rate limit: the kernel, or this package where the kernel does not."""
+    paced = []
+
+    def pace(*args: Any) -> int:
+        paced.append(pacing.pace(*args) if request.param == "kernel" else 0)
+        return paced[-1]
+
+    monkeypatch.setattr(wire, "pace", pace)
+    yield request.param
+    assert paced
+    assert all(paced) == (request.param == "kernel")
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_a_rate_limit_is_kept(num_lanes: int) -> None:
-    """However fast the link: a payload takes at least as long as a lane's share of the limit says, but for its first piece.
+def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int) -> None:
+    """However fast the link: a payload takes at least as long as a lane's share of the limit says, but for its beginning.
     So do the seconds that a transfer says it took, which schedules go by: in the region that came to it last."""
-    rate = 800e3
+    rate = 4e6
 
     def body(region: int, link: GlooLink) -> list[tuple[float, Arrival]]:
         found = []
         for _ in range(3):
             start = time.monotonic()
-            arrival = meet(link)
+            arrival = meet(link, LARGE)
             found.append((time.monotonic() - start, arrival))
         return found
 
     found = sum(run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes), [])
-    least = (found[0][1].bytes_sent - exchange.SMALLEST) / rate
-    assert least > 0
+    least = found[0][1].bytes_sent / 2 / rate
+    assert least > 0.2
     for passed, arrival in found:
         assert passed >= max(arrival.seconds, least)
     assert max(arrival.seconds for _, arrival in found) >= least
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda link: meet(link, LARGE), lambda link: link.broadcast(torch.zeros(3 << 18), "the first params")],
+    ids=["mean", "broadcast"],
+)
+def test_a_rate_limit_is_kept_for_a_region_that_comes_late(
+    kept_by: str, call: Callable[[GlooLink], Any]
+) -> None:
+    """gloo sends what a region asks for: all at once, if all was given to it before. So nothing is given before it asks, or
+    the kernel spreads it."""
+    rate = 4e6
+
+    def body(region: int, link: GlooLink) -> tuple[float, int]:
+        time.sleep(1.0 * region)
+        start = time.monotonic()
+        arrival = call(link)
+        passed = time.monotonic() - start
+        return passed, link.count_broadcasts() if arrival is None else arrival.bytes_sent
+
+    (_, num_bytes), (passed, _) = run_over_gloo(2, body, rate_limit=[rate, None])
+    assert passed >= num_bytes / 2 / rate > 0.2
+
+
+def test_the_kernel_slows_no_other_connection() -> None:
+    """Neither of this process, nor of others: only those that were made to the addresses where gloo listens."""
+    rate = 1e6
+
+    def asked(sock: socket.socket) -> int:
+        return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as mine,
+        server.accept()[0] as theirs,
+    ):
+        free = asked(mine)
+        run_over_gloo(2, lambda region, link: meet(link), rate_limit=rate)
+        assert asked(mine) == asked(theirs) == free > rate
+        host = socket.inet_aton("127.0.0.1")
+        here, there = (
+            struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + host
+            for port in (server.getsockname()[1], 9)
+        )
+        assert pacing.pace([pacing.Share(here, there, rate), pacing.Share(b"", b"", 1.0)]) == 1
+        assert (asked(mine), asked(theirs)) == (free, rate)
+        assert pacing.pace([pacing.Share(there, here, 2 * rate), pacing.Share(there, there, rate)]) == 1
+        assert (asked(mine), asked(theirs)) == (2 * rate, rate)
+        elsewhere = there[:4] + socket.inet_aton("192.0.2.1")
+        shares = [pacing.Share(here, elsewhere, 4 * rate), pacing.Share(here, there, 3 * rate)]
+        assert pacing.pace(shares) == 1
+        assert asked(theirs) == 3 * rate  # that of the region at the other end, not the largest
+
+
+@pytest.mark.parametrize(("rate", "is_slow"), [(1e6, False), (1e3, True)])
+def test_a_limit_that_delays_the_first_piece_is_kept_by_the_throttle(rate: float, is_slow: bool) -> None:
+    """Side by side all pieces would come at the end, and a healthy region would count as silent."""
+    found = run_over_gloo(2, lambda region, link: link.view.is_limited, rate_limit=rate, connections=3)
+    assert found == [is_slow] * 2
 
 
 def test_a_late_region_does_not_count_for_the_link() -> None:
