@@ -1,6 +1,7 @@
-"""TCP connections that share a link: windows, slow start, losses, the buffer. What they have under way goes flight by flight."""
+"""TCP connections that share a link: windows, slow start, losses, the rate limit. What is under way goes flight by flight."""
 
 import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -19,13 +20,11 @@ CUBIC = 0.4
 """Segments per cubic second by which cubic's window grows from where the last loss was (RFC 9438, 4.1)."""
 FRIENDLY = 0.53
 """Segments by which cubic's window grows in a round trip behind slow start, like Reno's (RFC 9438, 4.3)."""
-HYSTART = 0.5
-"""Share of the link's window at which cubic leaves slow start: acknowledgements then fill half of a round trip."""
-HYSTART_LEAST = 18 * MSS
-"""Bytes of a flight after which cubic knows whether the buffer fills, and then leaves slow start: nine acknowledgements."""
-BUFFER_S = 0.05
-"""Least seconds that the buffer before the link holds at its rate; else a round trip. As `emulation.wan` has it."""
-FOLLOWED, FLIGHTS = 64, 192
+SLICES = 4
+"""Parts of a round trip in which it is followed what a connection sends."""
+BURST_S = 1e-3
+"""Linux sends as much at once as goes in this time."""
+FOLLOWED, FLIGHTS = 64, 256
 """Pieces of a message, and flights of its connections, that are followed one by one; later ones take as long as in the mean."""
 
 
@@ -74,101 +73,75 @@ class _Flight(NamedTuple):
 
     Attributes:
         num_bytes: of them.
-        carried: bytes for which the buffer had room.
         sent: when they left the connection.
-        waited_s: seconds that the first of them waited there, and its acknowledgement on its way back.
-        begins: when it left the buffer.
-        ends: when the last one did.
-        is_heard: whether the sender knows what has arrived.
+        ends: when the last one left the region.
     """
 
     num_bytes: float
-    carried: float
     sent: float
-    waited_s: float
-    begins: float
     ends: float
-    is_heard: bool = False
 
 
 class Direction:
-    """The connections in one direction, and the buffer before the link, which they share.
+    """The connections in one direction, which share the link.
 
-    What a connection may have under way leaves it as a flight: at first as a burst, later as fast as acknowledgements come
-    back. Flights wait in the buffer for each other. What finds no room there is dropped and sent again.
+    The kernel spreads what each of them sends (`links.pacing`), so that they do not wait for each other in a buffer. What the
+    window and the pace allow leaves as a flight.
 
     Args:
         link: the link.
         count: number of connections.
+        limit: payload bytes per second that they send at most, each its share.
         draw: returns random numbers in [0, 1).
     """
 
-    def __init__(self, link: LinkFigures, count: int, draw: Callable[[], float]) -> None:
-        self._link = link
-        self._connections = [_Connection(link, draw) for _ in range(count)]
-        self._buffer_s = max(link.rtt_s, BUFFER_S) if link.restarts else math.inf  # BBR leaves buffers empty
+    def __init__(self, link: LinkFigures, count: int, limit: float, draw: Callable[[], float]) -> None:
+        self._link, pace = link, min(limit, link.goodput) / count
+        self._connections = [_Connection(link, pace, draw) for _ in range(count)]
         self._free_s = 0.0
-        self._arriving: list[tuple[float, float, float]] = []
-        steady = (
-            count * min(link.window_of_loss, link.goodput * link.rtt_s) / link.rtt_s
-            if link.rtt_s
-            else math.inf
-        )
-        self._steady = min(steady, link.goodput)
+        window = min(link.window_of_loss, pace * link.rtt_s)
+        self._steady = count * (window / link.rtt_s if link.rtt_s else pace)
 
     def send(self, size: float, pieces: int, begin: float, between_s: float) -> float:
         """The time at which the last byte of a message has left, whose pieces are ready one after the other."""
-        connections, half_s = self._connections, self._link.rtt_s / 2
-        followed = min(pieces, FOLLOWED)
-        events: list[tuple[float, int, _Flight | None]] = []
+        connections = self._connections
+        followed = min(pieces, max(FOLLOWED // len(connections), 1) * len(connections))
+        order = itertools.count()  # of events at the same time
+        events: list[tuple[float, int, int, _Flight | None]] = []
         for number in range(followed):
             index, ready = number % len(connections), begin + number * between_s
             connections[index].ready.append((ready, size))
-            events.append((ready, index, None))
+            events.append((ready, next(order), index, None))
         heapq.heapify(events)
-        ends, num_flights = begin, 0
+        wakes = [begin] * len(connections)
+        ends, num_flights, at_pace, is_cut = begin, 0, 0, pieces > followed
         while events:
-            now, index, flight = heapq.heappop(events)
+            now, _, index, flight = heapq.heappop(events)
             connection = connections[index]
-            if (
-                flight is not None and not flight.is_heard
-            ):  # its acknowledgement, behind what travels the other way
-                wait_s = self._waiting_s(now)
-                heard = flight._replace(is_heard=True, waited_s=flight.waited_s + wait_s)
-                heapq.heappush(events, (now + wait_s + half_s, index, heard))
-                continue
             if flight is not None:
                 connection.hear(flight, now)
             num_bytes = connection.next(now)
+            if now >= wakes[index]:
+                wakes[index] = connection.paced_until
+                if wakes[index] > now:
+                    heapq.heappush(events, (wakes[index], next(order), index, None))
             if num_bytes:
-                sent = self._carry(num_bytes, now, flight.carried if flight else 0.0)
+                self._free_s = max(self._free_s, now) + num_bytes / self._link.goodput
+                sent = _Flight(num_bytes, now, self._free_s)
                 ends = max(ends, sent.ends)
-                heapq.heappush(events, (sent.begins + half_s, index, sent))
+                heapq.heappush(events, (now + self._link.rtt_s, next(order), index, sent))
                 num_flights += 1
-            if num_flights == FLIGHTS:  # a long transfer: losses and growth are in balance
+                at_pace = at_pace + 1 if connection.sends_at_pace(num_bytes) else 0
+            # a long transfer: losses and growth are in balance, or without losses nothing changes any more
+            if num_flights == FLIGHTS or (not self._link.loss and at_pace == 2 * SLICES * len(connections)):
+                is_cut = True
                 ends += sum(each.forget() for each in connections) / self._steady
-                self._free_s = ends
                 break
-        return ends + (pieces - followed) * max(between_s, size / self._steady)
-
-    def _carry(self, num_bytes: float, now: float, spread: float) -> "_Flight":
-        """A flight that leaves now, at the pace at which `spread` bytes went before."""
-        rate = self._link.goodput
-        waiting_s, paced = self._waiting_s(now), min(spread, num_bytes)
-        room = (self._buffer_s - waiting_s) * rate + paced
-        carried = min(num_bytes, max(room, 0.0))
-        if paced:
-            self._arriving.append((now, now + paced / rate, carried))
-        self._free_s = max(self._free_s, now) + carried / rate
-        return _Flight(num_bytes, carried, now, waiting_s, now + waiting_s, self._free_s)
-
-    def _waiting_s(self, now: float) -> float:
-        """Seconds that a byte waits which comes now: for the bytes that are in the buffer, not for those that still come."""
-        self._arriving = [each for each in self._arriving if each[1] > now]
-        coming = sum(
-            num_bytes * (until - now) / (until - begins) for begins, until, num_bytes in self._arriving
-        )
-        return max(self._free_s - now - coming / self._link.goodput, 0.0)
+        ends += (pieces - followed) * max(between_s, size / self._steady)
+        for each in connections if is_cut else ():
+            each.ended = ends
+        self._free_s = max(self._free_s, ends)
+        return ends
 
 
 class _Connection:
@@ -176,19 +149,24 @@ class _Connection:
 
     Args:
         link: the link.
+        pace: bytes per second at which it sends at most.
         draw: returns random numbers in [0, 1).
 
     Attributes:
         ready: pieces that are to be sent: when they are ready, and their bytes.
+        paced_until: when it may send again.
+        ended: when its last byte left the region.
     """
 
-    def __init__(self, link: LinkFigures, draw: Callable[[], float]) -> None:
-        self._link, self._draw = link, draw
+    def __init__(self, link: LinkFigures, pace: float, draw: Callable[[], float]) -> None:
+        self._link, self._pace, self._draw = link, pace, draw
+        self._slice = max(pace * max(link.rtt_s / SLICES, BURST_S), MSS)
+        self.paced_until = 0.0
         full = link.goodput * link.rtt_s
         self._most = max(2 * full, FIRST_WINDOW)
-        self._window, self._ended = float(FIRST_WINDOW), 0.0
+        self._window, self.ended = float(FIRST_WINDOW), 0.0
         self._is_cubic = link.congestion == "cubic"
-        self._threshold = HYSTART * full if self._is_cubic else math.inf
+        self._threshold = math.inf
         self._decrease = DECREASE if self._is_cubic else 0.5
         self._crest = self._age_s = 0.0
         self._left = self._under_way = self._cut = 0.0
@@ -199,23 +177,30 @@ class _Connection:
         """Bytes of the flight that leaves now."""
         while self.ready and self.ready[0][0] <= now:
             self._left += self.ready.popleft()[1]
-        if not self._under_way:
-            self._rest(now - self._ended)
-        num_bytes = min(max(self._window - self._under_way, 0.0), self._left)
-        if num_bytes < min(MSS, self._left):  # a sender waits for room for a segment
+        if now < self.paced_until:
             return 0.0
+        if self._under_way < 1:
+            self._rest(now - self.ended)
+        num_bytes = min(max(self._window - self._under_way, 0.0), self._left, self._slice)
+        if not num_bytes or num_bytes < min(MSS, self._left):  # a sender waits for room for a segment
+            return 0.0
+        self.paced_until = now + num_bytes / self._pace
         self._left, self._under_way = self._left - num_bytes, self._under_way + num_bytes
         return num_bytes
 
+    def sends_at_pace(self, num_bytes: float) -> bool:
+        """Whether a flight of so many bytes was as large as the pace allows, and the window allows another one."""
+        return num_bytes == self._slice and self._window - self._under_way >= self._slice
+
     def hear(self, flight: _Flight, now: float) -> None:
         """What the acknowledgements of a flight say."""
-        lost = flight.num_bytes - flight.carried
-        self._until_loss -= flight.carried
+        lost = 0.0
+        self._until_loss -= flight.num_bytes
         while self._until_loss <= 0:
             lost += min(MSS, flight.num_bytes)
             self._until_loss += self._gap()
         self._grow(flight)
-        self._left, self._ended = self._left + min(lost, flight.num_bytes), flight.ends
+        self._left, self.ended = self._left + min(lost, flight.num_bytes), flight.ends
         self._under_way -= flight.num_bytes
         if lost and self._link.restarts and flight.sent >= self._cut:
             before, self._crest = self._crest, self._window
@@ -226,9 +211,7 @@ class _Connection:
 
     def _grow(self, flight: _Flight) -> None:
         if self._window < self._threshold:
-            if self._is_cubic and flight.num_bytes >= HYSTART_LEAST and flight.waited_s >= self._noticed_s:
-                self._threshold = self._window = self._window + HYSTART_LEAST
-            elif 2 * self._under_way > self._window:
+            if 2 * self._under_way > self._window:
                 self._window = min(self._window + flight.num_bytes, self._threshold, self._most)
         elif self._under_way > self._window - MSS:
             share = flight.num_bytes / self._window
@@ -240,11 +223,6 @@ class _Connection:
                 wanted = crest + CUBIC * MSS * (self._age_s - turn_s) ** 3
                 grown = max(grown, min(wanted, (1 + share / 2) * self._window))
             self._window = min(grown, self._most)
-
-    @property
-    def _noticed_s(self) -> float:
-        """Seconds of waiting at which cubic leaves slow start."""
-        return min(max(self._link.rtt_s / 8, 0.004), 0.016)
 
     def forget(self) -> float:
         """Bytes that were to be sent; they are followed no more."""

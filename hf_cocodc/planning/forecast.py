@@ -1,5 +1,6 @@
 """The forecast of one run: a recipe's model, a method with its settings, a link, and the times of a step and of this machine."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from ..engine.memory import forecast as memory_of
 from ..engine.stepping import steps_ahead
 from ..links.base import drive
-from ..links.exchange import LARGEST, SMALLEST
+from ..links.exchange import num_pieces
 from ..methods import Method
 from ..parts.blocks import find_blocks
 from ..parts.codecs.base import Message, Reply, swaps_whole
@@ -124,7 +125,7 @@ class Subject:
                 scatters=scatters,
                 encode_s=encodes * self.speeds.encode.get(codec, 0.0) * fragment.numel,
                 decode_s=decodes * self.speeds.decode.get(codec, 0.0) * fragment.numel,
-                piece_bytes=int(min(max(payload / self.connections, SMALLEST), LARGEST)),
+                piece_bytes=math.ceil(payload / num_pieces(int(payload), self.connections)),
                 step_s=0.0 if at_once else step_s,
             )
             land_s = self.speeds.landing(method) * fragment.numel + (step_s if at_once else 0.0)

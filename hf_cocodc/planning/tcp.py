@@ -58,12 +58,13 @@ class TcpLine:
         codes: dict[int, Codes],
         seed: int = 0,
     ) -> None:
-        self._link, self._limit, self._codes = link, limit, codes
+        self._link, self._codes = link, codes
         self._others = others
         self._free_s = 0.0
         draw = random.Random(seed).random
         # a transfer ends when both directions have ended; without losses they are equal
-        self._directions = [Direction(link, connections * others, draw) for _ in range(2 if link.loss else 1)]
+        places = link, connections * others, limit, draw
+        self._directions = [Direction(*places) for _ in range(2 if link.loss else 1)]
 
     def carry(self, part: Part, sent_s: float) -> Carried:
         codes = self._codes[part.num_bytes]
@@ -79,8 +80,7 @@ class TcpLine:
         half_s = self._link.rtt_s / 2
         pieces = max(math.ceil(num_bytes / codes.piece_bytes), self._others)
         encode_s, decode_s = codes.encode_s / codes.messages, codes.decode_s / codes.messages
-        # each piece waits until it is encoded, and until the limit allows it
-        between_s = max(encode_s, num_bytes / self._limit) / pieces
+        between_s = encode_s / pieces
         # a region sends nothing before the other one has asked for it: the request takes half a round trip
         first_s = max(encode_s / pieces, half_s)
         first = begin + first_s

@@ -3,7 +3,7 @@
 Each cell trains with one method, codec and link, in two regions. An inner step sleeps, as a processor that waits for an
 accelerator: other load on the machine then changes little, and what it changes is measured in the same run, as are the speed of
 the codecs and of the outer step. It prints the utilisation that the planner expects and the one measured, and the table of
-the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about 40 minutes.
+the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about 25 minutes.
 """
 
 import argparse
@@ -48,7 +48,7 @@ LINKS = {
     "30 ms, 40 Mbit/s": LinkFigures(0.03, 40e6),
 }
 FAST, LOSSY, HOME = LINKS
-TRAININGS = {FAST: 1, LOSSY: 12, HOME: 3}
+TRAININGS = {FAST: 1, LOSSY: 6, HOME: 3}
 """Trainings of each cell. Which packets are lost changes a training of a few rounds by a tenth and more; what fills a slow link
 changes it by a few hundredths."""
 CELLS = (

@@ -73,7 +73,7 @@ def test_a_method_that_is_a_round_late_has_the_shortest_round_that_hides() -> No
 
 def test_the_best_of_a_method_keeps_its_round_then_is_least_stale_then_most_exact() -> None:
     """On a fast link nothing need be lost; on a slow one a smaller codec saves the round."""
-    for rate, codec in ((1000, "fp32"), (60, "fp4")):
+    for rate, codec in ((1000, "fp32"), (60, "int8"), (40, "fp4")):
         planned = subject(rate)
         configs = [each for each in choice.variants(planned.recipe.outer) if each.method == "diloco"]
         found = [each for each in (choice.choose(planned, config, 0.83) for config in configs) if each]

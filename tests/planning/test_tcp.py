@@ -31,8 +31,8 @@ def seconds(
 
 def test_without_distance_a_transfer_takes_the_time_of_its_packets() -> None:
     """8 Mbit/s carry a megabyte in a second, and the headers."""
-    [took] = seconds(LinkFigures(0.0, 8e6), MB, piece_bytes=MB)
-    assert took == pytest.approx(MTU / MSS)
+    [took] = seconds(LinkFigures(0.0, 8e6), MB, piece_bytes=MB // 4)
+    assert took == pytest.approx(MTU / MSS, rel=0.01)
 
 
 def test_a_long_link_costs_its_round_trip_and_slow_start() -> None:
@@ -53,7 +53,7 @@ def test_connections_that_rest_begin_again_but_bbr_does_not() -> None:
         link = LinkFigures(0.1, 1e9, congestion=congestion)
         first, warm, rested = seconds(link, 20 * MB, at=(0.0, 0.0, 60.0))
         assert warm < first
-        assert (rested > warm) == again, congestion
+        assert (rested > 1.01 * warm) == again, congestion
 
 
 @pytest.mark.parametrize(("congestion", "window"), [("reno", 122.47), ("cubic", 187.43)])
@@ -68,31 +68,35 @@ def test_losses_bound_what_a_connection_carries(congestion: str, window: float) 
     assert LinkFigures(0.1, 1e9, 1e-4, "bbr").window_of_loss == math.inf
 
 
-def test_connections_wait_for_each_other_in_the_buffer() -> None:
-    """Pieces of several connections share the link and its buffer: cubic's HyStart ends slow start early where it notices.
+def test_windows_grow_to_twice_what_is_under_way() -> None:
+    """Linux takes a window for too small as long as half of it was in use; what is under way follows the limit.
 
-    Traced over an emulated link of 100 ms and 50 Mbit/s: the first connection left slow start at 312 segments, the second at
-    126, the third at 56.
+    Traced over an emulated link of 100 ms and 50 Mbit/s, three connections limited to 45 Mbit/s together, 3.6 MB after a rest
+    of two seconds: windows of 272 segments each time, 132 under way, 1.0 s with half a round trip before and one after.
     """
     link = LinkFigures(0.1, 50e6)
-    direction = flights.Direction(link, 3, random.Random(0).random)
-    ends = direction.send(600_000, 3, 0.0, 600_000 / (0.9 * link.goodput))
-    first, second, third = (each._threshold / MSS for each in direction._connections)
-    assert first > second > third
-    assert 0.5 < third / 56 < 1.5 and second < 200
-    assert ends > 3 * 600_000 / link.goodput
+    direction = flights.Direction(link, 3, 45e6 / 8, random.Random(0).random)
+    for begin in (0.0, 3.0, 6.0):
+        ends = direction.send(3.64 * MB / 3, 3, begin, 0.0)
+        assert ends - begin == pytest.approx(0.9, abs=0.06)
+        assert all(230 < each._window / MSS < 360 for each in direction._connections)
+    assert direction.send(3.64 * MB / 3, 3, ends, 0.0) - ends == pytest.approx(3.64 / 45 * 8, abs=0.03)
 
 
-def test_a_buffer_that_overflows_drops_and_the_bytes_are_sent_again() -> None:
-    """Eight bursts of 700 packets into a buffer of 420: all of it arrives, later than the link could carry it."""
-    link = LinkFigures(0.1, 50e6, congestion="reno")
-    direction = flights.Direction(link, 8, random.Random(0).random)
-    for connection in direction._connections:
-        connection._window = 700.0 * MSS
-    ends = direction.send(MB, 8, 0.0, 0.0)
-    assert ends > 8 * MB / link.goodput + 2 * link.rtt_s
-    assert all(each._threshold < math.inf for each in direction._connections[1:])
-    assert all(each.forget() == 0 for each in direction._connections)
+def test_a_loss_costs_nothing_while_the_window_is_larger_than_what_is_under_way() -> None:
+    """The first and the second; only then does a connection fall behind its share of the limit."""
+    link = LinkFigures(0.1, 50e6, loss=1e-9)
+    took = []
+    for losses in range(5):
+        direction = flights.Direction(link, 3, 45e6 / 8, random.Random(0).random)
+        direction.send(MB, 3, 0.0, 0.0)
+        connection = direction._connections[0]
+        for _ in range(losses):
+            connection._window *= 0.7
+            connection._threshold = connection._window
+        took.append(direction.send(MB, 3, 1.0, 0.0) - 1.0)
+    assert took[2] == pytest.approx(took[0], abs=0.01)
+    assert took[4] > took[0] + 0.1
 
 
 def test_a_short_transfer_hardly_meets_a_loss() -> None:
@@ -104,23 +108,17 @@ def test_a_short_transfer_hardly_meets_a_loss() -> None:
     assert clean < lossy < 1.2 * clean
 
 
-def test_cubic_leaves_slow_start_at_half_of_a_short_link() -> None:
-    """HyStart: one connection then fills a link of 30 ms only after seconds; Reno fills it at once."""
-    cubic, reno = (
-        seconds(LinkFigures(0.03, 40e6, congestion=name), MB, connections=1)[0] for name in ("cubic", "reno")
-    )
-    assert MB / LinkFigures(0.03, 40e6).goodput < reno < 0.95 * cubic
-
-
 def test_the_limit_the_codec_and_a_second_message_take_their_time() -> None:
-    """A limit slows all pieces but the first; a slow codec decides; each message has a round trip; a scatter has half of one."""
+    """A limit slows all pieces; a slow codec decides; each message has a round trip; a scatter has half of one."""
     link = LinkFigures(0.1, 1e9, congestion="bbr")  # whose windows are no limit, once they have grown
     warm = (0.0,) * 4
     bare = seconds(link, 10 * MB, at=warm)[-1]
-    assert seconds(link, 10 * MB, limit=5e6)[0] == pytest.approx(1.9 + 0.1, rel=0.1)
+    assert seconds(link, 10 * MB, limit=5e6, at=warm, piece_bytes=10 * MB // 16)[-1] == pytest.approx(
+        2.1, rel=0.02
+    )
     assert seconds(link, 10 * MB, encode_s=3.0)[0] >= 3.0
     assert seconds(link, 10 * MB, decode_s=3.0)[0] >= 3.0
-    assert bare + 0.04 < seconds(link, 10 * MB, at=warm, messages=2)[-1] < bare + 0.12
+    assert bare + 0.04 < seconds(link, 10 * MB, at=warm, messages=2)[-1] < bare + 0.13
     assert seconds(link, 10 * MB, at=warm, scatters=True)[-1] == pytest.approx(bare + 0.05, abs=0.02)
 
 
