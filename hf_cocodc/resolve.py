@@ -265,6 +265,8 @@ def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
     `auto`: a run that is made longer keeps the values that it began with.
     """
     began = {name: written[name] for name in FOLLOWING if getattr(config, name) == AUTO and name in written}
+    for name, value in began.items():
+        logger.info("outer.%s=auto is %s, as in the checkpoint. Write a number to change it.", *(name, value))
     config = dataclasses.replace(config, **began)
     default, theirs = settings(config).get("split_rows"), value_in(written, "split_rows")
     if config.split_rows is not None or default in (None, theirs):

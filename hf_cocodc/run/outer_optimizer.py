@@ -121,9 +121,6 @@ class OuterOptimizer(Finishing):
         config = for_rounds(asked, max_steps)
         regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-        for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
-            if warning is not None and accelerator.is_main_process:
-                logger.warning(warning)
         refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
         refuse_second(bare)
         self._inner = InnerOptimizer(
@@ -131,7 +128,8 @@ class OuterOptimizer(Finishing):
         )
         self.tokens = Tokens(accelerator, config.weights == "tokens", alike=stage is not None)
         self.about = about or of_loop(accelerator, bare, optimizer)
-        link = meet(link, accelerator, bare, config, regions, max_steps, stage=stage, about=self.about)
+        # "auto" is compared as such: what it means in a run that is continued, its checkpoints say
+        link = meet(link, accelerator, bare, asked, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
         self.link = link
         bases = place_for_bases(link, accelerator, journal)
@@ -141,6 +139,9 @@ class OuterOptimizer(Finishing):
             saved = read_base(link, accelerator, bare, bases)
         if saved is not None:
             config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
+        for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
+            if warning is not None and accelerator.is_main_process:
+                logger.warning(warning)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
         if (named_for := INNER.get(str(self.settings["method"]))) is not None:

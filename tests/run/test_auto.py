@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.auto import LONG_RUN, SHORT_RUN, for_rounds, too_few_rounds
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.methods import Method, diloco
@@ -115,21 +115,32 @@ def test_auto_needs_the_length_of_the_run() -> None:
 
 
 def test_a_run_with_auto_is_the_run_with_its_numbers() -> None:
-    """Bit for bit; regions may write the same values in both ways; and they matter, or the test would mean nothing."""
+    """Bit for bit; and they matter, or the test would mean nothing."""
 
-    def body(region: int, link: Link) -> tuple[Tensor, dict[str, Any]]:
-        run = Run(link, 6, **(BOTH if region else {"outer_lr": SHORT[0], "outer_momentum": SHORT[1]}))
-        end = run.train(6)
-        run.outer.finish()
-        return end, run.outer.settings
+    def trained(**config: Any) -> tuple[Tensor, dict[str, Any]]:
+        def body(region: int, link: Link) -> tuple[Tensor, dict[str, Any]]:
+            run = Run(link, 6, **config)
+            run.train(6)
+            run.outer.finish()
+            return params_of(run.model), run.outer.settings
 
-    def papers(region: int, link: Link) -> Tensor:
-        return Run(link, 6).train(6)
+        return simulate(body, regions=2)[0]
 
-    (numbers, of_numbers), (auto, of_auto) = simulate(body, regions=2)
+    auto, of_auto = trained(**BOTH)
+    numbers, of_numbers = trained(**dict(zip(FOLLOWING, SHORT, strict=True)))
     assert torch.equal(numbers, auto)
     assert of_numbers == of_auto
-    assert not torch.equal(simulate(papers, regions=2)[0], auto)
+    assert not torch.equal(trained()[0], auto)
+
+
+def test_regions_write_auto_alike() -> None:
+    """In a run that is made longer auto is what the checkpoint says, and a number is a number: they would part in silence."""
+
+    def body(region: int, link: Link) -> None:
+        Run(link, 6, **(BOTH if region else dict(zip(FOLLOWING, SHORT, strict=True))))
+
+    with pytest.raises(HandshakeError, match=r"outer.outer_(lr|momentum)"):
+        simulate(body, regions=2)
 
 
 @pytest.mark.parametrize("how", ["load_state", "saved"])
@@ -157,9 +168,10 @@ def test_a_run_that_is_made_longer_keeps_its_values(
     simulate(first, regions=2)
     written = json.loads((tmp_path / "0" / "cocodc" / "state.json").read_text(encoding="utf-8"))["settings"]
     assert tuple(written[name] for name in FOLLOWING) == SHORT
-    with caplog.at_level(logging.WARNING, "hf_cocodc"):
+    with caplog.at_level(logging.INFO, "hf_cocodc"):
         end, found = simulate(longer, regions=2)[0]
     assert "when the checkpoint was written" not in caplog.text
+    assert "outer.outer_momentum=auto is 0.0, as in the checkpoint" in caplog.text
     assert found == written
     assert torch.equal(end, simulate(with_numbers, regions=2)[0])
     assert values(for_rounds(OuterConfig(sync_interval=1, **BOTH), LONG_RUN)) == PAPERS
