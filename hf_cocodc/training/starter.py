@@ -99,7 +99,7 @@ def starter(
     text = "\n".join(
         [
             f"# {method}: trains {shown(model)} on {shown(data)}, in {num_regions} regions. Written by `hf-cocodc recipe new`.",
-            "# `hf-cocodc recipe keys` lists all keys. The values under `outer` are those of the method's paper.",
+            "# `hf-cocodc recipe keys` lists all keys. The values under `outer` are the method's own, most of them its paper's.",
             *(
                 line
                 for name, section in content.items()
