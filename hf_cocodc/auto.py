@@ -1,11 +1,12 @@
 """What `outer_lr: auto` and `outer_momentum: auto` mean: values that follow the number of outer rounds of a run.
 
-Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and in so short
-a run most of what it remembers is the first, largest steps. The values below come from studies that anyone can repeat:
+Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and with it an
+outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat:
 `python -m tests.studies rounds`, `methods` and `auto`; recipes/README.md has their tables.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .errors import InputError
@@ -13,8 +14,8 @@ from .resolve import settings
 from .settings import OuterConfig
 from .settings.outer import AUTO, FOLLOWING
 
-LONG_RUN = 100
-"""From this many rounds on, `auto` means the values of the method's paper."""
+LONG_RUN = 128
+"""From this many rounds on, `auto` means the values of the method's paper: the rounds of DiLoCo's (2311.08105)."""
 
 SHORT_RUN: dict[str, dict[str, float]] = {
     "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
@@ -28,8 +29,10 @@ SHORT_RUN: dict[str, dict[str, float]] = {
 }
 """By method: what `auto` means in shorter runs; the paper's values, too, for a method that is not here."""
 
-_MEMORIES = 10
-"""A momentum works in runs of this many times the rounds that it remembers, 1 / (1 - momentum)."""
+_MEMORIES = 20
+"""A momentum may be too much in runs of fewer rounds than so many times those that it remembers, 1 / (1 - momentum)."""
+_TOO_FAR = 1.5
+"""It is, if with it an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
 
 
 def rounds_of(config: OuterConfig, max_steps: int) -> int:
@@ -72,19 +75,24 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         max_steps: its inner steps; None if unknown.
     """
     shown = settings(config)
-    momentum = shown.get("outer_momentum")
+    lr, momentum = (shown.get(name) for name in FOLLOWING)
     better = SHORT_RUN.get(str(shown["method"]))
-    if better is None or not isinstance(momentum, float) or not max_steps or max_steps <= 0:
+    if better is None or not isinstance(lr, float) or not isinstance(momentum, float) or not max_steps:
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
-    if momentum <= better["outer_momentum"] or rounds >= round(_MEMORIES * memory):
+    is_short = 0 <= rounds < round(_MEMORIES * memory)
+    if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
     return (
-        f"outer.outer_momentum={momentum:g} remembers {memory:.3g} rounds, and {max_steps} inner steps are {rounds}: in so short "
-        f'a run it costs more than it brings (recipes/README.md, "Short runs"). Set {values}, or both to auto; or make more '
-        "rounds with a smaller outer.sync_interval."
+        f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and {max_steps} "
+        f'inner steps are {rounds}. In so short a run it costs more than it brings (recipes/README.md, "Short runs"). Set {values}, '
+        "or both to auto; or make more rounds with a smaller outer.sync_interval."
     )
+
+
+def _reach(values: Mapping[str, float]) -> float:
+    return values["outer_lr"] / (1 - values.get("outer_momentum", 0.0))
 
 
 def _values(config: OuterConfig, rounds: int) -> dict[str, Any]:

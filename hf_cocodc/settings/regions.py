@@ -56,8 +56,8 @@ class RegionConfig:
         "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
     )
     rate_limit: float | None = setting(
-        "Highest rate in Mbit/s at which this region sends, an equal part to each other region: nine tenths of the link's rate, or "
-        "less to leave room on a shared link. No limit by default; then packets may be lost before the link."
+        "Highest rate in Mbit/s at which this region sends, an equal part to each other region: nine tenths of the link's rate, "
+        "or less to leave room on a shared link. No limit by default; then packets may be lost before the link."
     )
     start_timeout_s: float = setting(
         "Seconds to wait at the start until all regions are there, or until the run trains that this region joins.",

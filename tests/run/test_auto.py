@@ -180,19 +180,22 @@ def test_a_run_that_is_made_longer_keeps_its_values(
 @pytest.mark.parametrize(
     ("given", "steps", "warns"),
     [
-        ({"outer_momentum": 0.9}, 990, True),
-        ({"outer_momentum": 0.9}, 1000, False),
-        ({"outer_momentum": 0.6}, 240, True),
-        ({"outer_momentum": 0.6}, 250, False),
-        ({"outer_momentum": 0.0}, 10, False),
+        ({"outer_momentum": 0.9}, 1990, True),
+        ({"outer_momentum": 0.9}, 2000, False),
+        ({"outer_momentum": 0.6}, 490, True),
+        ({"outer_momentum": 0.6}, 500, False),
+        ({"outer_momentum": 0.6, "outer_lr": 0.4}, 10, False),
+        ({"outer_momentum": 0.0, "outer_lr": 2.0}, 10, False),
         (BOTH, 10, False),
         ({}, 10, True),
         ({}, None, False),
+        ({}, -1, False),
         ({"method": "co2"}, 10, False),
+        ({"method": "muloco"}, 10, False),
         ({"method": f"{__name__}:own"}, 10, False),
     ],
 )
-def test_a_momentum_that_remembers_more_than_a_tenth_of_the_run_is_said(
+def test_a_momentum_that_is_too_much_for_the_run_is_said(
     given: dict[str, Any], steps: int | None, warns: bool
 ) -> None:
     """With the values that were measured to be better."""
@@ -200,7 +203,7 @@ def test_a_momentum_that_remembers_more_than_a_tenth_of_the_run_is_said(
     assert (said is not None) == warns
     if said is not None:
         better = " and ".join(f"outer.{name}={value:g}" for name, value in SHORT_RUN["diloco"].items())
-        assert f"inner steps are {steps // 10 if steps else 0}: in so short a run" in said
+        assert f"inner steps are {steps // 10 if steps else 0}. In so short a run" in said
         assert better in said
 
 
@@ -217,4 +220,4 @@ def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:
             max_steps=100,
             link=loopback(),
         ).close()
-    assert "outer.outer_momentum=0.9 remembers 10 rounds, and 100 inner steps are 10:" in caplog.text
+    assert "the momentum remembers 10 rounds, and 100 inner steps are 10." in caplog.text
