@@ -85,9 +85,9 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
     return (
-        f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and {max_steps} "
-        f'inner steps are {rounds}. In so short a run it costs more than it brings (recipes/README.md, "Short runs"). Set {values}, '
-        "or both to auto; or make more rounds with a smaller outer.sync_interval."
+        f"outer.outer_lr={lr:g} with outer.outer_momentum={momentum:g}: the momentum remembers {memory:.3g} rounds, and "
+        f"{max_steps} inner steps are {rounds}. In so short a run it costs more than it brings (recipes/README.md: short runs). "
+        f"Set {values}, or both to auto; or make more rounds with a smaller outer.sync_interval."
     )
 
 
