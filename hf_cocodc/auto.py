@@ -80,7 +80,7 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     if better is None or not isinstance(lr, float) or not isinstance(momentum, float) or not max_steps:
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
-    is_short = 0 <= rounds < round(_MEMORIES * memory)
+    is_short = 0 <= rounds < min(round(_MEMORIES * memory), LONG_RUN)
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())

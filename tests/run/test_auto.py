@@ -180,8 +180,9 @@ def test_a_run_that_is_made_longer_keeps_its_values(
 @pytest.mark.parametrize(
     ("given", "steps", "warns"),
     [
-        ({"outer_momentum": 0.9}, 1990, True),
-        ({"outer_momentum": 0.9}, 2000, False),
+        ({"outer_momentum": 0.9}, 10 * LONG_RUN - 1, True),
+        ({"outer_momentum": 0.9}, 10 * LONG_RUN, False),
+        (BOTH, 10 * LONG_RUN, False),
         ({"outer_momentum": 0.6}, 490, True),
         ({"outer_momentum": 0.6}, 500, False),
         ({"outer_momentum": 0.6, "outer_lr": 0.4}, 10, False),
