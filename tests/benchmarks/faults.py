@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -263,8 +263,10 @@ FAULTS = [
 NAMES = {"ours": "hf_cocodc", "torchft": "torchft"}
 
 
-def outcome(fault: Fault, by: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Make a run; what came of it."""
+def outcome(
+    fault: Fault, by: str, folder: Path, options: argparse.Namespace, undisturbed: Path
+) -> dict[str, Any]:
+    """Make a run; what came of it, beside what a run to which nothing happened has left in `undisturbed`."""
     folder.mkdir(parents=True)
     workload.write_text(folder)
     paced = argparse.Namespace(**{**vars(options), "pace": max(options.pace, fault.pace)})
@@ -293,17 +295,23 @@ def outcome(fault: Fault, by: str, folder: Path, options: argparse.Namespace) ->
         folder / name.format(region) for name in ("log-{}.txt", "journal-{}.jsonl") for region in range(LAST)
     ]
     expected = fault.sees if by == "ours" else r"(?<=WARN\] ).+|(?<=ERROR\] ).+"
-    found["others"] = words(logs if expected else logs[:LAST], expected)
+    found["others"] = words(logs, expected) if expected else unusual(logs[:LAST], undisturbed)
     found["stranger"] = words(list(folder.glob("strangers/log*.txt")), fault.told) if fault.told else ""
     found["failed"] = wrong
     return found
 
 
-def words(logs: list[Path], pattern: str) -> str:
-    """What these logs say: the first match; without a pattern, the first line."""
+def words(logs: Iterable[Path], pattern: str) -> str:
+    """What these logs say: the first match."""
     text = "\n".join(path.read_text(errors="replace") for path in logs if path.is_file())
-    found = re.search(pattern or ".+", text)
+    found = re.search(pattern, text)
     return found[0] if found else ""
+
+
+def unusual(logs: list[Path], undisturbed: Path) -> str:
+    """The first line of these logs that an undisturbed run does not print."""
+    usual = words(undisturbed.glob("log-*.txt"), r"(?s).*").splitlines()
+    return next((line for line in words(logs, r"(?s).*").splitlines() if line and line not in usual), "")
 
 
 def against(found: dict[str, Any], undisturbed: list[dict[str, Any]]) -> str:
@@ -395,7 +403,7 @@ def main() -> int:
         for by in sides:
             for number, fault in enumerate([*orders, *chosen]):
                 if by == "ours" or fault.torchft:
-                    row = outcome(fault, by, base / f"{by}-{number}", options)
+                    row = outcome(fault, by, base / f"{by}-{number}", options, base / f"{by}-0")
                     say(json.dumps(row))
                     if fault in orders:
                         undisturbed[by].append(row)
