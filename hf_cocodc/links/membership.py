@@ -151,7 +151,13 @@ class Membership:
         self.state = State.FOLLOWING
 
     def apply(self, marker: Marker) -> bool:
-        """Note that all inner steps up to a marker are made. Returns whether this process is a member from now on."""
+        """Note that all inner steps up to a marker are made. Returns whether this process is a member from now on.
+
+        Raises:
+            LeftBehind: members have let it in, and have missed it since.
+        """
+        if self.state is State.OUT:
+            raise left_behind(self.me.region)
         assert self.following is not None and self.state is State.FOLLOWING
         self._marker = marker
         self.ops.lost |= frozenset(marker.lost)

@@ -268,3 +268,17 @@ def test_a_newcomer_that_hears_of_a_loss_from_the_log_first_goes_on() -> None:
     wait_until(lambda: found)
     assert len(found[0]) == 1
     regions.hub.end()
+
+
+def test_a_newcomer_that_is_lost_before_it_knows_that_it_is_in_begins_again() -> None:
+    """Members have let it in, and missed it at once; it still has inner steps to make up to the marker that lets it in."""
+    regions = Regions(2)
+    late = regions.newcomer(2)
+    life = late._life
+    late.follow(Log(1 << 20))
+    members = (*regions.first, life.me)
+    life._decided(Decision(number=0, members=tuple(regions.first), lost=(life.me,), done=6))
+    with pytest.raises(LeftBehind, match="have gone on without region 2"):
+        late.apply(Marker(4, 6, 1, 0, members, (), (life.me.ticket,)))
+    assert life.state is State.OUT
+    regions.hub.end()
