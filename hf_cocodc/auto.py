@@ -29,6 +29,10 @@ SHORT_RUN: dict[str, dict[str, float]] = {
 }
 """By method: what `auto` means in shorter runs; the paper's values, too, for a method that is not here."""
 
+MEDIUM_RUN = 60
+MEDIUM: dict[str, dict[str, float]] = {"diloco": {"outer_lr": 0.7, "outer_momentum": 0.6}}
+"""The same from `MEDIUM_RUN` rounds on, for methods that were measured at 80."""
+
 _MEMORIES = 20
 """A momentum may be too much in runs of fewer rounds than so many times those that it remembers, 1 / (1 - momentum)."""
 _TOO_FAR = 1.5
@@ -63,8 +67,7 @@ def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
             f"{names}=auto follows the number of outer rounds, and the number of inner steps is not known. Give max_steps, or "
             "numbers."
         )
-    values = _values(config, rounds_of(config, max_steps))
-    return dataclasses.replace(config, **values)
+    return dataclasses.replace(config, **values_for(str(config.method), rounds_of(config, max_steps)))
 
 
 def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
@@ -76,10 +79,16 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     """
     shown = settings(config)
     lr, momentum = (shown.get(name) for name in FOLLOWING)
-    better = SHORT_RUN.get(str(shown["method"]))
-    if better is None or not isinstance(lr, float) or not isinstance(momentum, float) or not max_steps:
+    method = str(shown["method"])
+    if (
+        method not in SHORT_RUN
+        or not isinstance(lr, float)
+        or not isinstance(momentum, float)
+        or not max_steps
+    ):
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
+    better = values_for(method, rounds)
     is_short = 0 <= rounds < min(round(_MEMORIES * memory), LONG_RUN)
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
@@ -95,9 +104,27 @@ def _reach(values: Mapping[str, float]) -> float:
     return values["outer_lr"] / (1 - values.get("outer_momentum", 0.0))
 
 
-def _values(config: OuterConfig, rounds: int) -> dict[str, Any]:
-    method = str(config.method)
+def values_for(method: str, rounds: int) -> dict[str, Any]:
+    """What `auto` means in a run of a method with so many rounds."""
     papers = {
         name: value for name, value in settings(OuterConfig(method=method)).items() if name in FOLLOWING
     }
-    return papers if rounds >= LONG_RUN else {**papers, **SHORT_RUN.get(method, {})}
+    if rounds >= LONG_RUN:
+        return papers
+    medium = MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {}
+    return {**papers, **SHORT_RUN.get(method, {}), **medium}
+
+
+def in_words(method: str, name: str) -> str:
+    """What `auto` means for a setting of a method.
+
+    >>> in_words("diloco", "outer_momentum")
+    'auto: 0, from 60 rounds on 0.6, from 128 rounds on 0.9'
+    """
+    words, last = "auto: ", None
+    for rounds in (0, MEDIUM_RUN, LONG_RUN):
+        value = values_for(method, rounds)[name]
+        if value != last:
+            words += f"{value:g}" if last is None else f", from {rounds} rounds on {value:g}"
+        last = value
+    return words

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ..auto import LONG_RUN, SHORT_RUN
+from ..auto import SHORT_RUN, in_words
 from ..errors import InputError, nearest, shown
 from ..newer import INNER, known
 from ..recipes.keys import keys
@@ -134,15 +134,9 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
             continue
         said = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
         if key in FOLLOWING and value == AUTO:
-            said = f"{said} {_on_auto(key, section['method'])}"
+            said = f"{said} {in_words(section['method'], key)}."
         yield from _comment(said, "  ")
         yield f"  {key}: {_scalar(value)}"
-
-
-def _on_auto(name: str, method: str) -> str:
-    """What `auto` means for a setting of a method."""
-    papers = settings(OuterConfig(method=method))[name]
-    return f"auto: {SHORT_RUN[method][name]:g} in fewer than {LONG_RUN} rounds, else {papers:g}, the paper's."
 
 
 def _comment(text: str, indent: str) -> list[str]:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.auto import LONG_RUN, SHORT_RUN, for_rounds, too_few_rounds
+from hf_cocodc.auto import LONG_RUN, MEDIUM, MEDIUM_RUN, SHORT_RUN, for_rounds, too_few_rounds, values_for
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback
@@ -76,7 +76,13 @@ def test_long_runs_have_the_values_of_papers_and_short_ones_those_that_were_meas
     config = OuterConfig(method=method, sync_interval=10, **dict.fromkeys(takes, AUTO))
     papers = settings(OuterConfig(method=method))
     assert list(SHORT_RUN[method]) == takes
-    for steps, expected in ((10 * LONG_RUN, papers), (10 * LONG_RUN - 1, SHORT_RUN[method])):
+    medium = MEDIUM.get(method, SHORT_RUN[method])
+    for steps, expected in (
+        (10 * LONG_RUN, papers),
+        (10 * LONG_RUN - 1, medium),
+        (10 * MEDIUM_RUN, medium),
+        (10 * MEDIUM_RUN - 1, SHORT_RUN[method]),
+    ):
         found = for_rounds(config, steps)
         assert {name: getattr(found, name) for name in takes} == {name: expected[name] for name in takes}
         assert for_rounds(found, None) is found
@@ -203,7 +209,9 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
     said = too_few_rounds(OuterConfig(**{"sync_interval": 10, **given}), steps)
     assert (said is not None) == warns
     if said is not None:
-        better = " and ".join(f"outer.{name}={value:g}" for name, value in SHORT_RUN["diloco"].items())
+        assert steps is not None
+        values = values_for("diloco", steps // 10)
+        better = " and ".join(f"outer.{name}={value:g}" for name, value in values.items())
         assert f"inner steps are {steps // 10 if steps else 0}. In so short a run" in said
         assert better in said
 

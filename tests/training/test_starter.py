@@ -62,8 +62,8 @@ def test_any_name_is_read_as_it_was_given(model: str, data: str) -> None:
 def test_it_follows_the_number_of_rounds() -> None:
     """With the values in a comment, of each method that this package knows, and only where the method has the setting."""
     text = " ".join(starter("m", "d", method="diloco").replace("#", "").split())
-    assert "auto: 1 in fewer than 128 rounds, else 0.7, the paper's. outer_lr: auto" in text
-    assert "auto: 0 in fewer than 128 rounds, else 0.9, the paper's. outer_momentum: auto" in text
+    assert "auto: 1, from 60 rounds on 0.7. outer_lr: auto" in text
+    assert "auto: 0, from 60 rounds on 0.6, from 128 rounds on 0.9. outer_momentum: auto" in text
     for method in known():
         outer = read(starter("m", "d", method=method)).outer
         assert {name for name in FOLLOWING if getattr(outer, name) == AUTO} == set(SHORT_RUN.get(method, {}))
