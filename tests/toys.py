@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from hf_cocodc import OuterOptimizer
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
@@ -122,6 +124,22 @@ def train_llama(region: Region, step: int) -> float:
     loss.backward()
     region.step()
     return float(loss.detach())
+
+
+def train_loop(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outer: OuterOptimizer,
+    until: int,
+) -> None:
+    """A plain loop of Accelerate, from where the outer optimizer is to an inner step."""
+    for step in range(outer.inner_step, until):
+        tokens = batch(outer.link.region, step)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
 
 
 def params_of(model: nn.Module) -> Tensor:

@@ -23,7 +23,7 @@ from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.run import checkpoint as disk
 from hf_cocodc.settings.outer import AUTO, FOLLOWING
 from hf_cocodc.training.simulation import simulate
-from tests.toys import batch, llama, params_of
+from tests.toys import llama, params_of, train_loop
 
 BOTH: dict[str, Any] = {"outer_lr": AUTO, "outer_momentum": AUTO}
 SHORT = tuple(SHORT_RUN["diloco"].values())
@@ -60,12 +60,7 @@ class Run:
             self.accelerator.load_state(checkpoint)
 
     def train(self, until: int) -> Tensor:
-        for step in range(self.outer.inner_step, until):
-            tokens = batch(self.outer.link.region, step)
-            self.accelerator.backward(self.model(input_ids=tokens, labels=tokens).loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.outer.step()
+        train_loop(self.accelerator, self.model, self.optimizer, self.outer, until)
         return params_of(self.model)
 
 

@@ -21,7 +21,7 @@ from hf_cocodc.parts.blocks import find_blocks
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
-from tests.toys import batch, llama, params_of
+from tests.toys import llama, params_of, train_loop
 
 STEPS, SAVED_AT = 11, 6
 COCODC: dict[str, Any] = {"sync_interval": 4, "num_fragments": 4, "overlap_steps": 2, "sends_per_interval": 4}
@@ -43,12 +43,7 @@ class Run:
             self.accelerator.load_state(str(checkpoint_of(folder, link)))
 
     def train(self, until: int) -> None:
-        for step in range(self.outer.inner_step, until):
-            tokens = batch(self.outer.link.region, step)
-            self.accelerator.backward(self.model(input_ids=tokens, labels=tokens).loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.outer.step()
+        train_loop(self.accelerator, self.model, self.optimizer, self.outer, until)
 
     def end(self) -> Tensor:
         self.train(STEPS)
