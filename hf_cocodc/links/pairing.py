@@ -37,11 +37,16 @@ class Pairing:
         return self._newest.get(member.region) == member and member.region in self._wire.regions
 
     def make(self, members: Iterable[Member]) -> None:
-        """Connect to members; blocks. Raises LinkError if it does not succeed in time."""
+        """Connect to members; blocks. Raises LinkError if it does not succeed in time, or if one of them is lost."""
         wanted = [member for member in members if member != self._me and not self.has(member)]
         for member in wanted:
             self._presence.tell(member, "pair")
-        side_by_side([partial(self._connect, member) for member in wanted], _AT_ONCE)
+
+        def look() -> None:
+            if lost := set(wanted).difference(self._presence.members):
+                raise LinkError(f"region {min(lost).region} is lost.")
+
+        side_by_side([partial(self._connect, member) for member in wanted], _AT_ONCE, look)
 
     def _answer(self, member: Member) -> None:
         """A newcomer asks: it is connected, unless it is already, or is being connected."""

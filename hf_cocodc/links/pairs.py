@@ -34,6 +34,8 @@ _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
 
+_LOOK_S = 0.2
+
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
 
 _abandoned: list[Any] = []
@@ -232,13 +234,20 @@ def abandon(things: Iterable[Any]) -> None:
         _abandoned.append(thing)
 
 
-def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
+def side_by_side(
+    calls: Iterable[Callable[[], T]], threads: int, look: Callable[[], object] = lambda: None
+) -> list[T]:
     """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
 
     The threads are daemons, so that a region which does not answer keeps no process from its end.
 
+    Args:
+        calls: what the threads call.
+        threads: at most so many.
+        look: called several times a second meanwhile; it may raise.
+
     Raises:
-        BaseException: the first error of a call, as soon as it occurs; other threads may still be waiting.
+        BaseException: the first error of a call, or of `look`, as soon as it occurs; threads may still be waiting.
     """
     todo = list(enumerate(calls))
     results: dict[int, T] = {}
@@ -267,8 +276,11 @@ def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
 
     for _ in range(min(threads, left)):
         NativeThread(work, "hf_cocodc-connect").start()
-    with changed:
-        changed.wait_for(lambda: failures or not left)
+    while True:
+        with changed:
+            if changed.wait_for(lambda: failures or not left, _LOOK_S):
+                break
+        look()
     if failures:
         raise failures[0]
     return [results[index] for index in range(len(results))]

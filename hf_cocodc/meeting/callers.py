@@ -293,9 +293,8 @@ class Callers:
                 caller.proof.hear(said)
         except Refused as error:
             return self._named(error, caller)
-        # a greeting can be put back: with a secret, who is welcome twice has yet to prove that it is the one
-        is_welcome = any(c.member == member and c.stage == "welcomed" for c in self._all)
-        if self._knows(member) or (is_welcome and self._keys is None):
+        # one that is welcome already may have given up that call, while this process stood still: the call that goes on counts
+        if self._knows(member):
             return "it has been connected before"
         try:
             host_and_port(said.get("address"))

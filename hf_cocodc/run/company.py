@@ -1,15 +1,14 @@
 """How a region's leader is in an elastic run: it meets the others or joins them, and newcomers get what they need from it."""
 
-import contextlib
 import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DonorLost, LinkError, RegionLostError
+from ..errors import DonorLost, LeftBehind, LinkError, MeetingError, RegionLostError
 from ..links.elastic import ElasticLink
 from ..links.log import Marker
 from ..links.terms import Reach, State, Terms
@@ -19,7 +18,7 @@ from ..meeting.presence import Member
 from ..meeting.values import number_of, text_of
 from .base import Base, Received, RunOver, receive
 from .donor import Donation, offered
-from .place import Agreeing, Place, alive, connected
+from .place import Agreeing, Place, alive, connected, say_why_it_waits
 from .status import tell
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Company:
         presence, addresses, record = connected(place, record)
         reach = place.reach(record.run, presence, None, record.losses)
         company = cls(place, record.run, reach, addresses)
-        company.link.pair_with(list(addresses))
+        company._pair(addresses)
         return company
 
     def come_back(self) -> None:
@@ -110,6 +109,10 @@ class Company:
             LinkError: there is no run to come back to, or it cannot be reached.
         """
         self._drop_gifts()
+        self._pair(self._reach_again())
+
+    def _reach_again(self) -> Mapping[Member, str]:
+        """Leave, and be connected to the members as another newcomer. Returns their addresses."""
         self.link.part()
         record = alive(self.place)
         if record is None or record.run != self.run:
@@ -120,22 +123,48 @@ class Company:
         reach = self.place.reach(self.run, presence, None, record.losses)
         self._take(reach, addresses)
         self.link.begin_again(reach)
-        self.link.pair_with(list(addresses))
+        return addresses
+
+    def _pair(self, members: Collection[Member]) -> None:
+        """Make the connections for transfers with all members. One of them may be lost meanwhile: then it begins again."""
+        until = time.monotonic() + self.place.regions.start_timeout_s
+        while True:
+            try:
+                self.link.pair_with(members)
+                return
+            except LinkError as error:
+                left_s = until - time.monotonic()
+                if left_s < 0:
+                    raise
+                say_why_it_waits(self.place.region, str(error), left_s)
+                members = self._reach_again()
 
     def _meet(self) -> None:
-        """Connect to members that have come in since this newcomer asked. Those that are lost meanwhile are no strangers."""
-        deadline = time.monotonic() + self.place.regions.timeout_s
+        """Connect to members that have come in since this newcomer asked. Those that are lost meanwhile are no strangers.
+
+        Raises:
+            LeftBehind: one cannot be reached, keeps refusing this newcomer, or is lost while they connect.
+        """
+        deadline, last = time.monotonic() + self.place.regions.timeout_s, ""
         while missing := [each for each in self.link.strangers if each not in self.presence.members]:
             record = live.read(self.place.steady_store(), self.place.name)
             found = {Member(m.region, m.ticket): m.address for m in record.members} if record else {}
             wanted = {member: found[member] for member in missing if member in found}
             if time.monotonic() > deadline:
-                raise LinkError(f"region {missing[0].region} cannot be reached: it came in a moment ago.")
-            with contextlib.suppress(RegionLostError):
+                came = f"region {missing[0].region} came in a moment ago, and cannot be reached."
+                raise LeftBehind(f"{came} {last}".rstrip())
+            try:
                 self.presence.connect(wanted, min(deadline, time.monotonic() + _AGAIN_S), {})
                 self._addresses |= wanted
+            except (MeetingError, RegionLostError) as error:
+                last = f"{error}."
             time.sleep(_POLL_S)
-        self.link.pair_with(self.link.strangers)
+        try:
+            self.link.pair_with(self.link.strangers)
+        except (
+            LinkError
+        ) as error:  # it may be lost; or it has a half of a connection that it does not make again
+            raise LeftBehind(str(error)) from error
 
     def get_base(self, folder: Path) -> Received:
         """Get a base from some member. The next member is asked if one is lost meanwhile, or falls silent.

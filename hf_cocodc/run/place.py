@@ -185,14 +185,19 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
                 raise (MeetingError(held) if held else error) from None
             if said != (held or str(error)):
                 said = held or str(error)
-                words = f"cannot join yet, and tries again for {left_s:.0f} s: {said}"
-                logger.warning("region %d %s", place.region, words)
-                tell("waiting for its place", news=words)
+                say_why_it_waits(place.region, said, left_s)
         time.sleep(_AGAIN_S)
         newest = alive(place)
         if newest is None or newest.run != record.run:
             raise LinkError(f"the run {place.name!r} has ended, or its store does not answer: {said}")
         record = newest
+
+
+def say_why_it_waits(region: int, why: str, left_s: float) -> None:
+    """Say that a newcomer cannot join yet, and for how long it tries again."""
+    words = f"cannot join yet, and tries again for {left_s:.0f} s: {why}"
+    logger.warning("region %d %s", region, words)
+    tell("waiting for its place", news=words)
 
 
 def taken(record: live.Record, region: int) -> str | None:

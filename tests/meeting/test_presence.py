@@ -307,6 +307,23 @@ def test_a_caller_that_was_closed_a_moment_ago_is_not_heard(caplog: pytest.LogCa
     assert "failed for" not in caplog.text
 
 
+@pytest.mark.parametrize("keys", [None, Keys.from_secret("a long secret of ours")], ids=["open", "secret"])
+def test_a_member_that_was_frozen_lets_a_newcomer_in_that_has_called_twice(keys: Keys | None) -> None:
+    """When it goes on, it finds both calls. The newcomer has given up the first one."""
+    with circle(A, B, keys=keys) as found:
+        thaws = threading.Event()
+        found.all[B].accept = lambda hello: None
+        found.all[B]._orders.give(lambda: thaws.wait(PATIENCE_S))
+        newcomer = found.add(D)
+        addresses = {B: found.all[B].address}
+        with pytest.raises(RegionLostError):
+            newcomer.connect(addresses, time.monotonic() + 0.3)
+        threading.Timer(0.5, thaws.set).start()
+        newcomer.connect(addresses, time.monotonic() + PATIENCE_S)
+        newcomer.tell(B, "news", text="hello")
+        assert eventually(lambda: found.heard[B]) == [(D, {"text": "hello"})]
+
+
 def test_strangers_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
     """However often they call; and what they say is never more than a part of one line."""
     with circle(A, B) as found:

@@ -36,6 +36,7 @@ POINTS = {
     "in finish": ("hf_cocodc.engine.traffic", "Traffic", "end"),
     "in a save": ("hf_cocodc.engine.synchronizer", "Synchronizer", "state_dict"),
     "while it gives its base": ("hf_cocodc.run.donor", "Donation", "_send"),
+    "before it answers a newcomer": ("hf_cocodc.links.pairing", "Pairing", "_answer"),
 }
 """Module, class and method; a method with a kind counts only messages of that kind."""
 AFTER = {"in a transfer", "between its haves", "after a landing", "in a save"}

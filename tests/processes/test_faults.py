@@ -20,7 +20,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 TIMES = {"in finish": 1, "before its haves": 3, "between its haves": 3}
 """At which time a region dies; it says that it has a result once to each of the two others."""
-OF_MEMBERS = [point for point in POINTS if point != "while it gives its base"]
+WITH_NEWCOMERS = {"while it gives its base", "before it answers a newcomer"}
+OF_MEMBERS = [point for point in POINTS if point not in WITH_NEWCOMERS]
 
 pytestmark = pytest.mark.slow
 
@@ -191,6 +192,19 @@ def test_a_donor_that_dies_while_it_gives_its_base(tmp_path: Path) -> None:
         regions.check()
 
 
+def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> None:
+    """The newcomer begins again with those that are left, and comes in."""
+    with Regions(3, task(tmp_path, 400, pace_s=0.1, regions={"max": 4})) as regions:
+        regions.start([0, 1])
+        regions.start([2], fault="before it answers a newcomer:1")
+        regions.until_step(15)
+        regions.start([3], join=True)
+        regions.until_members([0, 1, 3], [0, 1, 3])
+        assert regions.processes[2].exitcode == -9, "it has come to the point"
+        regions.end([0, 1, 3])
+        regions.check()
+
+
 def test_a_region_that_comes_and_goes(tmp_path: Path) -> None:
     """Killed every 2 s, whatever it is doing, and started again at once: the others finish, nothing of theirs is lost."""
     with Regions(3, task(tmp_path, 250, pace_s=0.1)) as regions:
@@ -230,6 +244,7 @@ def churn(regions: Regions, events: int, seed: int) -> int:
     rng, well, dead, frozen, done = random.Random(seed), {0, 1, 2, 3}, set[int](), set[int](), 0
     while done < events and regions.step(min(well)) < regions.task.steps - 50:
         time.sleep(rng.uniform(0.3, 1.2))
+        assert all(regions.processes[region].is_alive() for region in well), regions.words()
         what = rng.choice(["kill", "freeze", "back", "back"])
         if what == "back" and dead | frozen:
             region = rng.choice(sorted(dead | frozen))

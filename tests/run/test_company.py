@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hf_cocodc.errors import RegionLostError
+from hf_cocodc.errors import LeftBehind, MeetingError, RegionLostError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.presence import Member
 from hf_cocodc.meeting.signs import Seen
@@ -41,12 +42,25 @@ def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> N
     assert presence.doing == ""
 
 
-def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The record may still name it. The newcomer hears of the loss from others."""
+@pytest.fixture
+def record_with_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record of the run names OTHER."""
     there = SimpleNamespace(region=OTHER.region, ticket=OTHER.ticket, address="b:1")
     monkeypatch.setattr(live, "read", lambda store, name: SimpleNamespace(members=[there]))
+
+
+def meeting(link: Any, connect: Callable[..., None], timeout_s: float = 60.0) -> Any:
+    """What `Company._meet` needs."""
+    place = SimpleNamespace(
+        regions=SimpleNamespace(timeout_s=timeout_s), steady_store=lambda: None, name="run"
+    )
+    presence = SimpleNamespace(members=(), connect=connect)
+    return SimpleNamespace(place=place, presence=presence, link=link, _addresses={})
+
+
+@pytest.mark.usefixtures("record_with_other")
+def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet() -> None:
+    """The record may still name it. The newcomer hears of the loss from others."""
     link = SimpleNamespace(strangers=[OTHER], paired=None)
     link.pair_with = lambda members: setattr(link, "paired", members)
 
@@ -54,8 +68,36 @@ def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet(
         link.strangers = []
         raise RegionLostError(OTHER.region, "it was not reached")
 
-    place = SimpleNamespace(regions=SimpleNamespace(timeout_s=60.0), steady_store=lambda: None, name="run")
-    presence = SimpleNamespace(members=(), connect=connect)
-    company: Any = SimpleNamespace(place=place, presence=presence, link=link, _addresses={})
-    Company._meet(company)
+    Company._meet(meeting(link, connect))
     assert link.paired == []
+
+
+@pytest.mark.usefixtures("record_with_other")
+def test_a_newcomer_waits_for_a_member_that_refuses_it() -> None:
+    """That member was frozen, and does not know yet that the others have gone on without it."""
+    link = SimpleNamespace(strangers=[OTHER], paired=None)
+    link.pair_with = lambda members: setattr(link, "paired", members)
+    refusals = 0
+
+    def connect(wanted: dict[Member, str], deadline: float, hello: dict[str, Any]) -> None:
+        nonlocal refusals
+        refusals += 1
+        if refusals == 2:
+            link.strangers = []
+        raise MeetingError("region 2 refuses region 0: region 2 is no member itself")
+
+    Company._meet(meeting(link, connect))
+    assert refusals == 2
+    assert link.paired == []
+
+
+@pytest.mark.usefixtures("record_with_other")
+def test_a_newcomer_that_a_member_keeps_refusing_begins_again() -> None:
+    """As another process of its region, with a ticket of its own, it may be let in."""
+
+    def connect(wanted: dict[Member, str], deadline: float, hello: dict[str, Any]) -> None:
+        raise MeetingError("region 2 refuses region 0: it has been connected before")
+
+    link = SimpleNamespace(strangers=[OTHER])
+    with pytest.raises(LeftBehind, match="region 2 refuses region 0: it has been connected before"):
+        Company._meet(meeting(link, connect, timeout_s=0.3))
