@@ -20,6 +20,7 @@ import torch
 from packaging.requirements import Requirement
 
 from .. import __version__
+from ..links.pacing import can_pace
 from ..meeting.addresses import is_loopback, own_address
 from ..tensors.threads import cores
 
@@ -93,6 +94,7 @@ class Network:
         ports: first and last of those that the kernel gives to who asks for none.
         rtt_s: seconds of a round trip to the store; None on its own machine.
         is_synchronised: whether the clock is, by the kernel.
+        paces: whether the kernel keeps a rate limit.
     """
 
     address: str | None = None
@@ -108,6 +110,7 @@ class Network:
     ports: tuple[int, int] | None = None
     rtt_s: float | None = None
     is_synchronised: bool | None = None
+    paces: bool | None = None
 
 
 def machine() -> Machine:
@@ -191,6 +194,7 @@ def network(store: str | None, interface: str | None) -> Network:
         ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
         rtt_s=_rtt_s(store) if store is not None and leads_away(store, address) else None,
         is_synchronised=_is_synchronised(),
+        paces=can_pace(),
     )
 
 

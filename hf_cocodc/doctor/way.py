@@ -100,10 +100,18 @@ def congestion(network: Network, rate_limit: float | None) -> Finding:
     if network.congestion is None:
         return unknown(topic)
     words = f"TCP {network.congestion}"
+    if rate_limit is not None:
+        words += f", with regions.rate_limit={rate_limit:g} Mbit/s"
+        if network.paces is False:
+            return Finding(
+                topic,
+                WARN,
+                f"{words}, which this kernel does not keep (SO_MAX_PACING_RATE): this package does, with one piece after the "
+                "other, and a lossy link is used less well",
+            )
+        return Finding(topic, OK, words)
     if network.congestion == "bbr":
         return Finding(topic, OK, words)
-    if rate_limit is not None:
-        return Finding(topic, OK, f"{words}, with regions.rate_limit={rate_limit:g} Mbit/s")
     if network.rtt_s is not None and network.rtt_s < _LONG_S:
         return Finding(topic, OK, f"{words}; a round trip is short ({1000 * network.rtt_s:.1f} ms)")
     load = "" if "bbr" in network.known else "modprobe tcp_bbr; "

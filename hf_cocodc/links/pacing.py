@@ -35,6 +35,12 @@ class Share(NamedTuple):
     rate: float
 
 
+def can_pace() -> bool:
+    """Whether this machine's kernel keeps a limit."""
+    with socket.socket() as probe:
+        return _OPEN_FILES.is_dir() and _limit(probe.fileno(), _MOST)
+
+
 def pace(shares: Sequence[Share]) -> int:
     """Limit all connections that were made between the addresses of the shares; returns how many have their limit.
 

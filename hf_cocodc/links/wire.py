@@ -4,6 +4,7 @@ A `Wire` holds a pair of connected ends for each other region. A transfer uses a
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from .pairs import (
     side_by_side,
 )
 from .view import FOR_EVER_S, Throttle, View
+
+logger = logging.getLogger(__name__)
 
 TAGS = 64
 """Tags of a view, unless it is made for more."""
@@ -92,6 +95,7 @@ class Wire:
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self._paced: tuple[tuple[int, int], ...] = ()
+        self._has_told = False
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
         self._closing: list[threading.Thread] = []
@@ -267,8 +271,16 @@ class Wire:
             ]
             is_soon = all(LARGEST / each.rate < _SOON * self.timeout_s for each in shares)
             wanted = sum(len(pair.bulk) + 1 for pair in pairs)
-            self._throttle.rate = None if is_soon and pace(shares) >= wanted else self._limit
+            is_kept = is_soon and pace(shares) >= wanted
+            self._throttle.rate = None if is_kept else self._limit
             self._paced = named
+        if is_soon and not is_kept and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "region %d: this machine's kernel does not keep regions.rate_limit (SO_MAX_PACING_RATE): this package does, with "
+                "one piece after the other. A lossy link is used less well.",
+                self.region,
+            )
 
     @contextlib.contextmanager
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:

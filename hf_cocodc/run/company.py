@@ -1,7 +1,6 @@
 """How a region's leader is in an elastic run: it meets the others or joins them, and newcomers get what they need from it."""
 
 import logging
-import queue
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
@@ -16,10 +15,10 @@ from ..meeting import live
 from ..meeting.board import take_ticket
 from ..meeting.presence import Member
 from ..meeting.values import number_of, text_of
-from .base import Base, Received, RunOver, receive
-from .donor import Donation, offered
+from .asking import Asking
+from .base import Base, Received, RunOver
+from .donor import Donation
 from .place import Agreeing, Place, alive, connected, say_why_it_waits
-from .status import tell
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +160,7 @@ class Company:
             time.sleep(_POLL_S)
         try:
             self.link.pair_with(self.link.strangers)
-        except (
-            LinkError
-        ) as error:  # it may be lost; or it has a half of a connection that it does not make again
+        except LinkError as error:  # it is lost, or its end of the connection is not made twice
             raise LeftBehind(str(error)) from error
 
     def get_base(self, folder: Path) -> Received:
@@ -184,7 +181,7 @@ class Company:
                 self.presence.members, key=lambda each: (failures[each], each.region < own, each)
             ):
                 try:
-                    base = self._base_of(member, folder)
+                    base = self._asking.base_of(member, self._addresses.get(member, ""), folder)
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
                     failures[member], last = failures[member] + 1, f" The last one: {error}"
@@ -283,11 +280,9 @@ class Company:
         assert isinstance(reach.agree, Agreeing)
         self._agreeing = reach.agree
         self._addresses = {**addresses, presence.me: presence.address}
-        self._offers: queue.SimpleQueue[tuple[Member, dict[str, Any] | str]] = queue.SimpleQueue()
+        self._asking = Asking(self.place, presence)
         presence.on("connected", self._connected)
         presence.on("base", lambda member, content: self.wants.append(member))
-        presence.on("offer", lambda member, content: self._offers.put((member, content)))
-        presence.on("no_base", lambda member, content: self._offers.put((member, str(content.get("why")))))
         presence.on("enough", self._has_enough)
 
     def _connected(self, member: Member, hello: Mapping[str, Any]) -> None:
@@ -298,42 +293,6 @@ class Company:
         gift = self._gifts.get(member)
         if gift is not None:
             gift.close("in", "it is in the run")
-
-    def _base_of(self, member: Member, folder: Path) -> Base:
-        presence, offers, regions = self.presence, self._offers, self.place.regions
-        until = time.monotonic() + regions.stuck_timeout_s
-
-        def alive() -> None:
-            seen = presence.seen(member.region)
-            if member not in presence.members or (seen is not None and seen.lost):
-                raise DonorLost(f"region {member.region} is lost.")
-
-        presence.tell(member, "base")
-        while True:
-            alive()
-            seen = presence.seen(member.region)
-            if time.monotonic() > until and seen is not None and seen.moved_s > regions.stuck_timeout_s:
-                raise DonorLost(
-                    f"region {member.region} has made no inner step for {seen.moved_s:.0f} s "
-                    f"(regions.stuck_timeout_s={regions.stuck_timeout_s:g})."
-                )
-            try:
-                who, said = offers.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            if who != member:
-                continue
-            if isinstance(said, str):
-                raise DonorLost(said)
-            try:
-                offer = offered(said, self._addresses[member])
-            except (KeyError, TypeError, ValueError) as error:
-                raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
-            tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
-            return receive(
-                *(offer, folder, self.place.region, member.region, alive, regions.timeout_s),
-                *(self.place.host, self.place.largest_base, self.place.prove(offer)),
-            )
 
     def _asked_to_leave(self, why: str) -> None:
         self.leaves = why or "it was asked to leave"

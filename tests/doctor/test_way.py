@@ -96,6 +96,14 @@ def test_a_limit_of_the_rate_does_for_cubic() -> None:
     assert (found.level, found.words) == (OK, "TCP cubic, with regions.rate_limit=900 Mbit/s")
 
 
+@pytest.mark.parametrize("congestion", ["cubic", "bbr"])
+def test_a_limit_that_the_kernel_does_not_keep(congestion: str) -> None:
+    """It is kept all the same, but not as well."""
+    found = way.congestion(replace(FAR, congestion=congestion, paces=False), 900.0)
+    assert found.level == WARN
+    assert "regions.rate_limit=900 Mbit/s, which this kernel does not keep" in found.words
+
+
 def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback is found with its name, and the time of a round trip; without /proc nothing is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -103,6 +111,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         found = facts.network(store, None)
         assert (found.address, found.interface, found.is_up) == ("127.0.0.1", "lo", True)
         assert found.rtt_s is not None and found.mtu is not None and found.mtu > 1000
+        assert found.paces is not None
         with pytest.raises(InputError, match="regions.interface='wg9' is not a network interface"):
             facts.network(store, "wg9")
     monkeypatch.setattr(facts, "SYSCTL", tmp_path)

@@ -231,7 +231,7 @@ def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int) -> None:
+def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCaptureFixture) -> None:
     """However fast the link: a payload takes at least as long as a lane's share of the limit says, but for its beginning.
     So do the seconds that a transfer says it took, which schedules go by: in the region that came to it last."""
     rate = 4e6
@@ -250,6 +250,8 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int) -> None:
     for passed, arrival in found:
         assert passed >= max(arrival.seconds, least)
     assert max(arrival.seconds for _, arrival in found) >= least
+    told = caplog.text.count("kernel does not keep regions.rate_limit")
+    assert told == (0 if kept_by == "kernel" else 2), "each region says it once"
 
 
 @pytest.mark.parametrize(
