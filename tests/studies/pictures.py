@@ -10,6 +10,8 @@ from .spec import Study
 from .tables import Row, rows_of
 
 COLOUR, GREY = "#1f77b4", "#888888"
+_RATIO, _CLOSE = 1.4, 0.06
+"""Points are close together with such a ratio of x, and such a share of the range of y."""
 
 
 def draw(study: Study, found: Found, path: Path) -> None:
@@ -24,7 +26,7 @@ def draw(study: Study, found: Found, path: Path) -> None:
         return
     height = sum(1.2 + 0.3 * len(rows) for rows in cells.values())
     figure, panels = pyplot.subplots(
-        len(cells), 2, figsize=(11, max(height, 3)), squeeze=False, layout="constrained"
+        len(cells), 2, figsize=(13, max(height, 3)), squeeze=False, layout="constrained"
     )
     for (left, right), (cell, rows) in zip(panels, cells.items(), strict=True):
         _differences(left, study, rows)
@@ -50,15 +52,32 @@ def _differences(panel: Any, study: Study, rows: list[Row]) -> None:
 
 
 def _bytes(panel: Any, rows: list[Row]) -> None:
-    for row in rows:
-        if row.loss is not None:
-            panel.errorbar(row.megabytes, row.loss.mean, yerr=row.loss.half, fmt="o", color=COLOUR, capsize=3)
-            panel.annotate(
-                row.arm, (row.megabytes, row.loss.mean), (4, 4), textcoords="offset points", fontsize=6
-            )
+    points = [(row.megabytes, row.loss, row.arm) for row in rows if row.loss is not None]
+    for megabytes, loss, _ in points:
+        panel.errorbar(megabytes, loss.mean, yerr=loss.half, fmt="o", color=COLOUR, capsize=3)
+    for place, names in _labels([(megabytes, loss.mean, arm) for megabytes, loss, arm in points]):
+        panel.annotate("\n".join(names), place, (4, 4), textcoords="offset points", fontsize=6)
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter("{x:g}")
     panel.xaxis.set_minor_formatter("")
     panel.set_xlabel("MB sent by region 0", fontsize=8)
     panel.set_ylabel("loss, nats per byte", fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _labels(points: list[tuple[float, float, str]]) -> list[tuple[tuple[float, float], list[str]]]:
+    """Where to write which names: those of points that lie close together share a place, the highest point first."""
+    ys = [y for _, y, _ in points]
+    apart = _CLOSE * (max(ys, default=0.0) - min(ys, default=0.0))
+    found: list[tuple[tuple[float, float], list[str]]] = []
+    for x, y, name in sorted(points, key=lambda point: -point[1]):
+        near = [
+            names
+            for (left, high), names in found
+            if max(x, left) <= _RATIO * min(x, left) and high - y <= apart
+        ]
+        if near:
+            near[0].append(name)
+        else:
+            found.append(((x, y), [name]))
+    return found
