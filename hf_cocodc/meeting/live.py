@@ -1,8 +1,8 @@
 """What a run that goes on without lost regions says of itself at the store: for those who join it, and for those who look.
 
-The lowest member writes it every two seconds. Readers take a run for alive only if its record changes while they look: no clocks
-of two machines are compared. A store that comes back empty is filled again by that. Each member also looks there for what people
-ask of it.
+The lowest member that gives signs of life writes it every two seconds. Readers take a run for alive only if its record changes
+while they look: no clocks of two machines are compared. A store that comes back empty is filled again by that. Each member also
+looks there for what people ask of it.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _POLL_S = 0.1
+_HEARD_S = 3.0
+"""A member that has given no sign of life for so long writes no record. With a beat more, this is well before ALIVE_S."""
 _SHARE = 4
 """A base and its log have this part of the rate limit."""
 
@@ -303,7 +305,7 @@ class Company:
         assert changes is not None
         changes.refill()
         epoch = link.epoch
-        if link.state is not State.MEMBER or epoch.members[0] != self.place.region:
+        if link.state is not State.MEMBER or not self._writes_for(epoch.members):
             return None
         newest = {member.region: member for member in sorted(self._addresses)}
         members = [self._standing(newest[region]) for region in epoch.members if region in newest]
@@ -322,6 +324,16 @@ class Company:
             landed_s=time.monotonic() - at if step is not None else 0.0,
             hello=dict(self.place.hello),
         )
+
+    def _writes_for(self, members: Iterable[int]) -> bool:
+        """Whether this is the lowest of these members that gives signs of life: who is frozen writes nothing."""
+        for region in members:
+            if region == self.place.region:
+                return True
+            seen = self.presence.seen(region)
+            if seen is not None and not seen.lost and seen.heard_s < _HEARD_S:
+                return False
+        return False
 
     def _standing(self, member: Member) -> live.Standing:
         presence, seen = self.presence, self.presence.seen(member.region)

@@ -11,6 +11,7 @@ import pytest
 
 from hf_cocodc.emulation.privileges import obstacle
 from hf_cocodc.emulation.wan import Wan
+from hf_cocodc.meeting.live import ALIVE_S
 from tests.processes.faults import Regions
 from tests.processes.faults_worker import POINTS, Task
 
@@ -202,6 +203,22 @@ def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> N
         regions.until_members([0, 1, 3], [0, 1, 3])
         assert regions.processes[2].exitcode == -9, "it has come to the point"
         regions.end([0, 1, 3])
+        regions.check()
+
+
+def test_a_region_finds_its_run_while_the_lowest_member_is_frozen(tmp_path: Path) -> None:
+    """That member writes what others read of the run: another one does it meanwhile."""
+    with Regions(3, task(tmp_path, 300, pace_s=0.1, regions={"timeout_s": 60.0, "grace_s": 60.0})) as regions:
+        regions.start()
+        regions.until_step(15)
+        regions.kill(2)
+        regions.until_members([0, 1], [0, 1])
+        regions.freeze(0)
+        regions.start([2])
+        time.sleep(ALIVE_S + 6)
+        regions.thaw(0)
+        regions.until_members([0, 1, 2], [0, 1])
+        regions.end([0, 1, 2])
         regions.check()
 
 

@@ -17,6 +17,10 @@ from hf_cocodc.run.company import Company
 ME, OTHER = Member(0, 1), Member(2, 5)
 
 
+def seen_of(heard_s: float, lost: str = "") -> Seen:
+    return Seen(heard_s, 40, 0.7, 9, 0, lost)
+
+
 def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> None:
     """Its own doing goes out with its signs of life, the others' comes with theirs."""
     seen = {2: Seen(0.2, 40, 0.7, 9, 0, "", "sends a base to region 3", 12)}
@@ -40,6 +44,23 @@ def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> N
     company.leaves, company._gifts = "", {}
     Company._say_doing(company)
     assert presence.doing == ""
+
+
+@pytest.mark.parametrize(
+    ("seen", "writes"),
+    [
+        ({}, True),
+        ({0: seen_of(0.5)}, False),
+        ({0: seen_of(9.0)}, True),
+        ({0: seen_of(0.5, "closed")}, True),
+        ({0: seen_of(9.0), 1: seen_of(0.5)}, False),
+    ],
+)
+def test_the_lowest_member_that_is_heard_writes_the_record(seen: dict[int, Seen], writes: bool) -> None:
+    """A frozen or dead one does not, and those who look for the run must not think that it has ended."""
+    presence = SimpleNamespace(seen=seen.get)
+    company: Any = SimpleNamespace(presence=presence, place=SimpleNamespace(region=2))
+    assert Company._writes_for(company, (0, 1, 2, 3)) == writes
 
 
 @pytest.fixture
