@@ -42,6 +42,7 @@ def rendezvous(
     hello: dict[str, Any],
     timeout_s: float,
     wait_for: Callable[[list[int]], None] = lambda absent: None,
+    look: Callable[[], None] = lambda: None,
 ) -> Roster:
     """Meet every other region of a run and exchange hellos.
 
@@ -51,7 +52,8 @@ def rendezvous(
     that no longer exists is never met.
 
     Regions of a run that are on the board at the same time are compared at once, even if others are still missing.
-    `wait_for` is called with the regions that have not come yet, whenever they change.
+    `wait_for` is called with the regions that have not come yet, whenever they change. `look` is called all the time: what it
+    raises ends the meeting in good order.
 
     Returns:
         The roster: a name unique to this run, and the hellos of all regions.
@@ -72,6 +74,7 @@ def rendezvous(
                     return roster
                 if absent != (absent := meeting.absent()):
                     wait_for(absent)
+                look()
                 time.sleep(POLL_S)
             raise meeting.missing(timeout_s)
         except BaseException:

@@ -18,7 +18,7 @@ from ..meeting.values import number_of, text_of
 from .asking import Asking
 from .base import Base, Received, RunOver
 from .donor import Donation
-from .place import Agreeing, Place, alive, connected, say_why_it_waits
+from .place import Agreeing, Place, connected, find_again, say_why_it_waits
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +115,7 @@ class Company:
     def _reach_again(self) -> Mapping[Member, str]:
         """Leave, and be connected to the members as another newcomer. Returns their addresses."""
         self.link.part()
-        record = alive(self.place)
-        if record is None or record.run != self.run:
-            raise LinkError(
-                f"the run {self.place.name!r} that this region was in no longer answers at the store: it cannot come back."
-            )
-        presence, addresses, record = connected(self.place, record)
+        presence, addresses, record = connected(self.place, find_again(self.place, self.run))
         reach = self.place.reach(self.run, presence, None, record.losses)
         self._take(reach, addresses)
         self.link.begin_again(reach)

@@ -35,7 +35,7 @@ from .about import About
 from .base import largest_base
 from .company import Company
 from .hellos import own_hello, show_differences
-from .place import Place, find
+from .place import Place, RunTrains, find, watch
 from .ranks import from_main, of_all
 from .status import tell, tell_whom_we_await
 from .supported import is_sharded, lanes_of, refuse_fixed
@@ -207,15 +207,21 @@ def _connect_elastic(
             largest_base=largest_base(model),
         )
         check(place.store())
-        record = find(place)
+        record, roster = find(place), None
+        if record is None:
+            hello, wait_s = dict(place.hello), regions.start_timeout_s
+            try:
+                roster = rendezvous(
+                    *(place.store(), name, region, count, hello, wait_s, tell_whom_we_await, watch(place))
+                )
+            except RunTrains as found:
+                record = found.record
         if record is not None:
             words = f"joins run {name!r}, which trains at step {record.members[0].step}"
             logger.info("region %d %s", region, words)
             tell("joining the run", news=words)
             return Company.joined(place, record)
-        roster = rendezvous(
-            place.store(), name, region, count, dict(place.hello), regions.start_timeout_s, tell_whom_we_await
-        )
+        assert roster is not None
         logger.info("all %d regions of run %r have met", count, name)
         show_differences(roster.hellos)
         return Company.met(place, roster.run)

@@ -1,5 +1,6 @@
 """Where a region of an elastic run is: how it reaches the others, whether it meets them at the start or joins them."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -141,6 +142,67 @@ def find(place: Place) -> live.Record | None:
             raise MeetingError(
                 f"no run {place.name!r} trains at the store {place.regions.store}, and this region is to join one. Start the run "
                 "first, or give its name (regions.run, --run); to begin a new run, start without --join."
+            )
+        time.sleep(_AGAIN_S)
+
+
+class RunTrains(Exception):
+    """The run that a region waits for trains already: all its members were frozen, or away from the store, when it looked."""
+
+    def __init__(self, record: live.Record) -> None:
+        super().__init__(f"run {record.name!r} trains")
+        self.record = record
+
+
+def watch(place: Place) -> Callable[[], None]:
+    """For a region that waits for others to meet: returns what raises RunTrains once members write the run's record again."""
+    store = place.steady_store()
+    first, looked_at = live.read(store, place.name), time.monotonic()
+
+    def look() -> None:
+        nonlocal looked_at
+        if time.monotonic() < looked_at + live.BEAT_S:
+            return
+        looked_at = time.monotonic()
+        with contextlib.suppress(StoreAwayError):  # the meeting notices it itself
+            record = live.read(store, place.name)
+            if record is not None and record != first:
+                raise RunTrains(record)
+
+    return look
+
+
+def find_again(place: Place, run: str) -> live.Record:
+    """The run that this region was in. Its members may be frozen for a while, or the store away.
+
+    Raises:
+        LinkError: it has ended, or does not answer.
+    """
+    store, wait_s = place.steady_store(), place.regions.start_timeout_s
+    until, has_said = time.monotonic() + wait_s, False
+    whose = f"the run {place.name!r} that this region was in"
+    while True:
+        with contextlib.suppress(StoreAwayError):
+            if place.name in live.ended(store):
+                raise LinkError(f"{whose} has ended: it cannot come back.")
+            record = live.read_alive(store, place.name)
+            if record is not None and record.run == run:
+                return record
+            if record is not None:
+                raise LinkError(
+                    f"{whose} has ended, and another one of that name trains: it cannot come back."
+                )
+        if time.monotonic() > until:
+            raise LinkError(
+                f"{whose} has not answered at the store for {wait_s:g} s (regions.start_timeout_s): it cannot come back."
+            )
+        if not has_said:
+            has_said = True
+            logger.warning(
+                "region %d: %s does not answer at the store. It looks for it for %g s.",
+                place.region,
+                whose,
+                wait_s,
             )
         time.sleep(_AGAIN_S)
 

@@ -206,17 +206,19 @@ def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> N
         regions.check()
 
 
-def test_a_region_finds_its_run_while_the_lowest_member_is_frozen(tmp_path: Path) -> None:
-    """That member writes what others read of the run: another one does it meanwhile."""
+def test_a_region_finds_its_run_though_all_members_were_frozen(tmp_path: Path) -> None:
+    """When it looks, nobody writes that the run trains. It waits for others then; and joins the run once that goes on."""
     with Regions(3, task(tmp_path, 300, pace_s=0.1, regions={"timeout_s": 60.0, "grace_s": 60.0})) as regions:
         regions.start()
         regions.until_step(15)
         regions.kill(2)
         regions.until_members([0, 1], [0, 1])
-        regions.freeze(0)
+        for region in (0, 1):
+            regions.freeze(region)
         regions.start([2])
         time.sleep(ALIVE_S + 6)
-        regions.thaw(0)
+        for region in (0, 1):
+            regions.thaw(region)
         regions.until_members([0, 1, 2], [0, 1])
         regions.end([0, 1, 2])
         regions.check()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cocodc.errors import MeetingError, RegionLostError
+from hf_cocodc.errors import LinkError, MeetingError, RegionLostError
 from hf_cocodc.meeting import live
+from hf_cocodc.meeting.store import StoreAwayError
 from hf_cocodc.run import place as its_module
-from hf_cocodc.run.place import Place, connected
+from hf_cocodc.run.place import Place, connected, find_again
 from hf_cocodc.run.status import ENV_STATUS
 from hf_cocodc.settings import RegionConfig
 
@@ -31,6 +33,39 @@ class Refusing:
         raise self.error
 
     def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("looks", "ended", "said"),
+    [
+        ([None, StoreAwayError("away"), RECORD], [], None),
+        ([dataclasses.replace(RECORD, run="s")], [], "another one of that name trains"),
+        ([None], ["mine"], "'mine' that this region was in has ended: it cannot come back"),
+        ([None] * 9, [], r"has not answered at the store for 0.3 s \(regions.start_timeout_s\)"),
+    ],
+)
+def test_a_region_looks_for_the_run_that_it_was_in(
+    looks: list[Any], ended: list[str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All members may be frozen for a while, and the store away."""
+
+    def read_alive(store: Any, name: str) -> Any:
+        found = looks.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(live, "read_alive", read_alive)
+    monkeypatch.setattr(live, "ended", lambda store: ended)
+    monkeypatch.setattr(Place, "steady_store", lambda place: None)
+    monkeypatch.setattr(its_module, "_AGAIN_S", 0.05)
+    regions = RegionConfig(region=1, count=2, min=1, start_timeout_s=0.3)
+    place = Place(region=1, regions=regions, name="mine", hello={}, host="h", pin_memory=False)
+    if said is None:
+        assert find_again(place, "r") is RECORD
+        return
+    with pytest.raises(LinkError, match=said):
+        find_again(place, "r")
 
 
 @pytest.mark.parametrize(
