@@ -1,5 +1,6 @@
 """Lines about the way to the other regions: interface, packets, ports, address, TCP and clock."""
 
+from ..links.pacing import NOT_KEPT
 from ..meeting.addresses import is_loopback
 from .facts import Network, is_private, parts_of
 from .findings import OK, WARN, WRONG, Finding, unknown
@@ -103,12 +104,7 @@ def congestion(network: Network, rate_limit: float | None) -> Finding:
     if rate_limit is not None:
         words += f", with regions.rate_limit={rate_limit:g} Mbit/s"
         if network.paces is False:
-            return Finding(
-                topic,
-                WARN,
-                f"{words}, which this kernel does not keep (SO_MAX_PACING_RATE): this package does, with one piece after the "
-                "other, and a lossy link is used less well",
-            )
+            return Finding(topic, WARN, f"{words}; {NOT_KEPT}")
         return Finding(topic, OK, words)
     if network.congestion == "bbr":
         return Finding(topic, OK, words)

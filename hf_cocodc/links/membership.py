@@ -196,6 +196,7 @@ class Membership:
             self.wire.drop(region)
 
     def _end(self, reason: str | None) -> None:
+        self._pairing.end()
         if self.following is not None:
             self.following.fail(LinkError("the link is closed."))
         self._agreement.close()

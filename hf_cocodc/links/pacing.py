@@ -6,6 +6,8 @@ slow for seconds.
 
 import contextlib
 import ctypes
+import functools
+import logging
 import os
 import socket
 import stat
@@ -18,6 +20,11 @@ _SO_MAX_PACING_RATE = 47
 _MOST = (1 << 32) - 2
 """The largest rate that every kernel takes; one more means none."""
 _OPEN_FILES = Path("/proc/self/fd")
+NOT_KEPT = (
+    "this machine's kernel does not keep a rate limit (SO_MAX_PACING_RATE): this package does, with one piece after the "
+    "other, and a lossy link is used less well"
+)
+logger = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,6 +46,12 @@ def can_pace() -> bool:
     """Whether this machine's kernel keeps a limit."""
     with socket.socket() as probe:
         return _OPEN_FILES.is_dir() and _limit(probe.fileno(), _MOST)
+
+
+@functools.cache
+def say_who_keeps_the_limit(region: int) -> None:
+    """Say once that it is not the kernel."""
+    logger.warning("region %d: %s (regions.rate_limit).", region, NOT_KEPT)
 
 
 def pace(shares: Sequence[Share]) -> int:

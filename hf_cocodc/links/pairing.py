@@ -30,6 +30,7 @@ class Pairing:
         self._terms, self._paired = terms, paired
         self._newest = {member.region: member for member in reach.members or ()}
         self._asking: set[Member] = set()
+        self._is_over = False
         reach.presence.on("pair", lambda member, content: self._answer(member))
 
     def has(self, member: Member) -> bool:
@@ -43,10 +44,14 @@ class Pairing:
             self._presence.tell(member, "pair")
 
         def look() -> None:
-            if lost := set(wanted).difference(self._presence.members):
-                raise LinkError(f"region {min(lost).region} is lost.")
+            if gone := set(wanted).difference(self._presence.members):
+                raise LinkError(f"region {min(gone).region} has gone.")
 
         side_by_side([partial(self._connect, member) for member in wanted], _AT_ONCE, look)
+
+    def end(self) -> None:
+        """This process leaves. Connections that are still being made are of no use."""
+        self._is_over = True
 
     def _answer(self, member: Member) -> None:
         """A newcomer asks: it is connected, unless it is already, or is being connected."""
@@ -69,5 +74,13 @@ class Pairing:
     def _connect(self, member: Member) -> None:
         self._wire.drop(member.region)  # an earlier process of that region, which has left
         low, high = sorted((self._me.ticket, member.ticket))
-        self._wire.connect(member.region, f"{self._terms.prefix}/pair/{low}-{high}", self._terms.store())
+        key = f"{self._terms.prefix}/pair/{low}-{high}"
+        self._wire.connect(member.region, key, self._terms.store(), partial(self._claim, member))
+
+    def _claim(self, member: Member) -> bool:
+        """Whether a connection is wanted: either end may have begun again meanwhile, and a thread of the first try still live."""
+        newest = max((each for each in self._presence.members if each.region == member.region), default=None)
+        if self._is_over or newest != member:
+            return False
         self._newest[member.region] = member
+        return True

@@ -247,7 +247,8 @@ def side_by_side(
         look: called several times a second meanwhile; it may raise.
 
     Raises:
-        BaseException: the first error of a call, or of `look`, as soon as it occurs; threads may still be waiting.
+        BaseException: the first error of a call, or of `look`, as soon as it occurs; threads may still be waiting, but take no
+            other call.
     """
     todo = list(enumerate(calls))
     results: dict[int, T] = {}
@@ -280,7 +281,11 @@ def side_by_side(
         with changed:
             if changed.wait_for(lambda: failures or not left, _LOOK_S):
                 break
-        look()
+        try:
+            look()
+        except BaseException as error:
+            with changed:
+                failures.append(error)
     if failures:
         raise failures[0]
     return [results[index] for index in range(len(results))]

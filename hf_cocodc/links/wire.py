@@ -4,7 +4,6 @@ A `Wire` holds a pair of connected ends for each other region. A transfer uses a
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from ..meeting.secret import Keys
 from ..threads import NativeThread
 from .door import with_door
 from .exchange import LARGEST
-from .pacing import Share, pace
+from .pacing import Share, can_pace, pace, say_who_keeps_the_limit
 from .pairs import (
     ASSUMED_RATE,
     MAX_CONNECTIONS,
@@ -31,8 +30,6 @@ from .pairs import (
     side_by_side,
 )
 from .view import FOR_EVER_S, Throttle, View
-
-logger = logging.getLogger(__name__)
 
 TAGS = 64
 """Tags of a view, unless it is made for more."""
@@ -95,7 +92,6 @@ class Wire:
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self._paced: tuple[tuple[int, int], ...] = ()
-        self._has_told = False
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
         self._closing: list[threading.Thread] = []
@@ -107,22 +103,34 @@ class Wire:
         """The regions to which this wire is connected, in order."""
         return sorted(self._pairs)
 
-    def connect(self, region: int, key: str, store: dist.Store) -> None:
+    def connect(
+        self, region: int, key: str, store: dist.Store, claim: Callable[[], bool] = lambda: True
+    ) -> None:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
         Args:
             region: the other region.
             key: the same at both ends; no other pair of processes ever uses it at this store.
             store: other threads may use it meanwhile.
+            claim: called when the connections are there, before they count; returns whether they are still wanted.
 
         Raises:
-            LinkError: the connections could not be made in time.
+            LinkError: the connections could not be made in time, or are not wanted any more.
         """
         pair = self._pair(region)
         with self._door.opened():
             with self._connecting([region]):
                 pair.meet(key, store)
             self._widen([pair], alone=True)
+        with self._lock:
+            is_wanted = claim()
+            if is_wanted:
+                self._pairs[region] = pair
+        if not is_wanted:
+            self._close(pair)
+            raise LinkError(
+                f"region {region} has left, or has come as another process, while they connected."
+            )
 
     def connect_all(self, num_regions: int, key: str, store: dist.Store) -> int:
         """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
@@ -144,7 +152,10 @@ class Wire:
         with self._door.opened():
             with self._connecting(others):
                 side_by_side([partial(meet, pair) for pair in pairs], _THREADS)
-            return self._widen(pairs)
+            count = self._widen(pairs)
+        with self._lock:
+            self._pairs |= {pair.region: pair for pair in pairs}
+        return count
 
     def drop(self, region: int) -> None:
         """Close the connections to a region, if there are any. No other pair is touched. Returns at once.
@@ -153,10 +164,8 @@ class Wire:
         """
         with self._lock:
             pair = self._pairs.pop(region, None)
-        if pair is not None:  # to close a connection takes a moment, more so if data are under way
-            closing = NativeThread(pair.close, "hf_cocodc-close")
-            self._closing = [each for each in self._closing if each.is_alive()] + [closing]
-            closing.start()
+        if pair is not None:
+            self._close(pair)
 
     def view(
         self,
@@ -251,9 +260,13 @@ class Wire:
         for pair in pairs:
             pair.bulk, groups = groups[:count], groups[count:]
             pair.rtt_s = rtt_s
-        with self._lock:
-            self._pairs |= found
         return count
+
+    def _close(self, pair: Pair) -> None:
+        """Close the connections of a pair, in a thread: it takes a moment, more so if data are under way."""
+        closing = NativeThread(pair.close, "hf_cocodc-close")
+        self._closing = [each for each in self._closing if each.is_alive()] + [closing]
+        closing.start()
 
     def _pace(self, pairs: Collection[Pair]) -> None:
         """Let the kernel keep the rate limit for a transfer between these pairs; if it does not, the throttle keeps it.
@@ -274,13 +287,8 @@ class Wire:
             is_kept = is_soon and pace(shares) >= wanted
             self._throttle.rate = None if is_kept else self._limit
             self._paced = named
-        if is_soon and not is_kept and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "region %d: this machine's kernel does not keep regions.rate_limit (SO_MAX_PACING_RATE): this package does, with "
-                "one piece after the other. A lossy link is used less well.",
-                self.region,
-            )
+        if is_soon and not is_kept and not can_pace():
+            say_who_keeps_the_limit(self.region)
 
     @contextlib.contextmanager
     def _connecting(self, regions: Sequence[int]) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """What a run that goes on without lost regions says of itself at the store: for those who join it, and for those who look.
 
-The lowest member that gives signs of life writes it every two seconds. Readers take a run for alive only if its record changes
-while they look: no clocks of two machines are compared. A store that comes back empty is filled again by that. Each member also
-looks there for what people ask of it.
+The lowest member writes it every two seconds; the next one does while it does not change, because the lowest is frozen, or does
+not reach the store. Readers take a run for alive only if its record changes while they look: no clocks of two machines are
+compared. A store that comes back empty is filled again by that. Each member also looks there for what people ask of it.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ class Publisher:
         store: where newcomers look.
         name: of the run.
         process: returns the run (see `Record`) and the ticket of this process.
-        content: returns the record to write, or None if another member writes it. Called in the thread.
+        content: returns the record as this member would write it; None if it is no member. Called in the thread.
         on_leave: called with the reason when somebody asks this region to leave the run; once.
     """
 
@@ -116,6 +116,9 @@ class Publisher:
         self._store, self._name, self._process = store, name, process
         self._content, self._on_leave = content, on_leave
         self._beat = 0
+        self._found = self._written = b""
+        self._changed_at = time.monotonic()
+        self._has_seen = False
         self._reader = Reader()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-live", daemon=True)
@@ -142,12 +145,34 @@ class Publisher:
 
     def _write(self) -> None:
         record = self._content()
-        if record is None:
+        if record is None or not self._has_to_write(record):
             return
         self._beat += 1
-        self._store.set(_key(self._name), json.dumps(asdict(replace(record, beat=self._beat))))
+        text = json.dumps(asdict(replace(record, beat=self._beat)))
+        self._store.set(_key(self._name), text)
+        self._written = text.encode()
         self._note_name()
         self._count_on(max(member.ticket for member in record.members))
+
+    def _has_to_write(self, record: Record) -> bool:
+        """Whether this member is the one that writes: the lowest, or a higher one if the record has not changed for some beats.
+
+        A process that was frozen, and does not know yet that the run has gone on without it or has ended, writes nothing.
+        """
+        found, now = self._store.peek(_key(self._name)), time.monotonic()
+        if found != self._found:
+            self._found, self._changed_at = found, now
+        there = self._reader.read(_parsed, found, _key(self._name)) if found else None
+        if there is not None and there.run == record.run:
+            self._has_seen = True
+            if there.epoch > record.epoch:
+                return False
+        if not found and self._has_seen and self._name in ended(self._store):
+            return False
+        ticket = self._process()[1]
+        rank = next((place for place, each in enumerate(record.members) if each.ticket == ticket), 0)
+        goes_on = bool(found) and found == self._written
+        return not rank or goes_on or now - self._changed_at > (1 + rank) * BEAT_S
 
     def _note_name(self) -> None:
         """Note the run's name, so that people find its record, and the secret of the store."""

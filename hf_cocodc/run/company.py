@@ -3,11 +3,11 @@
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DonorLost, LeftBehind, LinkError, MeetingError, RegionLostError
+from ..errors import DonorLost, LeftBehind, LinkError
 from ..links.elastic import ElasticLink
 from ..links.log import Marker
 from ..links.terms import Reach, State, Terms
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _POLL_S = 0.1
-_HEARD_S = 3.0
-"""A member that has given no sign of life for so long writes no record. With a beat more, this is well before ALIVE_S."""
 _SHARE = 4
 """A base and its log have this part of the rate limit."""
 
@@ -142,19 +140,22 @@ class Company:
             LeftBehind: one cannot be reached, keeps refusing this newcomer, or is lost while they connect.
         """
         deadline, last = time.monotonic() + self.place.regions.timeout_s, ""
+        store = self.place.steady_store()
         while missing := [each for each in self.link.strangers if each not in self.presence.members]:
-            record = live.read(self.place.steady_store(), self.place.name)
-            found = {Member(m.region, m.ticket): m.address for m in record.members} if record else {}
-            wanted = {member: found[member] for member in missing if member in found}
             if time.monotonic() > deadline:
-                came = f"region {missing[0].region} came in a moment ago, and cannot be reached."
-                raise LeftBehind(f"{came} {last}".rstrip())
+                raise LeftBehind(
+                    f"region {missing[0].region} came in a moment ago, and cannot be reached{last}."
+                )
+            pause_s = _POLL_S
             try:
+                record = live.read(store, self.place.name)
+                found = {Member(m.region, m.ticket): m.address for m in record.members} if record else {}
+                wanted = {member: found[member] for member in missing if member in found}
                 self.presence.connect(wanted, min(deadline, time.monotonic() + _AGAIN_S), {})
                 self._addresses |= wanted
-            except (MeetingError, RegionLostError) as error:
-                last = f"{error}."
-            time.sleep(_POLL_S)
+            except LinkError as error:  # it is lost, refuses this newcomer for now, or the store is away
+                last, pause_s = f" ({str(error).rstrip('.')})", _AGAIN_S / 4
+            time.sleep(pause_s)
         try:
             self.link.pair_with(self.link.strangers)
         except LinkError as error:  # it is lost, or its end of the connection is not made twice
@@ -295,12 +296,13 @@ class Company:
         self.leaves = why or "it was asked to leave"
 
     def _record(self) -> live.Record | None:
-        """What this run says of itself, if this member is the one that writes it."""
+        """What this run says of itself."""
         link, regions, changes = self.link, self.place.regions, self._agreeing.changes
-        assert changes is not None
+        if changes is None:  # it comes back, and is about to have them
+            return None
         changes.refill()
         epoch = link.epoch
-        if link.state is not State.MEMBER or not self._writes_for(epoch.members):
+        if link.state is not State.MEMBER:
             return None
         newest = {member.region: member for member in sorted(self._addresses)}
         members = [self._standing(newest[region]) for region in epoch.members if region in newest]
@@ -319,16 +321,6 @@ class Company:
             landed_s=time.monotonic() - at if step is not None else 0.0,
             hello=dict(self.place.hello),
         )
-
-    def _writes_for(self, members: Iterable[int]) -> bool:
-        """Whether this is the lowest of these members that gives signs of life: who is frozen writes nothing."""
-        for region in members:
-            if region == self.place.region:
-                return True
-            seen = self.presence.seen(region)
-            if seen is not None and not seen.lost and seen.heard_s < _HEARD_S:
-                return False
-        return False
 
     def _standing(self, member: Member) -> live.Standing:
         presence, seen = self.presence, self.presence.seen(member.region)

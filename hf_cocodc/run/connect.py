@@ -217,7 +217,7 @@ def _connect_elastic(
             except RunTrains as found:
                 record = found.record
         if record is not None:
-            words = f"joins run {name!r}, which trains at step {record.members[0].step}"
+            words = f"joins run {name!r}, which trains at step {max(each.step for each in record.members)}"
             logger.info("region %d %s", region, words)
             tell("joining the run", news=words)
             return Company.joined(place, record)

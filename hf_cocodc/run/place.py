@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def find(place: Place) -> live.Record | None:
 
 
 class RunTrains(Exception):
-    """The run that a region waits for trains already: all its members were frozen, or away from the store, when it looked."""
+    """The run whose start a region waits for trains already. Its members did not answer when the region looked for it."""
 
     def __init__(self, record: live.Record) -> None:
         super().__init__(f"run {record.name!r} trains")
@@ -155,55 +156,56 @@ class RunTrains(Exception):
 
 
 def watch(place: Place) -> Callable[[], None]:
-    """For a region that waits for others to meet: returns what raises RunTrains once members write the run's record again."""
+    """For a region that waits for others to meet: a function that raises RunTrains if the run trains after all.
+
+    One new record does not say so: a process that was frozen may write one before it knows that its run has gone on without it.
+    """
     store = place.steady_store()
-    first, looked_at = live.read(store, place.name), time.monotonic()
+    last, looked_at = live.read(store, place.name), time.monotonic()
+    changed_at = -math.inf
 
     def look() -> None:
-        nonlocal looked_at
-        if time.monotonic() < looked_at + live.BEAT_S:
+        nonlocal last, looked_at, changed_at
+        now = time.monotonic()
+        if now < looked_at + live.BEAT_S / 2:
             return
-        looked_at = time.monotonic()
+        looked_at = now
         with contextlib.suppress(StoreAwayError):  # the meeting notices it itself
             record = live.read(store, place.name)
-            if record is not None and record != first:
-                raise RunTrains(record)
+            if record is not None and record != last:
+                if now - changed_at < live.ALIVE_S:
+                    raise RunTrains(record)
+                changed_at = now
+            last = record
 
     return look
 
 
 def find_again(place: Place, run: str) -> live.Record:
-    """The run that this region was in. Its members may be frozen for a while, or the store away.
+    """A run of which this region knows. Its members may be frozen for a while, or the store away.
 
     Raises:
-        LinkError: it has ended, or does not answer.
+        LinkError: the run has ended, or does not answer.
     """
     store, wait_s = place.steady_store(), place.regions.start_timeout_s
     until, has_said = time.monotonic() + wait_s, False
-    whose = f"the run {place.name!r} that this region was in"
     while True:
         with contextlib.suppress(StoreAwayError):
             if place.name in live.ended(store):
-                raise LinkError(f"{whose} has ended: it cannot come back.")
+                raise LinkError(f"the run {place.name!r} has ended.")
             record = live.read_alive(store, place.name)
             if record is not None and record.run == run:
                 return record
             if record is not None:
-                raise LinkError(
-                    f"{whose} has ended, and another one of that name trains: it cannot come back."
-                )
-        if time.monotonic() > until:
+                raise LinkError(f"the run {place.name!r} has ended, and another run of that name trains.")
+        left_s = until - time.monotonic()
+        if left_s < 0:
             raise LinkError(
-                f"{whose} has not answered at the store for {wait_s:g} s (regions.start_timeout_s): it cannot come back."
+                f"the run {place.name!r} has not answered at the store for {wait_s:g} s (regions.start_timeout_s)."
             )
         if not has_said:
             has_said = True
-            logger.warning(
-                "region %d: %s does not answer at the store. It looks for it for %g s.",
-                place.region,
-                whose,
-                wait_s,
-            )
+            say_why_it_waits(place.region, f"the run {place.name!r} does not answer at the store", left_s)
         time.sleep(_AGAIN_S)
 
 
@@ -232,13 +234,15 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
         first = record.members[0].region
         compare_two(first, record.hello, place.region, place.hello)
         addresses = {Member(each.region, each.ticket): each.address for each in record.members}
-        presence = place.presence(record.run, Member(place.region, take_ticket(place.store())))
+        presence = None
         try:
+            presence = place.presence(record.run, Member(place.region, take_ticket(place.store())))
             presence.connect(addresses, min(until, time.monotonic() + place.regions.timeout_s), {})
             show_differences([record.hello, place.hello])
             return presence, addresses, record
-        except LinkError as error:  # a member that has just died is still in the record
-            presence.close()
+        except LinkError as error:  # a member that has just died is still in the record; or the store is away
+            if presence is not None:
+                presence.close()
             if "regions.max" in str(error):
                 raise
             held = taken(record, place.region) if "takes part already" in str(error) else None
@@ -249,10 +253,7 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
                 said = held or str(error)
                 say_why_it_waits(place.region, said, left_s)
         time.sleep(_AGAIN_S)
-        newest = alive(place)
-        if newest is None or newest.run != record.run:
-            raise LinkError(f"the run {place.name!r} has ended, or its store does not answer: {said}")
-        record = newest
+        record = find_again(place, record.run)
 
 
 def say_why_it_waits(region: int, why: str, left_s: float) -> None:

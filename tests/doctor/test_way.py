@@ -101,7 +101,7 @@ def test_a_limit_that_the_kernel_does_not_keep(congestion: str) -> None:
     """It is kept all the same, but not as well."""
     found = way.congestion(replace(FAR, congestion=congestion, paces=False), 900.0)
     assert found.level == WARN
-    assert "regions.rate_limit=900 Mbit/s, which this kernel does not keep" in found.words
+    assert "regions.rate_limit=900 Mbit/s; this machine's kernel does not keep a rate limit" in found.words
 
 
 def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,7 @@ class FakeWire:
     def regions(self) -> list[int]:
         return sorted(self._pairs)
 
-    def connect(self, region: int, key: str, store: Any) -> None:
+    def connect(self, region: int, key: str, store: Any, claim: Callable[[], bool] = lambda: True) -> None:
         low, high = map(int, key.rpartition("/")[2].split("-"))
         with self._hub.changed:
             self._hub.messages[key, self._me.ticket] = torch.empty(0)
@@ -365,6 +365,8 @@ class FakeWire:
             )
         if not met or other in self._hub.dead:
             raise LinkError(f"region {region} did not come")
+        if not claim():
+            raise LinkError(f"region {region} is not wanted any more")
         self._pairs[region] = Pair(region, frozenset((low, high)))
 
     def drop(self, region: int) -> None:

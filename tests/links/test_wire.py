@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,41 @@ def test_a_view_knows_positions_and_its_errors_ids() -> None:
     alone = wires[5].view([5], 64)
     assert (alone.region, alone.num_regions, alone.others, alone.rtt_s) == (0, 1, [], 0.0)
     assert met([alone]) == [[5.0]]
+
+
+def test_a_connection_that_is_no_longer_wanted_does_not_count() -> None:
+    """Its end is closed, and the one that was there before stays. The other end notices it."""
+    wires = connected(IDS[:2])
+    before = [wires[region].view(IDS[:2], 0) for region in IDS[:2]]
+    store = serve_store("127.0.0.1")
+    late = Wire(5, connections=1, timeout_s=20.0)
+    with ThreadPoolExecutor(2) as pool:
+        refusing = pool.submit(wires[2].connect, 5, "again", store, lambda: False)
+        late.connect(2, "again", store)
+        with pytest.raises(LinkError, match="region 5 has left, or has come as another process"):
+            refusing.result()
+    assert met(before) == [[2.0, 5.0]] * 2
+    with pytest.raises(RegionLostError):
+        late.view([2, 5], 0).swap(torch.zeros(1), "a swap")
+    late.close(broken=True)
+
+
+def test_who_looks_meanwhile_ends_the_waiting() -> None:
+    """What is in progress goes on; no thread begins another call."""
+    begun, go_on = [], threading.Event()
+
+    def call(number: int) -> None:
+        begun.append(number)
+        go_on.wait(20.0)
+
+    def look() -> None:
+        raise LinkError("region 3 has gone.")
+
+    with pytest.raises(LinkError, match="has gone"):
+        pairs.side_by_side([partial(call, number) for number in range(6)], 2, look)
+    go_on.set()
+    time.sleep(0.3)
+    assert sorted(begun) == [0, 1]
 
 
 def test_a_time_out_fails_its_pair_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -101,6 +102,60 @@ def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:
     for each in publishers:
         each.close()
     assert heard == [(2, "the lease ends")]
+
+
+def test_another_member_writes_while_the_lowest_does_not(store: SteadyStore) -> None:
+    """The lowest may be frozen, or not reach the store. Once it writes again, the other one stops."""
+    calls: list[int] = []
+
+    def publisher(region: int) -> live.Publisher:
+        return live.Publisher(store, "a/run", process(region), lambda: replace(RECORD, losses=region))
+
+    def writer() -> int | None:
+        found = live.read(store, "a/run")
+        return None if found is None else found.losses
+
+    lowest = publisher(0)
+    eventually(lambda: writer() == 0)
+    second, third = publisher(1), publisher(2)
+    for _ in range(20):
+        calls.append(writer())  # type: ignore[arg-type]
+        time.sleep(live.BEAT_S / 2)
+    assert set(calls) == {0}
+    lowest.close()
+    eventually(lambda: writer() == 1)
+    assert live.read_alive(store, "a/run") is not None
+    lowest = publisher(0)
+    eventually(lambda: writer() == 0)
+    time.sleep(4 * live.BEAT_S)
+    assert writer() == 0
+    for each in (lowest, second, third):
+        each.close()
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_member_that_was_frozen_writes_nothing_old(store: SteadyStore, has_ended: bool) -> None:
+    """The run has gone on without it, or has ended, and it does not know yet."""
+    may_write = threading.Event()
+    may_write.set()
+
+    def content() -> live.Record:
+        may_write.wait()
+        return RECORD
+
+    frozen = live.Publisher(store, "a/run", process(0), content)
+    eventually(lambda: (found := live.read(store, "a/run")) is not None and found.beat > 1)
+    may_write.clear()
+    time.sleep(3 * live.BEAT_S)
+    newer = replace(RECORD, epoch=RECORD.epoch + 1)
+    others = live.Publisher(store, "a/run", process(1), lambda: newer)
+    eventually(lambda: (found := live.read(store, "a/run")) is not None and found.epoch == newer.epoch)
+    others.close(ended=has_ended)
+    may_write.set()
+    time.sleep(6 * live.BEAT_S)
+    found = live.read(store, "a/run")
+    assert found is None if has_ended else found is not None and found.epoch == newer.epoch
+    frozen.close()
 
 
 def test_a_store_that_comes_back_empty_is_filled_again() -> None:

@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.errors import LeftBehind, MeetingError, RegionLostError
+from hf_cocodc.errors import LeftBehind, LinkError, MeetingError, RegionLostError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.presence import Member
 from hf_cocodc.meeting.signs import Seen
 from hf_cocodc.run.company import Company
 
 ME, OTHER = Member(0, 1), Member(2, 5)
-
-
-def seen_of(heard_s: float, lost: str = "") -> Seen:
-    return Seen(heard_s, 40, 0.7, 9, 0, lost)
 
 
 def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> None:
@@ -44,23 +40,6 @@ def test_what_each_member_does_is_known_to_the_one_that_writes_the_record() -> N
     company.leaves, company._gifts = "", {}
     Company._say_doing(company)
     assert presence.doing == ""
-
-
-@pytest.mark.parametrize(
-    ("seen", "writes"),
-    [
-        ({}, True),
-        ({0: seen_of(0.5)}, False),
-        ({0: seen_of(9.0)}, True),
-        ({0: seen_of(0.5, "closed")}, True),
-        ({0: seen_of(9.0), 1: seen_of(0.5)}, False),
-    ],
-)
-def test_the_lowest_member_that_is_heard_writes_the_record(seen: dict[int, Seen], writes: bool) -> None:
-    """A frozen or dead one does not, and those who look for the run must not think that it has ended."""
-    presence = SimpleNamespace(seen=seen.get)
-    company: Any = SimpleNamespace(presence=presence, place=SimpleNamespace(region=2))
-    assert Company._writes_for(company, (0, 1, 2, 3)) == writes
 
 
 @pytest.fixture
@@ -91,6 +70,30 @@ def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet() -
 
     Company._meet(meeting(link, connect))
     assert link.paired == []
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_a_newcomer_begins_again_if_a_member_is_lost_while_they_connect(has_time: bool) -> None:
+    """With those that are left; not for ever."""
+    tried: list[Any] = []
+
+    def pair_with(members: Any) -> None:
+        tried.append(members)
+        if len(tried) < 3:
+            raise LinkError("region 2 has gone.")
+
+    regions = SimpleNamespace(start_timeout_s=60.0 if has_time else -1.0)
+    company: Any = SimpleNamespace(
+        place=SimpleNamespace(region=3, regions=regions),
+        link=SimpleNamespace(pair_with=pair_with),
+        _reach_again=lambda: {ME: "a:1"},
+    )
+    if not has_time:
+        with pytest.raises(LinkError, match="region 2 has gone"):
+            Company._pair(company, {ME: "a:1", OTHER: "b:1"})
+        return
+    Company._pair(company, {ME: "a:1", OTHER: "b:1"})
+    assert tried == [{ME: "a:1", OTHER: "b:1"}, {ME: "a:1"}, {ME: "a:1"}]
 
 
 @pytest.mark.usefixtures("record_with_other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hf_cocodc.errors import LinkError, MeetingError, RegionLostError
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import StoreAwayError
 from hf_cocodc.run import place as its_module
-from hf_cocodc.run.place import Place, connected, find_again
+from hf_cocodc.run.place import Place, RunTrains, connected, find_again, watch
 from hf_cocodc.run.status import ENV_STATUS
 from hf_cocodc.settings import RegionConfig
 
@@ -39,8 +40,8 @@ class Refusing:
     ("looks", "ended", "said"),
     [
         ([None, StoreAwayError("away"), RECORD], [], None),
-        ([dataclasses.replace(RECORD, run="s")], [], "another one of that name trains"),
-        ([None], ["mine"], "'mine' that this region was in has ended: it cannot come back"),
+        ([dataclasses.replace(RECORD, run="s")], [], "another run of that name trains"),
+        ([None], ["mine"], "the run 'mine' has ended\\."),
         ([None] * 9, [], r"has not answered at the store for 0.3 s \(regions.start_timeout_s\)"),
     ],
 )
@@ -68,6 +69,30 @@ def test_a_region_looks_for_the_run_that_it_was_in(
         find_again(place, "r")
 
 
+def test_a_region_that_waits_for_others_sees_that_the_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members may have been frozen. One new record is not enough, and an old one is none."""
+    now, record = [0.0], [RECORD]
+    monkeypatch.setattr(its_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(live, "read", lambda store, name: record[0])
+    monkeypatch.setattr(Place, "steady_store", lambda place: None)
+    regions = RegionConfig(region=1, count=2, min=1)
+    look = watch(Place(region=1, regions=regions, name="mine", hello={}, host="h", pin_memory=False))
+
+    def after(seconds: float, beat: int) -> None:
+        now[0] += seconds
+        record[0] = dataclasses.replace(RECORD, beat=beat)
+        look()
+
+    after(20.0, 0)
+    after(20.0, 1)
+    after(0.1, 2)
+    after(20.0, 2)
+    after(2.0, 2)
+    with pytest.raises(RunTrains) as found:
+        after(2.0, 3)
+    assert found.value.record.beat == 3
+
+
 @pytest.mark.parametrize(
     ("error", "said", "kind"),
     [
@@ -89,7 +114,7 @@ def test_a_newcomer_says_at_once_why_it_waits(
     monkeypatch.setattr(its_module, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(its_module, "_AGAIN_S", 0.05)
     monkeypatch.setattr(its_module, "take_ticket", lambda store: 7)
-    monkeypatch.setattr(its_module, "alive", lambda place: RECORD)
+    monkeypatch.setattr(its_module, "find_again", lambda place, run: RECORD)
     monkeypatch.setattr(Place, "store", lambda place: None)
     monkeypatch.setattr(Place, "presence", lambda place, run, me: Refusing(error))
     regions = RegionConfig(region=1, count=2, min=1, timeout_s=0.2)
