@@ -293,7 +293,7 @@ class Callers:
                 caller.proof.hear(said)
         except Refused as error:
             return self._named(error, caller)
-        # one that is welcome already may have given up that call, while this process stood still: the call that goes on counts
+        # a member may call twice: this process stood still, and the member gave up its first call. The call that goes on counts
         if self._knows(member):
             return "it has been connected before"
         try:

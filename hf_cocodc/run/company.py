@@ -158,7 +158,7 @@ class Company:
             time.sleep(pause_s)
         try:
             self.link.pair_with(self.link.strangers)
-        except LinkError as error:  # it is lost, or its end of the connection is not made twice
+        except LinkError as error:  # a second try needs another ticket: the key at the store is used
             raise LeftBehind(str(error)) from error
 
     def get_base(self, folder: Path) -> Received:

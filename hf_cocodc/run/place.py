@@ -148,7 +148,7 @@ def find(place: Place) -> live.Record | None:
 
 
 class RunTrains(Exception):
-    """The run whose start a region waits for trains already. Its members did not answer when the region looked for it."""
+    """A region waits for others to begin a run, and the run trains already: its members did not answer when the region looked."""
 
     def __init__(self, record: live.Record) -> None:
         super().__init__(f"run {record.name!r} trains")
