@@ -118,7 +118,6 @@ class Publisher:
         self._beat = 0
         self._found = self._written = b""
         self._changed_at = time.monotonic()
-        self._has_seen = False
         self._reader = Reader()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hf_cocodc-live", daemon=True)
@@ -130,6 +129,7 @@ class Publisher:
         self._thread.join()
         if ended:
             with contextlib.suppress(StoreAwayError):
+                self._store.set(_end_key(self._name), self._process()[0])
                 self._store.delete_key(_key(self._name))
 
     def _work(self) -> None:
@@ -148,9 +148,10 @@ class Publisher:
         if record is None or not self._has_to_write(record):
             return
         self._beat += 1
-        text = json.dumps(asdict(replace(record, beat=self._beat)))
-        self._store.set(_key(self._name), text)
-        self._written = text.encode()
+        text = json.dumps(asdict(replace(record, beat=self._beat))).encode()
+        if self._store.compare_set(_key(self._name), self._found, text) != text:
+            return  # another member has written since
+        self._written = text
         self._note_name()
         self._count_on(max(member.ticket for member in record.members))
 
@@ -159,15 +160,13 @@ class Publisher:
 
         A process that was frozen, and does not know yet that the run has gone on without it or has ended, writes nothing.
         """
+        if has_ended(self._store, self._name, record.run):
+            return False
         found, now = self._store.peek(_key(self._name)), time.monotonic()
         if found != self._found:
             self._found, self._changed_at = found, now
         there = self._reader.read(_parsed, found, _key(self._name)) if found else None
-        if there is not None and there.run == record.run:
-            self._has_seen = True
-            if there.epoch > record.epoch:
-                return False
-        if not found and self._has_seen and self._name in ended(self._store):
+        if there is not None and there.run == record.run and there.epoch > record.epoch:
             return False
         ticket = self._process()[1]
         rank = next((place for place, each in enumerate(record.members) if each.ticket == ticket), 0)
@@ -243,6 +242,11 @@ def ended(store: SteadyStore) -> list[str]:
     return [name for name in _known(store) if not store.peek(_key(name))]
 
 
+def has_ended(store: SteadyStore, name: str, run: str) -> bool:
+    """Whether this very run has ended in good order; another of that name may train since. Raises like `read`."""
+    return store.peek(_end_key(name)) == run.encode()
+
+
 class Request:
     """What a member of a run is asked: to leave. Its process is meant: an old request that is put back has no effect on the next.
 
@@ -282,6 +286,10 @@ def _names_in(found: bytes, key: str) -> list[str]:
 
 def _key(name: str) -> str:
     return f"hf_cocodc/live/{quote(name, safe='')}"
+
+
+def _end_key(name: str) -> str:
+    return f"hf_cocodc/ended/{quote(name, safe='')}"
 
 
 def _leave_key(run: str, ticket: int) -> str:

@@ -158,6 +158,28 @@ def test_a_member_that_was_frozen_writes_nothing_old(store: SteadyStore, has_end
     frozen.close()
 
 
+def test_a_member_that_was_frozen_from_the_start_writes_nothing_either(store: SteadyStore) -> None:
+    """It has never seen the record of a run that has ended."""
+    may_write = threading.Event()
+
+    def content() -> live.Record:
+        may_write.wait()
+        return RECORD
+
+    frozen = live.Publisher(store, "a/run", process(2), content)
+    others = live.Publisher(store, "a/run", process(0), lambda: RECORD)
+    eventually(lambda: live.read(store, "a/run") is not None)
+    assert not live.has_ended(store, "a/run", RECORD.run)
+    time.sleep(4 * live.BEAT_S)
+    others.close(ended=True)
+    may_write.set()
+    time.sleep(6 * live.BEAT_S)
+    assert live.read(store, "a/run") is None
+    assert live.has_ended(store, "a/run", RECORD.run)
+    assert not live.has_ended(store, "a/run", "the next run of that name")
+    frozen.close()
+
+
 def test_a_store_that_comes_back_empty_is_filled_again() -> None:
     """The record, the list of runs, and a count of tickets that gives none twice. Meanwhile nothing fails."""
     servers = [serve_store()]

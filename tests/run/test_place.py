@@ -37,16 +37,16 @@ class Refusing:
 
 
 @pytest.mark.parametrize(
-    ("looks", "ended", "said"),
+    ("looks", "has_ended", "said"),
     [
-        ([None, StoreAwayError("away"), RECORD], [], None),
-        ([dataclasses.replace(RECORD, run="s")], [], "another run of that name trains"),
-        ([None], ["mine"], "the run 'mine' has ended\\."),
-        ([None] * 9, [], r"has not answered at the store for 0.3 s \(regions.start_timeout_s\)"),
+        ([None, StoreAwayError("away"), RECORD], False, None),
+        ([dataclasses.replace(RECORD, run="s")], False, "another run of that name trains"),
+        ([None], True, "the run 'mine' has ended\\."),
+        ([None] * 9, False, r"has not answered at the store for 0.3 s \(regions.start_timeout_s\)"),
     ],
 )
 def test_a_region_looks_for_the_run_that_it_was_in(
-    looks: list[Any], ended: list[str], said: str | None, monkeypatch: pytest.MonkeyPatch
+    looks: list[Any], has_ended: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All members may be frozen for a while, and the store away."""
 
@@ -57,7 +57,7 @@ def test_a_region_looks_for_the_run_that_it_was_in(
         return found
 
     monkeypatch.setattr(live, "read_alive", read_alive)
-    monkeypatch.setattr(live, "ended", lambda store: ended)
+    monkeypatch.setattr(live, "has_ended", lambda store, name, run: has_ended)
     monkeypatch.setattr(Place, "steady_store", lambda place: None)
     monkeypatch.setattr(its_module, "_AGAIN_S", 0.05)
     regions = RegionConfig(region=1, count=2, min=1, start_timeout_s=0.3)
