@@ -52,7 +52,7 @@ def sweep_runs(study: Study) -> list[Settings]:
         study.settings(cell, arm, chosen, seed)
         for seed in study.sweep_seeds
         for cell in study.cells
-        if study.sweep_in in (None, cell)
+        if cell not in study.sweep_in
         for arm in study.arms
         if arm not in study.like and len(study.combinations(arm)) > 1
         for chosen in study.combinations(arm)
@@ -79,10 +79,10 @@ def found_in(study: Study, lines: Lines, made: Made) -> Found:
 
     for cell in study.cells:
         for arm in study.arms:
-            combinations, swept_in = study.combinations(arm), study.sweep_in or cell
+            combinations = study.combinations(arm)
             if len(combinations) == 1:
                 found.best[cell, arm] = combinations[0]
-            elif arm not in study.like and swept_in == cell:
+            elif arm not in study.like and cell not in study.sweep_in:
                 tried = [
                     (each, list(results(cell, arm, each, study.sweep_seeds).values()))
                     for each in combinations
@@ -94,7 +94,7 @@ def found_in(study: Study, lines: Lines, made: Made) -> Found:
                     found.best[cell, arm] = best_of(tried)
     for cell in study.cells:
         for arm in study.arms:
-            source = study.sweep_in or cell, study.like.get(arm, arm)
+            source = study.sweep_in.get(cell, cell), study.like.get(arm, arm)
             if (cell, arm) not in found.best and source in found.best:
                 found.best[cell, arm] = found.best[source]
     for place, chosen in found.best.items():

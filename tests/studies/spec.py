@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Study:
         grid: the values that the sweep tries, by name.
         grids: by arm, instead of `grid`; an empty one sweeps nothing.
         like: by arm, the arm whose best of the sweep it takes.
-        sweep_in: the cell whose best all cells take; by default each has its own.
+        sweep_in: by cell, the cell whose best it takes; one that is not named has its own.
         reference: the arm from which differences are taken.
         common_loss: the arm whose loss all are to reach; by default the worst.
         confidence: of the intervals.
@@ -55,7 +55,7 @@ class Study:
     grid: dict[str, list[Any]]
     grids: dict[str, dict[str, list[Any]]]
     like: dict[str, str]
-    sweep_in: str | None
+    sweep_in: dict[str, str]
     reference: str
     common_loss: str | None
     confidence: float
@@ -126,19 +126,20 @@ def read(path: Path, quick: bool = False) -> Study:
         if key not in known:
             raise InputError(f"{where}: {shown(key)} is not known.{nearest(str(key), known)}")
     sweep = content.get("sweep") or {}
+    cells = {str(name): given or {} for name, given in (content.get("cells") or WHOLE).items()}
     base, _ = read_recipe(path.parent / content["recipe"])
     study = Study(
         name=path.stem,
         title=content["title"],
         base=changed({"study": {}, **base}, content.get("changes") or {}),
         arms={name: given or {} for name, given in content["arms"].items()},
-        cells={str(name): given or {} for name, given in (content.get("cells") or WHOLE).items()},
+        cells=cells,
         seeds=_seeds(content["seeds"]),
         sweep_seeds=_seeds(sweep.get("seeds", [])),
         grid=sweep.get("grid") or {},
         grids={name: grid or {} for name, grid in (sweep.get("grids") or {}).items()},
         like=sweep.get("like") or {},
-        sweep_in=sweep.get("in"),
+        sweep_in=_sweep_in(sweep.get("in"), cells),
         reference=content["reference"],
         common_loss=content.get("common_loss"),
         confidence=content.get("confidence", 0.95),
@@ -154,8 +155,11 @@ def only(study: Study, cells: Sequence[str] | None) -> Study:
         if cell not in study.cells:
             raise InputError(f"--cells {shown(cell)} is not known.{nearest(cell, list(study.cells))}")
     kept = {name: given for name, given in study.cells.items() if cells is None or name in cells}
-    if study.sweep_in is not None and study.sweep_in not in kept:
-        raise InputError(f"--cells: the sweep is made in {shown(study.sweep_in)}. Name it, too.")
+    for cell in kept:
+        if (source := study.sweep_in.get(cell, cell)) not in kept:
+            raise InputError(
+                f"--cells: the sweep for {shown(cell)} is made in {shown(source)}. Name it, too."
+            )
     return replace(study, cells=kept)
 
 
@@ -164,6 +168,13 @@ def _seeds(given: Any) -> tuple[int, ...]:
     if isinstance(given, Mapping):
         return tuple(range(given["first"], given["first"] + given["count"]))
     return tuple(given)
+
+
+def _sweep_in(given: Any, cells: Collection[str]) -> dict[str, str]:
+    """The cells that take the best of another, as they are written: a mapping, or one cell for all others."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {cell: given for cell in cells if cell != given}
 
 
 def _check(study: Study, where: str) -> None:
@@ -182,10 +193,16 @@ def _check(study: Study, where: str) -> None:
     for key, arm in named.items():
         if arm is not None and arm not in study.arms:
             raise InputError(f"{where}: {key}: {shown(arm)} is no arm.{nearest(arm, list(study.arms))}")
-    if study.sweep_in is not None and study.sweep_in not in study.cells:
-        raise InputError(
-            f"{where}: sweep.in: {shown(study.sweep_in)} is no cell.{nearest(study.sweep_in, list(study.cells))}"
-        )
+    for cell in itertools.chain.from_iterable(study.sweep_in.items()):
+        if cell not in study.cells:
+            raise InputError(
+                f"{where}: sweep.in: {shown(cell)} is no cell.{nearest(cell, list(study.cells))}"
+            )
+    for cell, source in study.sweep_in.items():
+        if source in study.sweep_in:
+            raise InputError(
+                f"{where}: sweep.in: {shown(cell)} takes the best of {shown(source)}, which has no sweep of its own."
+            )
     for cell, arm in itertools.product(study.cells, study.arms):
         combinations = study.combinations(arm)
         if len(combinations) > 1 and arm not in study.like and not study.sweep_seeds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_the_comparison_takes_the_best_of_the_sweep(tmp_path: Path, made: list[d
 def test_cells_can_share_a_sweep(tmp_path: Path, made: list[dict[str, Any]]) -> None:
     """With sweep.in, the other cells take its best and sweep nothing."""
     cells = {"one": {}, "two": {"outer.rank": 3}}
-    found = carry_out(tmp_path / "a.jsonl", [], study(cells=cells, sweep_in="two"))
+    found = carry_out(tmp_path / "a.jsonl", [], study(cells=cells, sweep_in={"one": "two"}))
     assert {place for place, _ in found.sweep.items()} == {("two", "first"), ("two", "second")}
     assert found.best["one", "second"] == {"outer.outer_lr": 0.5}
     assert len(made) == 4 + 8
@@ -158,6 +159,8 @@ def test_some_cells_can_be_made_alone(tmp_path: Path, made: list[dict[str, Any]]
     assert "| two first | 1.601 | **1.101** |" in text
     with pytest.raises(InputError, match="--cells 'three' is not known"):
         spec.only(whole, ["three"])
+    with pytest.raises(InputError, match="the sweep for 'one' is made in 'two'"):
+        spec.only(replace(whole, sweep_in={"one": "two"}), ["one"])
     lines.close()
 
 
@@ -220,6 +223,11 @@ def test_the_studies_of_this_folder_can_begin(path: Path) -> None:
         ("seeds: [1]\nreference: thrid", "Did you mean 'third'"),
         ("seeds: [1]\nsweep: {grid: {outer.rank: [1, 2]}}", "sweep.seeds is empty"),
         ("seeds: [1]\nsweeps: {}", "Did you mean 'sweep'"),
+        ("seeds: [1]\ncells: {one: {}}\nsweep: {in: {one: two}}", "'two' is no cell"),
+        (
+            "seeds: [1]\ncells: {a: {}, b: {}}\nsweep: {in: {a: b, b: a}}",
+            "'b', which has no sweep of its own",
+        ),
         ("seeds: [1]\nchanges: {outer.codec: fp33}", "fp33"),
         ("seeds: [1]\nchanges: {study.probes: true}", "study.probes is not known"),
     ],

@@ -58,7 +58,7 @@ def study(**changes: Any) -> spec.Study:
         "grid": {"outer.outer_lr": [0.5, 1.0]},
         "grids": {},
         "like": {},
-        "sweep_in": None,
+        "sweep_in": {},
         "reference": "first",
         "common_loss": None,
         "confidence": 0.95,
