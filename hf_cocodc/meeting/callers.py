@@ -74,15 +74,20 @@ class Callers:
         self._refused: dict[Member, str] = {}
         self._hello: dict[str, Any] = {}
         self._expected: dict[Member, str] | None = None  # None: we cannot judge those that call us yet
+        self._calls: set[Member] = set()
         self._again_at: dict[Member, float] = {}
         self._all: list[Caller] = []
         self._warns_at = 0.0
         self._hears_at: float | None = 0.0  # it listens from then on; None: it does
 
-    def expect(self, peers: Mapping[Member, str], hello: dict[str, Any], refused: dict[Member, str]) -> None:
-        """Call these members, or expect that they call, and say `hello` to each. Who refuses is noted in `refused`."""
-        self._hello, self._refused = hello or self._hello, refused
+    def expect(
+        self, peers: Mapping[Member, str], hello: Mapping[str, Any] | None, refused: dict[Member, str]
+    ) -> None:
+        """Call these members, or expect that they call; a newcomer calls all, and says `hello` to each. Who refuses is noted in
+        `refused`."""
+        self._hello, self._refused = dict(hello or self._hello), refused
         self._expected = {**(self._expected or {}), **peers}
+        self._calls |= {member for member in peers if hello is not None or self._me.calls(member)}
         for caller in list(self._all):
             if caller.stage == "waits":
                 self._judge(caller)
@@ -105,7 +110,7 @@ class Callers:
                 self._end(caller)
         called = {caller.member for caller in self._all if caller.stage != "leaves"}
         for member, address in (self._expected or {}).items():
-            wanted = self._me.calls(member) and member not in called and member not in self._refused
+            wanted = member in self._calls and member not in called and member not in self._refused
             if wanted and not self._knows(member) and now >= self._again_at.get(member, 0.0):
                 self._again_at[member] = now + _AGAIN_S
                 self._call(member, address)

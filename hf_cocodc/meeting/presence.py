@@ -113,12 +113,12 @@ class Presence:
     def connect(
         self, peers: Mapping[Member, str], deadline: float, hello: Mapping[str, Any] | None = None
     ) -> None:
-        """Connect to members at their addresses. Of two members the one with the larger ticket calls the other.
+        """Connect to members at their addresses. Of two members the one with the larger ticket calls the other; a newcomer calls all.
 
         Args:
             peers: addresses of members, HOST:PORT. This member itself may be among them.
             deadline: on the monotonic clock.
-            hello: told to members, of which some do not know this one yet.
+            hello: of a newcomer, told to members that do not know it yet; None for a member.
 
         Raises:
             MeetingError: a member refuses this one.
@@ -126,7 +126,7 @@ class Presence:
         """
         wanted = {member: address for member, address in peers.items() if member != self.me}
         refused: dict[Member, str] = {}
-        self._orders.give(lambda: self._callers.expect(wanted, dict(hello or {}), refused))
+        self._orders.give(lambda: self._callers.expect(wanted, hello, refused))
         try:
             with self._changed:
                 while missing := sorted(wanted.keys() - self._peers.keys()):

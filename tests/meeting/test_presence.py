@@ -549,6 +549,17 @@ def test_a_newcomer_is_judged_by_every_member() -> None:
         assert found.all[A]._knows(D), "it does not come back by itself"
 
 
+def test_a_newcomer_calls_members_whatever_their_tickets() -> None:
+    """A member with a larger ticket may have come in while the newcomer was on its way: it does not know whom to call."""
+    with circle(A, B) as found:
+        for member in found.all.values():
+            member.accept = lambda hello: None
+        newcomer = found.add(C)
+        addresses = {member: found.all[member].address for member in (A, B)}
+        newcomer.connect(addresses, time.monotonic() + PATIENCE_S, {})
+        assert newcomer.members == (A, B)
+
+
 def test_who_calls_early_waits_and_who_never_comes_is_named() -> None:
     """A member may call another before that one knows whom to expect."""
     found = Circle()
