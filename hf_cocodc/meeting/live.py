@@ -129,7 +129,7 @@ class Publisher:
         self._thread.join()
         if ended:
             with contextlib.suppress(StoreAwayError):
-                self._store.set(_end_key(self._name), self._process()[0])
+                self._store.set(_end_key(self._process()[0]), "1")
                 self._store.delete_key(_key(self._name))
 
     def _work(self) -> None:
@@ -151,6 +151,9 @@ class Publisher:
         text = json.dumps(asdict(replace(record, beat=self._beat))).encode()
         if self._store.compare_set(_key(self._name), self._found, text) != text:
             return  # another member has written since
+        if not self._found and has_ended(self._store, record.run):  # this process was frozen a moment ago
+            self._store.delete_key(_key(self._name))
+            return
         self._written = text
         self._note_name()
         self._count_on(max(member.ticket for member in record.members))
@@ -160,7 +163,7 @@ class Publisher:
 
         A process that was frozen, and does not know yet that the run has gone on without it or has ended, writes nothing.
         """
-        if has_ended(self._store, self._name, record.run):
+        if has_ended(self._store, record.run):
             return False
         found, now = self._store.peek(_key(self._name)), time.monotonic()
         if found != self._found:
@@ -242,9 +245,9 @@ def ended(store: SteadyStore) -> list[str]:
     return [name for name in _known(store) if not store.peek(_key(name))]
 
 
-def has_ended(store: SteadyStore, name: str, run: str) -> bool:
-    """Whether this very run has ended in good order; another of that name may train since. Raises like `read`."""
-    return store.peek(_end_key(name)) == run.encode()
+def has_ended(store: SteadyStore, run: str) -> bool:
+    """Whether a run has ended in good order (`Record.run`: others of its name may train since). Raises like `read`."""
+    return bool(store.peek(_end_key(run)))
 
 
 class Request:
@@ -288,8 +291,8 @@ def _key(name: str) -> str:
     return f"hf_cocodc/live/{quote(name, safe='')}"
 
 
-def _end_key(name: str) -> str:
-    return f"hf_cocodc/ended/{quote(name, safe='')}"
+def _end_key(run: str) -> str:
+    return f"hf_cocodc/ended/{run}"
 
 
 def _leave_key(run: str, ticket: int) -> str:

@@ -191,7 +191,7 @@ def find_again(place: Place, run: str) -> live.Record:
     until, has_said = time.monotonic() + wait_s, False
     while True:
         with contextlib.suppress(StoreAwayError):
-            if live.has_ended(store, place.name, run):
+            if live.has_ended(store, run):
                 raise LinkError(f"the run {place.name!r} has ended.")
             record = live.read_alive(store, place.name)
             if record is not None and record.run == run:

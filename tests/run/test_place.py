@@ -57,7 +57,7 @@ def test_a_region_looks_for_the_run_that_it_was_in(
         return found
 
     monkeypatch.setattr(live, "read_alive", read_alive)
-    monkeypatch.setattr(live, "has_ended", lambda store, name, run: has_ended)
+    monkeypatch.setattr(live, "has_ended", lambda store, run: has_ended)
     monkeypatch.setattr(Place, "steady_store", lambda place: None)
     monkeypatch.setattr(its_module, "_AGAIN_S", 0.05)
     regions = RegionConfig(region=1, count=2, min=1, start_timeout_s=0.3)
