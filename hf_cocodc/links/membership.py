@@ -71,7 +71,10 @@ class Membership:
 
     @property
     def epoch(self) -> Epoch:
-        """Who takes part, and the number of changes of that so far."""
+        """Who takes part, and the number of changes of that so far.
+
+        Two members may see a loss and an arrival in another order: only the number and `ops.losses` together say who takes part.
+        """
         return Epoch(self.changes + self.ops.losses, tuple(member.region for member in self.members))
 
     @property
@@ -227,7 +230,8 @@ class Membership:
 
     def _tell_epoch(self, why: str) -> None:
         number, members = self.epoch
-        self._events.append(("epoch", {"epoch": number, "members": list(members), "why": why}))
+        facts = {"epoch": number, "losses": self.ops.losses, "members": list(members), "why": why}
+        self._events.append(("epoch", facts))
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lose(self, member: Member, why: str) -> None:

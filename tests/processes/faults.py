@@ -191,7 +191,7 @@ class Regions:
     def check(self) -> None:
         """Check what must hold in any run: landings are equal in all regions, epochs rise, members agree."""
         told: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
-        epochs: dict[int, tuple[int, ...]] = {}
+        epochs: dict[tuple[int, int], tuple[int, ...]] = {}
         for region in range(self.count):
             last = (-1, -1)
             for event in self.journal(region):
@@ -201,9 +201,8 @@ class Regions:
                 if event["kind"] == "epoch":
                     assert (event["epoch"], event["step"]) >= last, self.words()
                     last = (event["epoch"], event["step"])
-                    assert epochs.setdefault(event["epoch"], tuple(event["members"])) == tuple(
-                        event["members"]
-                    )
+                    key, members = (event["epoch"], event["losses"]), tuple(event["members"])
+                    assert epochs.setdefault(key, members) == members, self.words()
         for key, members in told.items():
             assert len(set(members.values())) == 1, (key, members)
         digests: dict[int, set[int]] = {}
