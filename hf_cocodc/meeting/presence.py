@@ -113,7 +113,7 @@ class Presence:
     def connect(
         self, peers: Mapping[Member, str], deadline: float, hello: Mapping[str, Any] | None = None
     ) -> None:
-        """Connect to members at their addresses. Of two members the one with the larger ticket calls the other; a newcomer calls all.
+        """Connect to members at their addresses. A newcomer calls all; of two members, the one with the larger ticket calls.
 
         Args:
             peers: addresses of members, HOST:PORT. This member itself may be among them.

@@ -16,7 +16,7 @@ from ..meeting.board import take_ticket
 from ..meeting.presence import Member
 from ..meeting.values import number_of, text_of
 from .asking import Asking
-from .base import Base, Received, RunOver
+from .base import Base, Received
 from .donor import Donation
 from .place import Agreeing, Place, connected, find_again, say_why_it_waits
 
@@ -186,8 +186,13 @@ class Company:
                     continue
                 self._from = member, base
                 return base.received
-            if not self.presence.members:
-                raise RunOver(f"all regions that region {own} has reached have ended, or are lost.")
+            if (
+                not self.presence.members
+            ):  # they are lost, or have ended, or miss this process, which stood still
+                logger.warning(
+                    "region %d has lost all regions that it had reached. It looks for the run again.", own
+                )
+                self._pair(self._reach_again())
             time.sleep(_POLL_S)
         raise LinkError(
             f"no region gave a base to region {self.place.region} within {self.place.regions.start_timeout_s:g} s "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +72,27 @@ def test_a_newcomer_does_not_wait_for_a_member_that_is_lost_before_they_meet() -
 
     Company._meet(meeting(link, connect))
     assert link.paired == []
+
+
+def test_a_newcomer_that_has_lost_all_members_looks_for_the_run_again(tmp_path: Path) -> None:
+    """It stood still, and they missed it: the run trains on."""
+    regions = SimpleNamespace(start_timeout_s=60.0)
+    company: Any = SimpleNamespace(
+        place=SimpleNamespace(region=3, regions=regions),
+        presence=SimpleNamespace(members=()),
+        _failures=Counter(),
+        _from=None,
+        _addresses={},
+        _asking=SimpleNamespace(base_of=lambda member, address, folder: SimpleNamespace(received=address)),
+        _pair=lambda members: None,
+    )
+
+    def reach_again() -> dict[Member, str]:
+        company.presence.members, company._addresses = (OTHER,), {OTHER: "b:1"}
+        return company._addresses
+
+    company._reach_again = reach_again
+    assert Company.get_base(company, tmp_path) == "b:1"
 
 
 @pytest.mark.parametrize("has_time", [True, False])
