@@ -94,7 +94,7 @@ class Elastic:
         link, journal = self._outer.link, self._outer.journal
         number = 0 if self._company is None else self._company.link.epoch.number
         members = list(link.members)
-        journal.write("epoch", step=self._outer.inner_step, epoch=number, members=members, why="")
+        journal.write("epoch", step=self._outer.inner_step, epoch=number, losses=0, members=members, why="")
 
     def guard(self, step: Callable[[], Words | None]) -> None:
         """Make an inner step, and do what comes after it. If the others have gone on without this region, it comes back."""
@@ -153,10 +153,15 @@ class Elastic:
             self._hold()
 
     def _is_in(self, marker: Marker) -> None:
-        """This region has become a member at a step at which the others may wait for more regions."""
-        self._left_behind = None
-        if marker.held and len(marker.members) < self._least:
-            self._hold()
+        """This region has become a member at a step at which the others may wait for more regions. They may miss it then."""
+        while True:
+            self._left_behind = None
+            try:
+                if marker.held and len(marker.members) < self._least:
+                    self._hold()
+                return
+            except LeftBehind as error:
+                marker = self._newcomer.come_back(error)
 
     def _act_on_news(self) -> None:
         news = self._say(self._news, "what newcomers want", _news_in)

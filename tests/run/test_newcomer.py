@@ -1,8 +1,9 @@
-"""How long a round is for a region that comes back."""
+"""How a region comes back, and how long a round is for it."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc.errors import LeftBehind
 from hf_cocodc.methods import Method, diloco
+from hf_cocodc.run.elastic import Elastic
 from hf_cocodc.run.newcomer import round_steps
 from tests.toys import Blocks
 
@@ -39,3 +42,23 @@ def test_a_round_is_as_long_as_its_setting_or_as_rounds_were(config: Any, after_
         outer.step()
     assert round_steps(outer) == after_9
     outer.close()
+
+
+def test_a_region_that_is_missed_again_as_it_comes_in_comes_back_once_more() -> None:
+    """The others wait for more regions, and have gone on without this one while it waited with them."""
+    marker = SimpleNamespace(held=True, members=(1,))
+    holds = [LeftBehind("late once"), LeftBehind("late twice"), None]
+    behind: list[str] = []
+
+    def hold() -> None:
+        error = holds.pop(0)
+        if error is not None:
+            raise error
+
+    def come_back(error: LeftBehind) -> Any:
+        behind.append(str(error))
+        return marker
+
+    elastic: Any = SimpleNamespace(_least=3, _hold=hold, _newcomer=SimpleNamespace(come_back=come_back))
+    Elastic._is_in(elastic, marker)  # type: ignore[arg-type]
+    assert behind == ["late once", "late twice"]
