@@ -280,6 +280,7 @@ def test_a_region_of_several_ranks_joins_and_comes_back(tmp_path: Path) -> None:
     wait_until((tmp_path / "admitted").exists, run.processes[0], run.log(0))
     run.kill(0)
     run.wait_for_join(2)
+    run.wait_until_members([1, 2], 1)
     run.send(2, signal.SIGSTOP)
     run.wait_until_members([1], 1)
     run.send(2, signal.SIGCONT)
