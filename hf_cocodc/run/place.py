@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 2.0
 _PATIENCE_S = 10.0
+_TRIES = 4
+"""A newcomer waits for members for a part of `regions.timeout_s` at a time: who dies meanwhile is not in the next record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +231,7 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
     """
     # by then, a process of this region that has died is no member any more
     until = time.monotonic() + place.regions.timeout_s + _PATIENCE_S
+    try_s = max(place.regions.timeout_s / _TRIES, 2 * live.BEAT_S)
     said = ""
     while True:
         first = record.members[0].region
@@ -237,7 +240,7 @@ def connected(place: Place, record: live.Record) -> tuple[Presence, dict[Member,
         presence = None
         try:
             presence = place.presence(record.run, Member(place.region, take_ticket(place.store())))
-            presence.connect(addresses, min(until, time.monotonic() + place.regions.timeout_s), {})
+            presence.connect(addresses, min(until, time.monotonic() + try_s), {})
             show_differences([record.hello, place.hello])
             return presence, addresses, record
         except LinkError as error:  # a member that has just died is still in the record; or the store is away

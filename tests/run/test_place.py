@@ -124,3 +124,31 @@ def test_a_newcomer_says_at_once_why_it_waits(
     assert str(found.value).startswith(said)
     [news] = json.loads(status.read_text())["news"]
     assert news.startswith(f"cannot join yet, and tries again for 0 s: {said}")
+
+
+def test_a_newcomer_does_not_wait_long_for_a_member_that_has_just_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The record that it has read names that member; the next one does not."""
+    now, given = [0.0], []
+
+    class Dead:
+        def connect(self, addresses: Any, deadline: float, hello: Any) -> None:
+            given.append(deadline - now[0])
+            now[0] = deadline
+            if len(given) < 4:
+                raise RegionLostError(0, "region 0 was not reached")
+
+        def close(self) -> None: ...
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(its_module, "time", clock)
+    monkeypatch.setattr(its_module, "take_ticket", lambda store: 7)
+    monkeypatch.setattr(its_module, "find_again", lambda place, run: RECORD)
+    monkeypatch.setattr(its_module, "show_differences", lambda hellos: None)
+    monkeypatch.setattr(its_module, "compare_two", lambda *given: None)
+    monkeypatch.setattr(Place, "store", lambda place: None)
+    monkeypatch.setattr(Place, "presence", lambda place, run, me: Dead())
+    regions = RegionConfig(region=1, count=2, min=1, timeout_s=120.0)
+    connected(Place(region=1, regions=regions, name="mine", hello={}, host="h", pin_memory=False), RECORD)
+    assert given == [30.0] * 4
