@@ -56,7 +56,7 @@ def _bytes(panel: Any, rows: list[Row]) -> None:
     for megabytes, loss, _ in points:
         panel.errorbar(megabytes, loss.mean, yerr=loss.half, fmt="o", color=COLOUR, capsize=3)
     for place, names in _labels([(megabytes, loss.mean, arm) for megabytes, loss, arm in points]):
-        panel.annotate("\n".join(names), place, (4, 4), textcoords="offset points", fontsize=6)
+        panel.annotate("\n".join(names), place, (4, 11), textcoords="offset points", fontsize=6, va="top")
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter("{x:g}")
     panel.xaxis.set_minor_formatter("")
@@ -66,7 +66,7 @@ def _bytes(panel: Any, rows: list[Row]) -> None:
 
 
 def _labels(points: list[tuple[float, float, str]]) -> list[tuple[tuple[float, float], list[str]]]:
-    """Where to write which names: those of points that lie close together share a place, the highest point first."""
+    """Where to write which names: those of points that lie close together share a place, from the highest down."""
     ys = [y for _, y, _ in points]
     apart = _CLOSE * (max(ys, default=0.0) - min(ys, default=0.0))
     found: list[tuple[tuple[float, float], list[str]]] = []
@@ -74,7 +74,7 @@ def _labels(points: list[tuple[float, float, str]]) -> list[tuple[tuple[float, f
         near = [
             names
             for (left, high), names in found
-            if max(x, left) <= _RATIO * min(x, left) and high - y <= apart
+            if max(x, left) <= _RATIO * min(x, left) and high - y <= apart * len(names)
         ]
         if near:
             near[0].append(name)
