@@ -75,6 +75,8 @@ best: the run ended with the global weights of its best checkpoint, which is of 
     value: of the metric.
 epoch: these regions take part from here on. Each writes it when it begins or enters the run, and at each change.
     epoch: how often they have changed.
+    losses: how many of those changes were losses. Two regions may see a loss and an arrival in another order: only both numbers
+        together say who takes part.
     members: numbers of the regions. One that is no longer among them was lost.
     why: what has changed, in words.
 retry: an operation on the link is done again without a lost region.
