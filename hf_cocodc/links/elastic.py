@@ -181,14 +181,14 @@ class ElasticLink(DirectLink):
                     raise error
                 return value  # type: ignore[return-value]  # what the call returned
 
-    def roll_call(self) -> tuple[int, ...]:
-        """Call the roll, while the members are too few to train: newcomers come in at once.
+    def roll_call(self, leaves: bool = False) -> tuple[int, ...]:
+        """Call the roll, while the members are too few to train: newcomers come in at once, and who `leaves` does so.
 
         Returns:
             The members from now on; equal in all of them.
         """
-        op = self._gather(RollCall(self.admits), f"the roll call after step {self._life.step}")
-        present = self._life.called(op.parties, [each.admits for each in op.wait()])
+        op = self._gather(RollCall(self.admits, leaves), f"the roll call after step {self._life.step}")
+        present = self._life.called(op.parties, op.wait())
         return tuple(member.region for member in present)
 
     def log_to(self, sink: Sink) -> None:

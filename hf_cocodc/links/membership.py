@@ -6,7 +6,7 @@ trailers. If all trailers of a transfer admit the same ticket, the newcomer is a
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .log import Epoch, Item, Marker, Sink, Sinks
 from .op import Op
 from .ops import Ops, left_behind
 from .pairing import Pairing
-from .roster import Roster
+from .roster import RollCall, Roster
 from .terms import AUTO_GRACE_S, Events, Reach, State, Terms
 
 logger = logging.getLogger(__name__)
@@ -122,14 +122,15 @@ class Membership:
             self._roster.landed(arrival.members, arrival.trailers, arrival.changes)
             self._has_moved = True
 
-    def called(self, parties: tuple[Member, ...], admits: Collection[int]) -> tuple[Member, ...]:
-        """A roll call has ended. Newcomers come in at once; returns who takes part now, the same in all members."""
+    def called(self, parties: tuple[Member, ...], said: Sequence[RollCall]) -> tuple[Member, ...]:
+        """A roll call has ended: members come in and leave at once. Returns who takes part now, the same in all members."""
         if self.state is not State.MEMBER:
             return parties
-        self._roster.called(tuple(admits))
+        self._roster.called([member.region for member in parties], said)
         admitted = self._switch()
         came = [member for member in self._roster.members if member.ticket in admitted]
-        present = tuple(sorted({*parties, *came}))
+        stay = [member for member, each in zip(parties, said, strict=True) if not each.leaves]
+        present = tuple(sorted({*stay, *came}))
         self._has_moved = False
         self._sinks.write(partial(self._mark, present, admitted, held=True))
         return present

@@ -14,9 +14,15 @@ from .trailer import Ending, Trailer
 
 
 class RollCall(NamedTuple):
-    """What regions tell each other while they wait for more regions."""
+    """What regions tell each other while they wait for more regions.
+
+    Attributes:
+        admits: the ticket of a newcomer that may come in; 0 if there is none.
+        leaves: whether the region leaves now.
+    """
 
     admits: int
+    leaves: bool
 
 
 class Change(NamedTuple):
@@ -106,20 +112,17 @@ class Roster:
         """
         if changes != self.changes:
             return
-        self.called([trailer.admits for trailer in trailers])
-        self._leaving |= {
-            region
-            for region, trailer in zip(regions, trailers, strict=True)
-            if trailer.ending is Ending.LEAVING
-        }
+        said = [RollCall(trailer.admits, trailer.ending is Ending.LEAVING) for trailer in trailers]
+        self.called(regions, said)
 
     def is_leaving(self, region: int) -> bool:
         """Whether a region leaves when the members change next."""
         return region in self._leaving
 
-    def called(self, admits: Sequence[int]) -> None:
-        """Note the ticket that all members admit, if they admit the same one."""
-        tickets = set(admits)
+    def called(self, regions: Sequence[int], said: Sequence[RollCall]) -> None:
+        """Note the ticket that all members admit, if they admit the same one; and the regions that leave."""
+        self._leaving |= {region for region, each in zip(regions, said, strict=True) if each.leaves}
+        tickets = {each.admits for each in said}
         if len(tickets) == 1:
             ticket = tickets.pop()
             with self._lock:

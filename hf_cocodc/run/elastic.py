@@ -54,10 +54,16 @@ def _news_in(plain: Any) -> News:
     return News(tuple(Member(*each) for each in wants), leaves)
 
 
-class Patience(NamedTuple):
-    """Whether a region has waited long enough for more regions."""
+class Held(NamedTuple):
+    """What a region tells the others while they are too few, and wait for more.
 
-    is_over: bool
+    Attributes:
+        has_waited: whether it has waited long enough (`regions.wait_s`).
+        ending: what it says about its end.
+    """
+
+    has_waited: bool
+    ending: Ending
 
 
 class Elastic:
@@ -81,7 +87,8 @@ class Elastic:
     ) -> None:
         self._outer, self._accelerator, self._company = outer, accelerator, company
         self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
-        self._is_leaving = self._has_left = False
+        self._leaves = ""  # why it does; empty if it does not
+        self._has_left = False
         self._left_behind: LeftBehind | None = None
         self._newcomer = Newcomer(outer, accelerator, company, folder, self._say)
         outer.journal.earlier = self._events
@@ -104,7 +111,7 @@ class Elastic:
                 raise self._left_behind
             self._after(words)
         except LeftBehind as error:
-            if self._is_leaving:
+            if self._leaves:
                 self._outer.endings.end("leave", f"the others have gone on without this region: {error}")
                 return
             self.come_back(error)
@@ -147,10 +154,13 @@ class Elastic:
                 self._company.landed = outer.inner_step, time.monotonic()
         if outer.should_stop or outer.is_at_the_end:
             return
+        is_to_leave = False
         if words is not None or self._accelerator.num_processes == 1:
-            self._act_on_news()
-        if words is not None and len(words) < self._least and not outer.should_stop:
+            is_to_leave = self._act_on_news()
+        if words is not None and len(words) < self._least:  # the others wait here: a region leaves from there
             self._hold()
+        elif is_to_leave:
+            self._leave()
 
     def _is_in(self, marker: Marker) -> None:
         """This region has become a member at a step at which the others may wait for more regions. They may miss it then."""
@@ -163,12 +173,15 @@ class Elastic:
             except LeftBehind as error:
                 marker = self._newcomer.come_back(error)
 
-    def _act_on_news(self) -> None:
+    def _act_on_news(self) -> bool:
+        """Give newcomers a base. Returns whether this region is to leave now."""
         news = self._say(self._news, "what newcomers want", _news_in)
         for member in news.wants:
             self._give_base(member)
-        if news.leaves and not self._is_leaving:
-            self._leave(news.leaves)
+        if not news.leaves or self._leaves:
+            return False
+        self._say_that_it_leaves(news.leaves)
+        return True
 
     def _news(self, company: Company) -> News:
         company.reap()
@@ -197,16 +210,19 @@ class Elastic:
         company.give(member, folder, outer.inner_step, {"run": outer.started.get("run", 0)})
 
     def _hold(self) -> None:
-        """Wait for more regions: there are fewer than `regions.min`."""
+        """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""
         outer, began, said = self._outer, time.monotonic(), -_SAY_S
         step, least = outer.inner_step, self._least
         while True:
             waited_s = time.monotonic() - began
-            told = gather(
-                outer.link, Patience(waited_s > self._wait_s), f"who waits for more regions at step {step}"
-            )
+            ending = Ending.LEAVING if self._leaves else outer.endings.word.ending
+            own = Held(waited_s > self._wait_s, ending)
+            told = gather(outer.link, own, f"who waits for more regions at step {step}")
             self._outer.journal.write_earlier()
-            if any(each.is_over for each in told.values()):
+            outer.endings.hear({region: each.ending for region, each in told.items()}, step)
+            if outer.should_stop:
+                return
+            if any(each.has_waited for each in told.values()):
                 outer.endings.end(
                     "stop",
                     f"only {len(told)} of at least {least} regions (regions.min) take part, and no other came within "
@@ -221,27 +237,38 @@ class Elastic:
                     *(len(told), least, step, self._wait_s),
                 )
                 tell(f"waiting for more regions: {len(told)} of {least}")
-            members = self._say(lambda company: company.link.roll_call(), "the roll call")
+            members = self._say(
+                lambda company: company.link.roll_call(leaves=bool(self._leaves)), "the roll call"
+            )
             self._outer.journal.write_earlier()
+            if self._leaves:
+                wait_for_transfers(outer.synchronizer.fragments)
+                outer.endings.end("leave", self._leaves)
+                return
             if len(members) >= least:
                 tell("training")
                 return
             self._act_on_news()
             time.sleep(_ROLL_CALL_S)
 
-    def _leave(self, why: str) -> None:
-        """Leave the run in good order: what this region has trained reaches the others first."""
-        outer, endings = self._outer, self._outer.endings
-        self._is_leaving, since = True, outer.inner_step
+    def _say_that_it_leaves(self, why: str) -> None:
+        outer = self._outer
+        self._leaves = why
         outer.link.leave_note(why)
         if self._company is not None:
             self._company.leaves = why
         if outer.link.num_regions == 1:
-            endings.tell(ending=Ending.INTERRUPTED)
+            outer.endings.tell(ending=Ending.INTERRUPTED)
             return
-        said = f"region {outer.link.region} leaves ({why}): the others train on."
+        said = f"region {outer.link.region} leaves ({why}): the others go on without it."
         logger.warning(said)
-        outer.journal.write("note", step=since, message=said)
+        outer.journal.write("note", step=outer.inner_step, message=said)
+
+    def _leave(self) -> None:
+        """Leave the run in good order: what this region has trained reaches the others first."""
+        outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
+        if endings.word.ending is Ending.INTERRUPTED:
+            return  # it is alone, and stops
 
         def may_go_on() -> bool:
             return not outer.should_stop and not outer.is_at_the_end
@@ -254,7 +281,7 @@ class Elastic:
         if self._has_left and not outer.should_stop:
             wait_for_transfers(outer.synchronizer.fragments)
             outer.link.tick(outer.inner_step + 1)
-            endings.end("leave", why)
+            endings.end("leave", self._leaves)
 
     def _events(self) -> list[tuple[str, dict[str, Any]]]:
         """What has happened to the run, for the journal."""

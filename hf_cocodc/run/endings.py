@@ -135,8 +135,7 @@ class Endings:
             words = {self._link.region: self.word}
         if words is not None:
             self.note_saved_everywhere(words)
-            endings = {region: word.ending for region, word in words.items()}
-            self._end(endings, lambda region: self._note_of(region, endings[region]), inner_step)
+            self.hear({region: word.ending for region, word in words.items()}, inner_step)
         agreement = self._link.agreement
         if agreement is None or self.verdict is not None or inner_step == self._max_steps:
             return
@@ -144,6 +143,10 @@ class Endings:
             reasons = dict(enumerate(agreement.reasons))
             endings = {r: Ending.INTERRUPTED if reason else Ending.NO for r, reason in reasons.items()}
             self._end(endings, reasons.__getitem__, inner_step)
+
+    def hear(self, endings: Mapping[int, Ending], inner_step: int) -> None:
+        """Act on what all regions have said about their ends at one moment."""
+        self._end(endings, lambda region: self._note_of(region, endings[region]), inner_step)
 
     def note_saved_everywhere(self, words: Words | None) -> None:
         """Learn from the words of all regions which checkpoint is complete everywhere."""

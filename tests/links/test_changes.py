@@ -104,6 +104,25 @@ def test_members_that_are_too_few_call_the_roll() -> None:
     assert set(regions.run(body).values()) == {(0, 1, 2)}
 
 
+def test_a_member_leaves_at_a_roll_call() -> None:
+    """And takes part to its end in what was sent before; the others go on without it, and have lost nobody."""
+    regions = Regions(3)
+
+    def body(region: int, link: ElasticLink) -> tuple[int, ...]:
+        link.tick(5)
+        present = link.roll_call(leaves=region == 1)
+        if region == 1:
+            assert link.submitted == 1
+            link.close()
+        else:
+            assert len(link.gather(Trailer(), "afterwards")) == 2
+            assert [kind for kind, _ in link.events] == ["left", "epoch"]
+        return present
+
+    assert set(regions.run(body).values()) == {(0, 2)}
+    assert not regions.hub.decisions
+
+
 def test_texts_are_told_again_if_their_region_is_lost_meanwhile() -> None:
     """No survivor mixes what was told before the loss with what was told after it."""
     for at in range(1, 60, 4):

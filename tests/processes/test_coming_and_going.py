@@ -85,6 +85,20 @@ class Run:
             *(self.processes[region], self.log(region)),
         )
 
+    def wait_until_it_waits(self, region: int) -> None:
+        """Until a region waits for more regions."""
+        wait_until(
+            lambda: "training waits at step" in self.log(region).read_text(),
+            *(self.processes[region], self.log(region)),
+        )
+
+    def ask_to_leave(self, region: int, why: str) -> None:
+        """As `hf-cocodc leave` does."""
+        store = SteadyStore(f"127.0.0.1:{self.store.port}")
+        record = live.read(store, "elastic")
+        assert record is not None
+        live.Request(store, record, region).write(why)
+
     def results(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions, which hurry from now on, have at the end."""
         (self.folder / HURRY).touch()
@@ -157,7 +171,7 @@ def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
     run = Run(tmp_path, 2, loop, 60, 0.05, "diloco", 2)
     run.wait_for_step(1, 9)
     run.kill(1)
-    wait_until(lambda: "training waits at step" in run.log(0).read_text(), run.processes[0], run.log(0))
+    run.wait_until_it_waits(0)
     held_at = step_of(tmp_path, 0)
     run.start(1)
     first, second = run.results(0, 1)
@@ -216,13 +230,10 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     """In good order, and the others train on without it."""
     run = Run(tmp_path, 3, body, 60, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
-    store = SteadyStore(f"127.0.0.1:{run.store.port}")
-    record = live.read(store, "elastic")
-    assert record is not None
-    live.Request(store, record, 2).write("its machine is needed")
+    run.ask_to_leave(2, "its machine is needed")
     run.processes[2].join(TIMEOUT_S)
     said = run.log(2).read_text()
-    assert "region 2 leaves (its machine is needed): the others train on." in said
+    assert "region 2 leaves (its machine is needed): the others go on without it." in said
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
     [left] = events(tmp_path, 0, "left")
@@ -232,6 +243,52 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
         assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
     else:
         assert "RunLeft: region 2 has left the run" in said
+
+
+@pytest.mark.slow
+def test_a_region_leaves_while_too_few_wait_for_more(tmp_path: Path) -> None:
+    """The others wait on, and train with it and the one that was lost when they come back."""
+    run = Run(tmp_path, 3, loop, 60, 0.05, "streaming", 3)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_until_it_waits(0)
+    held_at = step_of(tmp_path, 0)
+    run.ask_to_leave(1, "its machine is needed")
+    run.processes[1].join(TIMEOUT_S)
+    assert run.processes[1].exitcode == 0, run.log(1).read_text()[-4000:]
+    left = torch.load(tmp_path / "region-1.pt", weights_only=False)
+    assert (left["verdict"], left["inner_step"]) == ("leave", held_at + 1)
+    run.wait_until_members([0], 0)
+    run.start(1)
+    run.start(2)
+    first, *others = run.results(0, 1, 2)
+    assert all(torch.equal(first["weights"], each["weights"]) for each in others)
+    assert min(each["began_at"] for each in others) >= held_at
+    [gone] = events(tmp_path, 0, "left")
+    assert gone["region"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["auto", "continue"])
+def test_regions_that_wait_for_more_stop_with_a_checkpoint_at_a_signal(policy: str, tmp_path: Path) -> None:
+    """They make no step that could tell of it. With "continue" the last one is interrupted: nobody stays."""
+    run = Run(tmp_path, 3, partial(trainer, when_one_ends=policy), 60, 0.05, "diloco", 3)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_until_it_waits(0)
+    held_at = step_of(tmp_path, 0) + 1
+    for region, number in ((1, signal.SIGTERM), (0, signal.SIGINT)):
+        if region == 1 or policy == "continue":
+            run.send(region, number)
+        run.processes[region].join(TIMEOUT_S)
+        said = run.log(region).read_text()
+        assert run.processes[region].exitcode == 1
+        if (region, policy) == (1, "continue"):
+            assert "RunLeft: region 1 has left the run" in said
+        else:
+            assert f"RunStopped: all regions stopped at step {held_at}" in said
+            assert f"This region has saved checkpoint-{held_at}" in said
+            assert (tmp_path / "out" / f"region-{region}" / f"checkpoint-{held_at}").is_dir()
 
 
 @pytest.mark.slow
