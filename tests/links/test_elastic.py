@@ -59,7 +59,7 @@ def test_a_region_that_comes_back_leaves_no_connections_behind() -> None:
     with ThreadPoolExecutor(3) as threads:
         address = f"127.0.0.1:{store.port}"
         links = list(threads.map(lambda region: connect(region, 2, address), range(2)))
-        waiting = threads.submit(links[1].gather, RollCall(0), "a call that the other does not make")
+        waiting = threads.submit(links[1].gather, RollCall(0, False), "a call that the other does not make")
         wait_until(lambda: links[1].awaits == 0)
         links[1].part()
         with pytest.raises(LinkError, match="the link is closed"):
