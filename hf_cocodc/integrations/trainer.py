@@ -320,8 +320,7 @@ class CoCoDCCallback(TrainerCallback):
                     return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
             with first_signal(self._note_signal):
                 result = train(None if path is None else str(path))
-            if not self._running.should_stop:
-                self._running.finish()
+            self._running.finish()
             self._running.close()
         except BaseException as error:
             leave(trainer, self._link, self.outer, error)

@@ -182,7 +182,7 @@ class ElasticLink(DirectLink):
                 return value  # type: ignore[return-value]  # what the call returned
 
     def roll_call(self, leaves: bool = False) -> tuple[int, ...]:
-        """Call the roll, while the members are too few to train: newcomers come in at once, and who `leaves` does so.
+        """Call the roll, while the members are too few to train: newcomers come in at once; with `leaves` this region leaves.
 
         Returns:
             The members from now on; equal in all of them.

@@ -83,8 +83,7 @@ class Callers:
     def expect(
         self, peers: Mapping[Member, str], hello: Mapping[str, Any] | None, refused: dict[Member, str]
     ) -> None:
-        """Call these members, or expect that they call; a newcomer calls all, and says `hello` to each. Who refuses is noted in
-        `refused`."""
+        """Call these members, or expect their calls. A newcomer has a `hello`, and calls all. Notes in `refused` who refuses."""
         self._hello, self._refused = dict(hello or self._hello), refused
         self._expected = {**(self._expected or {}), **peers}
         self._calls |= {member for member in peers if hello is not None or self._me.calls(member)}

@@ -186,9 +186,8 @@ class Company:
                     continue
                 self._from = member, base
                 return base.received
-            if (
-                not self.presence.members
-            ):  # they are lost, or have ended, or miss this process, which stood still
+            # they are lost, or have ended, or miss this process, which stood still
+            if not self.presence.members:
                 logger.warning(
                     "region %d has lost all regions that it had reached. It looks for the run again.", own
                 )

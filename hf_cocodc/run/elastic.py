@@ -242,6 +242,11 @@ class Elastic:
             )
             self._outer.journal.write_earlier()
             if self._leaves:
+                since = min(each.sent_at for each in outer.synchronizer.fragments)
+                if since < step:
+                    logger.warning(
+                        "the others get nothing of what this region has trained since step %d.", since
+                    )
                 wait_for_transfers(outer.synchronizer.fragments)
                 outer.endings.end("leave", self._leaves)
                 return
@@ -257,18 +262,17 @@ class Elastic:
         outer.link.leave_note(why)
         if self._company is not None:
             self._company.leaves = why
-        if outer.link.num_regions == 1:
-            outer.endings.tell(ending=Ending.INTERRUPTED)
-            return
-        said = f"region {outer.link.region} leaves ({why}): the others go on without it."
-        logger.warning(said)
-        outer.journal.write("note", step=outer.inner_step, message=said)
+        if outer.link.num_regions > 1:
+            said = f"region {outer.link.region} leaves ({why}): the others go on without it."
+            logger.warning(said)
+            outer.journal.write("note", step=outer.inner_step, message=said)
 
     def _leave(self) -> None:
-        """Leave the run in good order: what this region has trained reaches the others first."""
+        """Leave the run in good order: what this region has trained reaches the others first. The last one stops the run."""
         outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
-        if endings.word.ending is Ending.INTERRUPTED:
-            return  # it is alone, and stops
+        if outer.link.num_regions == 1:
+            endings.tell(ending=Ending.INTERRUPTED)
+            return
 
         def may_go_on() -> bool:
             return not outer.should_stop and not outer.is_at_the_end

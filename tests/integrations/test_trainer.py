@@ -214,6 +214,19 @@ def test_an_exception_leaves_the_link(tmp_path: Path) -> None:
     assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
 
 
+def test_a_run_that_finishes_before_the_first_step_has_the_global_weights(tmp_path: Path) -> None:
+    """A newcomer may come in while the others wait for more regions, and all may agree there to finish."""
+    callback = CoCoDCCallback(CONFIG)
+
+    class Ends(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert callback.outer is not None
+            callback.outer.endings.end("finish", "region 1 was interrupted")
+
+    make(tmp_path, [callback, Ends()]).train()
+    assert callback.outer is not None and callback.outer.finished
+
+
 def test_the_recipes_callback(tmp_path: Path) -> None:
     """from_recipe takes the outer, regions and evaluation sections."""
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"

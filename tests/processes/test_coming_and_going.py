@@ -92,6 +92,13 @@ class Run:
             *(self.processes[region], self.log(region)),
         )
 
+    def lose(self, region: int) -> int:
+        """Kill a region, and wait until region 0 waits for more regions. Returns the inner step that it has begun."""
+        self.wait_for_step(region, 9)
+        self.kill(region)
+        self.wait_until_it_waits(0)
+        return step_of(self.folder, 0)
+
     def ask_to_leave(self, region: int, why: str) -> None:
         """As `hf-cocodc leave` does."""
         store = SteadyStore(f"127.0.0.1:{self.store.port}")
@@ -169,10 +176,7 @@ def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tm
 def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
     """Of two regions with regions.min=2 the one that is left makes no step alone."""
     run = Run(tmp_path, 2, loop, 60, 0.05, "diloco", 2)
-    run.wait_for_step(1, 9)
-    run.kill(1)
-    run.wait_until_it_waits(0)
-    held_at = step_of(tmp_path, 0)
+    held_at = run.lose(1)
     run.start(1)
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
@@ -249,15 +253,13 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
 def test_a_region_leaves_while_too_few_wait_for_more(tmp_path: Path) -> None:
     """The others wait on, and train with it and the one that was lost when they come back."""
     run = Run(tmp_path, 3, loop, 60, 0.05, "streaming", 3)
-    run.wait_for_step(2, 9)
-    run.kill(2)
-    run.wait_until_it_waits(0)
-    held_at = step_of(tmp_path, 0)
+    held_at = run.lose(2)
     run.ask_to_leave(1, "its machine is needed")
     run.processes[1].join(TIMEOUT_S)
     assert run.processes[1].exitcode == 0, run.log(1).read_text()[-4000:]
     left = torch.load(tmp_path / "region-1.pt", weights_only=False)
     assert (left["verdict"], left["inner_step"]) == ("leave", held_at + 1)
+    assert "the others get nothing of what this region has trained since step" in run.log(1).read_text()
     run.wait_until_members([0], 0)
     run.start(1)
     run.start(2)
@@ -273,10 +275,7 @@ def test_a_region_leaves_while_too_few_wait_for_more(tmp_path: Path) -> None:
 def test_regions_that_wait_for_more_stop_with_a_checkpoint_at_a_signal(policy: str, tmp_path: Path) -> None:
     """They make no step that could tell of it. With "continue" the last one is interrupted: nobody stays."""
     run = Run(tmp_path, 3, partial(trainer, when_one_ends=policy), 60, 0.05, "diloco", 3)
-    run.wait_for_step(2, 9)
-    run.kill(2)
-    run.wait_until_it_waits(0)
-    held_at = step_of(tmp_path, 0) + 1
+    held_at = run.lose(2) + 1
     for region, number in ((1, signal.SIGTERM), (0, signal.SIGINT)):
         if region == 1 or policy == "continue":
             run.send(region, number)
