@@ -2,7 +2,8 @@
 
 Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and with it an
 outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat:
-`python -m tests.studies rounds`, `methods` and `auto`; recipes/README.md has their tables.
+`python -m tests.studies rounds`, `methods` and `auto`; recipes/README.md has their tables. They change only where a study has
+shown that others are better: no study has shown yet how long a run must be for the values of the papers.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ from .resolve import settings
 from .settings import OuterConfig
 from .settings.outer import AUTO, FOLLOWING
 
-LONG_RUN = 128
-"""From this many rounds on, `auto` means the values of the method's paper: the rounds of DiLoCo's (2311.08105)."""
+MEASURED = 240
+"""In runs of up to so many rounds a momentum of 0.9 was seen to cost more than it brings."""
 
 SHORT_RUN: dict[str, dict[str, float]] = {
     "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0},
@@ -27,14 +28,14 @@ SHORT_RUN: dict[str, dict[str, float]] = {
     "sparseloco": {"outer_lr": 1.4},
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
-"""By method: what `auto` means in shorter runs; the paper's values, too, for a method that is not here."""
+"""By method: what `auto` means."""
 
 MEDIUM_RUN = 60
 MEDIUM: dict[str, dict[str, float]] = {"diloco": {"outer_lr": 0.7, "outer_momentum": 0.6}}
 """The same from `MEDIUM_RUN` rounds on, for methods that were measured at 80."""
 
-_MEMORIES = 20
-"""A momentum may be too much in runs of fewer rounds than so many times those that it remembers, 1 / (1 - momentum)."""
+_MEMORIES = 24
+"""A momentum may be too much in runs of at most so many times the rounds that it remembers, 1 / (1 - momentum)."""
 _TOO_FAR = 1.5
 """It is, if with it an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
 
@@ -89,7 +90,7 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
     better = values_for(method, rounds)
-    is_short = 0 <= rounds < min(round(_MEMORIES * memory), LONG_RUN)
+    is_short = 0 <= rounds <= min(round(_MEMORIES * memory), MEASURED)
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
@@ -105,24 +106,18 @@ def _reach(values: Mapping[str, float]) -> float:
 
 
 def values_for(method: str, rounds: int) -> dict[str, Any]:
-    """What `auto` means in a run of a method with so many rounds."""
-    papers = {
-        name: value for name, value in settings(OuterConfig(method=method)).items() if name in FOLLOWING
-    }
-    if rounds >= LONG_RUN:
-        return papers
-    medium = MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {}
-    return {**papers, **SHORT_RUN.get(method, {}), **medium}
+    """What `auto` means in a run of a method of this package with so many rounds."""
+    return {**SHORT_RUN[method], **(MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {})}
 
 
 def in_words(method: str, name: str) -> str:
     """What `auto` means for a setting of a method.
 
     >>> in_words("diloco", "outer_momentum")
-    'auto: 0, from 60 rounds on 0.6, from 128 rounds on 0.9'
+    'auto: 0, from 60 rounds on 0.6'
     """
     words, last = "auto: ", None
-    for rounds in (0, MEDIUM_RUN, LONG_RUN):
+    for rounds in (0, MEDIUM_RUN):
         value = values_for(method, rounds)[name]
         if value != last:
             words += f"{value:g}" if last is None else f", from {rounds} rounds on {value:g}"

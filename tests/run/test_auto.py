@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.auto import LONG_RUN, MEDIUM, MEDIUM_RUN, SHORT_RUN, for_rounds, too_few_rounds, values_for
+from hf_cocodc.auto import MEASURED, MEDIUM, MEDIUM_RUN, SHORT_RUN, for_rounds, too_few_rounds, values_for
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback
@@ -27,7 +27,6 @@ from tests.toys import llama, params_of, train_loop
 
 BOTH: dict[str, Any] = {"outer_lr": AUTO, "outer_momentum": AUTO}
 SHORT = tuple(SHORT_RUN["diloco"].values())
-PAPERS = 0.7, 0.9
 
 
 def own(*, sync_interval: int = 10, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> Method:
@@ -65,16 +64,14 @@ class Run:
 
 
 @pytest.mark.parametrize("method", known())
-def test_long_runs_have_the_values_of_papers_and_short_ones_those_that_were_measured(method: str) -> None:
-    """Of every method of this package, and only what the method has."""
+def test_runs_have_the_values_that_were_measured(method: str) -> None:
+    """Of every method of this package, and only what the method has. No study says when the papers' values are better."""
     takes = [name for name in FOLLOWING if name in settings(OuterConfig(method=method))]
     config = OuterConfig(method=method, sync_interval=10, **dict.fromkeys(takes, AUTO))
-    papers = settings(OuterConfig(method=method))
     assert list(SHORT_RUN[method]) == takes
     medium = MEDIUM.get(method, SHORT_RUN[method])
     for steps, expected in (
-        (10 * LONG_RUN, papers),
-        (10 * LONG_RUN - 1, medium),
+        (10**6, medium),
         (10 * MEDIUM_RUN, medium),
         (10 * MEDIUM_RUN - 1, SHORT_RUN[method]),
     ):
@@ -82,6 +79,13 @@ def test_long_runs_have_the_values_of_papers_and_short_ones_those_that_were_meas
         assert {name: getattr(found, name) for name in takes} == {name: expected[name] for name in takes}
         assert for_rounds(found, None) is found
         from_config(found)
+
+
+@pytest.mark.parametrize("method", ["eager", "co2", "dilocox"])
+def test_a_delay_of_one_round_never_has_the_momentum_of_papers(method: str) -> None:
+    """At 128 rounds, eager updates reached 2.92 with 0.9, and 2.35 without momentum."""
+    for rounds in (1, 127, 128, 129, 10**6):
+        assert values_for(method, rounds)["outer_momentum"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -158,13 +162,13 @@ def test_a_run_that_is_made_longer_keeps_its_values(
         run.outer.finish()
 
     def longer(region: int, link: Link) -> tuple[Tensor, dict[str, Any]]:
-        run = Run(link, LONG_RUN, tmp_path, how, **BOTH)
+        run = Run(link, MEDIUM_RUN, tmp_path, how, **BOTH)
         assert run.outer.inner_step == 2
         return run.train(5), run.outer.settings
 
     def with_numbers(region: int, link: Link) -> Tensor:
         given = dict(zip(FOLLOWING, SHORT, strict=True))
-        return Run(link, LONG_RUN, tmp_path, how, **given).train(5)
+        return Run(link, MEDIUM_RUN, tmp_path, how, **given).train(5)
 
     simulate(first, regions=2)
     written = json.loads((tmp_path / "0" / "cocodc" / "state.json").read_text(encoding="utf-8"))["settings"]
@@ -175,17 +179,20 @@ def test_a_run_that_is_made_longer_keeps_its_values(
     assert "outer.outer_momentum=auto is 0.0, as in the checkpoint" in caplog.text
     assert found == written
     assert torch.equal(end, simulate(with_numbers, regions=2)[0])
-    assert values(for_rounds(OuterConfig(sync_interval=1, **BOTH), LONG_RUN)) == PAPERS
+    assert values(for_rounds(OuterConfig(sync_interval=1, **BOTH), MEDIUM_RUN)) == tuple(
+        MEDIUM["diloco"].values()
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "steps", "warns"),
     [
-        ({"outer_momentum": 0.9}, 10 * LONG_RUN - 1, True),
-        ({"outer_momentum": 0.9}, 10 * LONG_RUN, False),
-        (BOTH, 10 * LONG_RUN, False),
-        ({"outer_momentum": 0.6}, 490, True),
-        ({"outer_momentum": 0.6}, 500, False),
+        ({"outer_momentum": 0.9}, 10 * MEASURED, True),
+        ({"outer_momentum": 0.9}, 10 * (MEASURED + 1), False),
+        ({"outer_momentum": 0.9, "method": "eager"}, 10 * MEASURED, True),
+        (BOTH, 10 * MEASURED, False),
+        ({"outer_momentum": 0.6}, 10 * MEDIUM_RUN - 10, True),
+        ({"outer_momentum": 0.6}, 10 * MEDIUM_RUN, False),
         ({"outer_momentum": 0.6, "outer_lr": 0.4}, 10, False),
         ({"outer_momentum": 0.0, "outer_lr": 2.0}, 10, False),
         (BOTH, 10, False),
@@ -205,7 +212,7 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
     assert (said is not None) == warns
     if said is not None:
         assert steps is not None
-        values = values_for("diloco", steps // 10)
+        values = values_for(given.get("method", "diloco"), steps // 10)
         better = " and ".join(f"outer.{name}={value:g}" for name, value in values.items())
         assert f"inner steps are {steps // 10 if steps else 0}. In so short a run" in said
         assert better in said
