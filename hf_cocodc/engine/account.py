@@ -9,11 +9,26 @@ from typing import Any, NamedTuple
 import torch
 
 from ..links.base import Arrival, Link
-from ..parts.guard import Verdict
+from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID, Verdict
 from .compatibility import sound_counts, sound_numbers
 
 logger = logging.getLogger(__name__)
 
+_SAID = {
+    CLIPPED: "outer.guard has clipped the outer gradient of region %d for fragment %d sent at step %d",
+    DROPPED: "outer.guard has dropped the outer gradient of region %d for fragment %d sent at step %d",
+    VOID: "the outer gradient of region %d makes the mean of fragment %d sent at step %d void",
+}
+_VOID = {
+    False: (
+        "not finite, or far larger than what the regions sent",
+        "A number has overflowed, or was altered on its way.",
+    ),
+    True: (
+        "void",
+        "Half of the regions or more are far out of the ordinary, and nobody can say who is right.",
+    ),
+}
 Record = Callable[..., None]
 """record(kind, **facts): keeps an event of the run."""
 
@@ -83,6 +98,7 @@ class Account:
         self.totals = Totals()
         self.report: dict[str, float] = {}
         self._record = record
+        self._is_told = False
 
     def go_on(self, own: Totals) -> None:
         """Count sends and landings as the region does whose state this one has taken over, and its `own` bytes and seconds."""
@@ -124,6 +140,9 @@ class Account:
         """A transfer has landed. A mean that is not finite is void."""
         if any(verdict.fates):
             self._guarded(step, fragment, sent_at, arrival, verdict)
+        if verdict.outside and not self._is_told:
+            self._is_told = True
+            self._not_judged(step, arrival, verdict)
         losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
         totals = self.totals
         totals.landings += 1
@@ -142,9 +161,9 @@ class Account:
             self.report["loss"] = sum(losses) / len(losses)
         if not arrival.is_finite:
             logger.warning(
-                "the mean of fragment %d sent at step %d is not finite, or far larger than what the regions sent: it changes "
-                "nothing, in any region. A number has overflowed, or was altered on its way; look at the losses of all regions.",
-                *(fragment, sent_at),
+                "the mean of fragment %d sent at step %d is %s: it changes nothing, in any region. %s "
+                "Look at the losses of all regions.",
+                *(fragment, sent_at, *_VOID[verdict.is_void]),
             )
         self._record(
             "land" if arrival.is_finite else "void",
@@ -173,12 +192,30 @@ class Account:
         for region, norm, fate in zip(arrival.members, norms, verdict.fates, strict=True):
             if fate:
                 logger.warning(
-                    "outer.guard has %s the outer gradient of region %d for fragment %d sent at step %d: its norm of %.3g is "
-                    "%.3g times the ordinary one. Look at the loss and the learning rate of that region.",
-                    *(fate, region, fragment, sent_at, norm, norm / verdict.limit),
+                    "%s: its norm of %.3g is %.3g times the ordinary one. Look at the loss and the learning rate of that region.",
+                    _SAID[fate] % (region, fragment, sent_at),
+                    *(norm, norm / verdict.limit),
                 )
         facts = {"regions": fates, "norms": _shown(norms), "limit": verdict.limit}
         self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
+
+    def _not_judged(self, step: int, arrival: Arrival, verdict: Verdict) -> None:
+        """The norm guard cannot compare the regions of this run."""
+        told = list(zip(arrival.members, arrival.trailers, strict=True))
+        rates = ", ".join(f"region {region}: {each.round_lr:.3g}" for region, each in told)
+        why = f"regions have different learning rates ({rates}), and norms follow them"
+        if verdict.outside == NOT_BOUNDED:
+            free = " and ".join(f"region {region}" for region, each in told if not each.is_bounded)
+            why = (
+                f"the inner optimizer of {free} does not bound its steps (SGD's follow the gradient), and Trainer's "
+                "max_grad_norm does not clip them"
+            )
+        message = (
+            f"outer.guard leaves all finite outer gradients as they are: {why}. A region whose numbers are wrong but finite is "
+            "not noticed. Values that are not finite are."
+        )
+        logger.warning(message)
+        self._record("note", step=step, message=message)
 
     def counts_less(self, step: int, fragment: int, region: int, norm: float, ordinary: float) -> None:
         """The outer gradient that this region takes into its own global params at once is out of the ordinary."""

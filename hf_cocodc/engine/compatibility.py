@@ -16,7 +16,9 @@ from ..parts.guard import LONGEST_HISTORY
 T = TypeVar("T")
 
 _OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-_COUNTS = ("num_sends", "settled_at", "sent_at", "nonfinite_rounds")
+_COUNTS = ("num_sends", "settled_at", "sent_at", "nonfinite_rounds", "voids", "far_losses")
+HISTORIES = ("norms", "paces", "losses")
+"""What the norm guard remembers of a fragment's last landings."""
 
 
 def loading(load: Callable[[T, dict[str, Any]], None]) -> Callable[[T, dict[str, Any]], None]:
@@ -149,18 +151,21 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
     for name in _COUNTS:
         count = state.get(name, 0)
         hold(type(count) is int and count >= 0, name, count)
-    norms = state.get("norms", [])
-    hold(
-        isinstance(norms, list) and len(norms) <= LONGEST_HISTORY and all(map(_is_norm, norms)),
-        *("norms", norms),
-    )
+    for name in HISTORIES:
+        found = state.get(name, [])
+        hold(
+            isinstance(found, list)
+            and len(found) <= LONGEST_HISTORY
+            and all(map(_is_finite if name == "losses" else _is_norm, found)),
+            *(name, found),
+        )
     lr_sum, before = state["lr_sum"], 0
     hold(isinstance(lr_sum, float | int) and math.isfinite(lr_sum), "lr_sum", lr_sum)
     for each in state["in_flight"]:
         sent_at = each["sent_at"]
         hold(type(sent_at) is int and before <= sent_at <= state["sent_at"], "sent_at of a transfer", sent_at)
         before = sent_at
-        for name in ("norm", "reference"):
+        for name in ("norm", "reference", "pace"):
             hold(_is_norm(each.get(name, 0.0)), f"{name} of a transfer", each.get(name))
         for name in ("snapshot", "global_params", "mean", "outer_grad"):
             flat = each[name]
@@ -174,6 +179,10 @@ def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
             "members of a transfer",
             members,
         )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _is_norm(value: Any) -> bool:

@@ -52,7 +52,10 @@ class FragmentState:
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
         sent_at: inner step of the last send.
         lr_sum: sum of inner learning rates up to the last send.
-        norms: the agreed norms of its last landings, oldest first (`parts.guard.agreed`).
+        norms, paces: of its last landings, oldest first: the agreed norm, and that norm / learning rate (`parts.guard.agreed`).
+        losses: the median training losses of the regions, likewise.
+        voids: landings in a row, up to the last one, whose mean was void.
+        far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
         nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
         trained: what this region had trained at the last send; later steps are in no transfer yet.
     """
@@ -73,6 +76,10 @@ class FragmentState:
     sent_at: int = 0
     lr_sum: float = 0.0
     norms: Sequence[float] = ()
+    paces: Sequence[float] = ()
+    losses: Sequence[float] = ()
+    voids: int = 0
+    far_losses: int = 0
     nonfinite_rounds: int = 0
     trained: Trained = Trained()
 

@@ -1,17 +1,18 @@
 """The norm guard in one region: what it reads from transfers, and what it remembers of them."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from ..links.base import Arrival
 from ..links.trailer import Trailer
 from ..parts import guard as rules
-from ..parts.guard import Guard, Verdict
+from ..parts.guard import Guard, Ordinary, Said, Verdict
 from .fragment import FragmentState
 from .transfer import Transfer
 
 
 class Guarding:
-    """Judges transfers, from numbers that all regions have: norms on the trailers, and norms of transfers that have landed.
+    """Judges transfers, from numbers that all regions have: what trailers say, and what transfers said that have landed.
 
     Args:
         guard: the limits; None: every region counts as it says.
@@ -21,47 +22,62 @@ class Guarding:
     def __init__(self, guard: Guard | None, region: int) -> None:
         self._guard, self._region = guard, region
 
-    def reference(self, fragment: FragmentState) -> float:
-        """The norm that is ordinary for a transfer sent now; equal in all regions."""
-        return 0.0 if self._guard is None else rules.reference(fragment.norms)
+    def ordinary(self, fragment: FragmentState) -> Ordinary:
+        """What is ordinary for a transfer sent now; equal in all regions."""
+        return Ordinary() if self._guard is None else rules.ordinary(fragment.norms, fragment.paces)
 
-    def judge(self, reference: float) -> Callable[[Sequence[Trailer]], Verdict]:
+    def judge(self, ordinary: Ordinary) -> Callable[[Sequence[Trailer]], Verdict]:
         """Judges the trailers of a transfer that is sent now."""
+        return lambda trailers: rules.judge(self._guard, ordinary, _said(trailers))
 
-        def verdict(trailers: Sequence[Trailer]) -> Verdict:
-            said = ([getattr(each, name) for each in trailers] for name in ("norm", "weight", "carried"))
-            return rules.judge(self._guard, reference, *said)
-
-        return verdict
-
-    def verdict(self, reference: float, arrival: Arrival) -> Verdict:
+    def verdict(self, ordinary: Ordinary, arrival: Arrival) -> Verdict:
         """The verdict by which a transfer was averaged."""
-        return self.judge(reference)(arrival.trailers)
+        return self.judge(ordinary)(arrival.trailers)
 
     def own_fate(self, transfer: Transfer, arrival: Arrival) -> str:
-        """What the guard did to this region's outer gradient: "", "clipped" or "dropped"."""
+        """What the guard did to this region's outer gradient: "", "clipped", "dropped" or "void"."""
         if not transfer.is_own or self._region not in arrival.members:
             return ""
-        return self.verdict(transfer.reference, arrival).fates[arrival.members.index(self._region)]
+        return self.verdict(transfer.ordinary, arrival).fates[arrival.members.index(self._region)]
 
-    def fresh(self, fragment: FragmentState, norm: float, landing: Arrival) -> tuple[float, float]:
+    def fresh(
+        self, fragment: FragmentState, norm: float, rate: float, landing: Transfer, arrival: Arrival
+    ) -> tuple[float, float]:
         """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
 
-        As for a transfer, that is the larger of two medians; here of the history, and of the regions in the transfer that lands.
+        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands.
         """
-        ordinary = self.reference(fragment)
-        if self._guard is None or not ordinary:
+        verdict = self.verdict(landing.ordinary, arrival)
+        before = self.ordinary(fragment).at(rate)
+        if self._guard is None or not before or verdict.outside:
             return 1.0, 0.0
-        limit = max(ordinary, _agreed(landing) or 0.0)
+        limit = max(before, verdict.limit)
         return rules.share(self._guard, limit, norm), limit
 
-    def remember(self, fragment: FragmentState, arrival: Arrival) -> None:
-        """A transfer has landed: its norm is part of what is ordinary from now on, unless most regions stood still."""
-        now = _agreed(arrival)
-        if self._guard is not None and now:
-            fragment.norms = [*fragment.norms, now][-self._guard.history :]
+    def remember(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
+        """A transfer has landed: it is part of what is ordinary from now on, unless it was void or most regions stood still."""
+        if self._guard is None:
+            return
+        verdict = self.verdict(transfer.ordinary, arrival)
+        fragment.voids = fragment.voids + 1 if not arrival.is_finite else 0
+        losses = [each.loss for each in arrival.trailers if each.weight and not math.isnan(each.loss)]
+        loss = rules.lower_median(losses) if losses else math.nan
+        is_far = bool(losses) and rules.is_far(loss, fragment.losses)
+        fragment.far_losses = fragment.far_losses + 1 if is_far else 0
+        if losses and not is_far and math.isfinite(loss):
+            fragment.losses = self._kept(fragment.losses, loss)
+        now = rules.agreed(_said(arrival.trailers), verdict, self._guard)
+        if now is None or not arrival.is_finite or not now[0]:
+            return
+        norm, rate = now
+        fragment.norms = self._kept(fragment.norms, norm)
+        if rate:
+            fragment.paces = self._kept(fragment.paces, norm / rate)
+
+    def _kept(self, values: Sequence[float], value: float) -> list[float]:
+        assert self._guard is not None
+        return [*values, value][-self._guard.history :]
 
 
-def _agreed(arrival: Arrival) -> float | None:
-    norms, weights = ([getattr(each, name) for each in arrival.trailers] for name in ("norm", "weight"))
-    return rules.agreed(norms, weights)
+def _said(trailers: Sequence[Trailer]) -> list[Said]:
+    return [Said(each.norm, each.weight, each.round_lr, each.carried, each.is_bounded) for each in trailers]

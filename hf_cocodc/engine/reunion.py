@@ -1,16 +1,15 @@
 """Makes global params that have drifted apart equal again in all regions."""
 
 import logging
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..links.base import Link
-from ..parts.guard import LONGEST_HISTORY
 from ..tensors.flat import tensors_in
+from .compatibility import HISTORIES
 from .fragment import FragmentState
 from .measurements import Measurements
 from .transfer import Transfer
@@ -35,19 +34,27 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Mea
         "the global params of fragment %d differ between regions: all regions take region %d's.",
         *(fragment.fragment.index, link.parties[0]),
     )
-    index, norms = fragment.fragment.index, fragment.norms
-    history = [len(norms), *norms, *[0.0] * (LONGEST_HISTORY - len(norms))]
-    found = [*_numbers_in(fragment.outer), measured.change[index], *history]
-    numbers = torch.tensor(found, dtype=torch.float64)
-    link.broadcast(numbers.view(torch.float32), what)  # the bits of each number, as two halves
-    told = iter(numbers.tolist())
+    index, histories = fragment.fragment.index, [list(getattr(fragment, name)) for name in HISTORIES]
+    counts = fragment.voids, fragment.far_losses, *map(len, histories)
+    told = iter(_told(link, [*_numbers_in(fragment.outer), measured.change[index], *counts], what))
     fragment.outer = _with_numbers(fragment.outer, told)
     measured.correct(index, next(told))
-    fragment.norms = list(islice(told, int(next(told))))
+    fragment.voids, fragment.far_losses, *lengths = map(int, told)
+    for name, values, length in zip(HISTORIES, histories, lengths, strict=True):
+        setattr(fragment, name, _told(link, [*values, *[0.0] * length][:length], what))
     # Steps that were taken ahead, or would start from the landed one, have the old values: they are left to their landings.
     # A link's thread is no longer at these tensors, because the broadcasts came after all its earlier work.
     for transfer in (landed, *fragment.in_flight):
         transfer.outcome.step = None
+
+
+def _told(link: Link, numbers: Sequence[float], what: str) -> list[float]:
+    """The lowest region's numbers, as many as there are here."""
+    if not numbers:
+        return []
+    told = torch.tensor(numbers, dtype=torch.float64)
+    link.broadcast(told.view(torch.float32), what)  # the bits of each number, as two halves
+    return told.tolist()
 
 
 def _numbers_in(state: dict[str, Any]) -> Iterator[float]:

@@ -12,7 +12,8 @@ from ..links.records import from_numbers
 from ..links.trailer import Ending, Trailer, checked
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
-from .compatibility import same_structure, sound_fragment
+from ..parts.guard import Ordinary
+from .compatibility import HISTORIES, same_structure, sound_fragment
 from .fragment import FragmentState
 from .shares import Trained
 from .transfer import Transfer
@@ -26,12 +27,16 @@ _OF_A_FRAGMENT = (
     "sent_at",
     "lr_sum",
     "nonfinite_rounds",
-    "norms",
+    *HISTORIES,
+    "voids",
+    "far_losses",
 )
-_SINCE_FORMAT_1: dict[str, Any] = {"nonfinite_rounds": 0, "norms": []}
+_SINCE_FORMAT_1: dict[str, Any] = {"nonfinite_rounds": 0, "voids": 0, "far_losses": 0} | {
+    name: [] for name in HISTORIES
+}
 """What a checkpoint without them has."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
-_SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "reference", "taken")
+_SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
 """Earlier versions did not say all of it."""
 
 
@@ -41,7 +46,7 @@ def saved(fragment: FragmentState) -> dict[str, Any]:
     Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
     """
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
-    kept |= {"trained": list(fragment.trained), "norms": list(fragment.norms)}
+    kept |= {"trained": list(fragment.trained)} | {name: list(kept[name]) for name in HISTORIES}
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
@@ -113,7 +118,7 @@ def begin_anew(fragments: Sequence[FragmentState]) -> None:
     """Give up the local params for the global ones, and count anew the rounds that do not count."""
     for fragment in fragments:
         take_global(fragment)
-        fragment.nonfinite_rounds = 0
+        fragment.nonfinite_rounds = fragment.voids = 0
 
 
 @torch.no_grad()
@@ -142,6 +147,8 @@ def _saved(transfer: Transfer) -> dict[str, Any]:
         "square": arrival.square,
         "members": list(arrival.members),
         **{name: getattr(transfer, name) for name in _SAID_OF_A_TRANSFER},
+        "reference": transfer.ordinary.norm,
+        "pace": transfer.ordinary.pace,
         "trained": list(transfer.trained),
     }
 
@@ -159,6 +166,7 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     arrival = Arrival(result, trailers, **numbers, members=members)
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
     said = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
+    said["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
     trained = Trained.of(state.get("trained", ()))
     return Transfer(**kept, **said, handle=Here(arrival), trained=trained)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..links.base import Arrival, Link
 from ..methods import Method
-from ..parts.guard import DROPPED
+from ..parts.guard import DROPPED, Ordinary
 from ..parts.info import OuterInfo
 from ..tensors.pools import HOST
 from .fragment import FragmentState
@@ -31,7 +31,8 @@ class Stepping:
         method: its outer optimizer is used, and its schedule tells whether there is time before the landing.
         link: reaches the other regions.
         device: device of the outer state.
-        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, and the norm of that.
+        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, the norm of that, and
+            the mean learning rate since a transfer was sent.
         guarding: says how much regions count.
         tell: called with the norm of a fresh outer gradient that counts less, and with the ordinary norm.
 
@@ -46,7 +47,7 @@ class Stepping:
         method: Method,
         link: Link,
         device: torch.device,
-        fresh_outer_grad: Callable[[FragmentState], tuple[Tensor, float]],
+        fresh_outer_grad: Callable[[FragmentState, Transfer], tuple[Tensor, float, float]],
         guarding: Guarding,
         tell: Callable[[FragmentState, float, float], None],
     ) -> None:
@@ -55,7 +56,7 @@ class Stepping:
         self.is_ahead = steps_ahead(method, device, link.num_lanes)
 
     def ahead(
-        self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome, reference: float
+        self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome, ordinary: Ordinary
     ) -> Callable[[Arrival], None]:
         """Takes the outer step of a transfer that is sent now, as soon as it arrives; reuses the outer gradient's memory."""
         at_send = fragment.global_params
@@ -64,7 +65,7 @@ class Stepping:
             base = fragment.in_flight[-1].outcome
 
         def prepare(arrival: Arrival, global_params: Tensor, state: dict[str, Any]) -> OuterStep:
-            return self._in_new_memory(fragment, arrival, reference, at_send, global_params, state)
+            return self._in_new_memory(fragment, arrival, ordinary, at_send, global_params, state)
 
         step = Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
 
@@ -83,7 +84,7 @@ class Stepping:
             arrival = transfer.handle.wait()
             if not arrival.is_finite:
                 return  # steps of later transfers are left to their landings
-            of_transfer = arrival, transfer.reference, transfer.global_params
+            of_transfer = arrival, transfer.ordinary, transfer.global_params
             step = self._in_new_memory(fragment, *of_transfer, global_params, state)
             step.run(fragment.threads.in_training)
             transfer.outcome.step = step
@@ -94,7 +95,7 @@ class Stepping:
         if transfer.outcome.step is not None:
             return transfer.outcome.step
         at_send, now = transfer.global_params, fragment.global_params
-        info = self._info(fragment, arrival, transfer.reference, at_send, now)
+        info = self._info(fragment, arrival, transfer.ordinary, at_send, now)
         if not self._transform.regions_agree:
             info = self._with_own(info, fragment, transfer, arrival)
             for other in fragment.in_flight:  # the fresh outer gradient has theirs in it
@@ -122,31 +123,31 @@ class Stepping:
         # one that sat out, or was dropped, says nothing about its next share
         if not own or self._guarding.own_fate(transfer, arrival) == DROPPED:
             return 1 / len(weights)
-        return own / self._guarding.verdict(transfer.reference, arrival).total
+        return own / self._guarding.verdict(transfer.ordinary, arrival).total
 
     def _in_new_memory(
         self,
         fragment: FragmentState,
         arrival: Arrival,
-        reference: float,
+        ordinary: Ordinary,
         global_at_send: Tensor,
         global_params: Tensor,
         state: dict[str, Any],
     ) -> OuterStep:
         """The outer step of a transfer that has ended but not landed, from these global params and this outer state."""
-        info = self._info(fragment, arrival, reference, global_at_send, global_params)
+        info = self._info(fragment, arrival, ordinary, global_at_send, global_params)
         return OuterStep(self._transform, arrival.result.mean, state, info, fragment.take(), fragment.pool)
 
     def _info(
         self,
         fragment: FragmentState,
         arrival: Arrival,
-        reference: float,
+        ordinary: Ordinary,
         global_at_send: Tensor,
         global_params: Tensor,
     ) -> OuterInfo:
         """The facts of a transfer that all regions have alike."""
-        fates = self._guarding.verdict(reference, arrival).fates
+        fates = self._guarding.verdict(ordinary, arrival).fates
         told = zip(arrival.trailers, fates, strict=True)
         return OuterInfo(
             fragment=fragment.fragment.index,
@@ -162,8 +163,8 @@ class Stepping:
     ) -> OuterInfo:
         """The facts of a transfer that lands now, with those in which regions differ."""
         share, taken = self.own_share(transfer, arrival), transfer.taken
-        fresh, norm = self._fresh(fragment)
-        counts, limit = self._guarding.fresh(fragment, norm, arrival)
+        fresh, norm, rate = self._fresh(fragment, transfer)
+        counts, limit = self._guarding.fresh(fragment, norm, rate, transfer, arrival)
         if counts < 1:
             self._tell(fragment, norm, limit)
         return replace(

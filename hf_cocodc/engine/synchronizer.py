@@ -40,14 +40,14 @@ class Synchronizer:
     """Keeps one region's model in step with the other regions.
 
     Args:
-        model: its trainable parameters are synchronised, also those that become trainable later (see `Watch`); unwrapped (no
-            DDP around it).
+        model: its trainable parameters are synchronised, also those that become trainable later (`Watch`); without DDP around.
         method: the parts.
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: a region's share in a mean: equal, steps or tokens (`Shares`).
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
+        is_bounded: whether the inner optimizer bounds a step, so that the guard can judge.
         state: from `state_dict`, to continue with the model's parameters as they are.
         device: device of global params, outer state and transfers; what the link and codecs need is on the host.
 
@@ -67,16 +67,16 @@ class Synchronizer:
         digest_interval: int = 10,
         weights: str = "equal",
         guard: Guard | None = None,
+        is_bounded: bool = True,
         state: dict[str, Any] | None = None,
         device: torch.device = HOST,
     ) -> None:
         self.method = method
         self.link = link
         self._model = model
-        self.measured = Measurements(link.clock())
-        self.account = Account(record)
+        self.measured, self.account = Measurements(link.clock()), Account(record)
         self._record = record
-        counting = digest_interval, weights, guard
+        counting = digest_interval, weights, guard, is_bounded
         self._traffic = Traffic(method, link, device, self.measured, self.account, *counting)
         self._device = device
         self._watch = Watch(model, link.replicas)

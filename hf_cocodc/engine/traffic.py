@@ -45,6 +45,7 @@ class Traffic:
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: what shares in the means follow (`Shares`).
         guard: from which norm on outer gradients count less; None: every region counts as it says.
+        is_bounded: whether the inner optimizer bounds a step (`InnerOptimizer.is_bounded`).
 
     Attributes:
         inner_step: inner steps made so far.
@@ -65,13 +66,14 @@ class Traffic:
         digest_interval: int,
         weights: str,
         guard: Guard | None,
+        is_bounded: bool,
     ) -> None:
         self._method, self._link = method, link
         self._measured, self._account = measured, account
         self._digest_interval = digest_interval
         self.inner_step = self.trained_at = 0
         self.shares = Shares(weights, link.is_elastic)
-        self._guarding = Guarding(guard, link.region)
+        self._guarding, self._is_bounded = Guarding(guard, link.region), is_bounded
         called = self._fresh_outer_grad, self._guarding, self._tell_of_fresh
         self._stepping = Stepping(method, link, device, *called)
         self.is_ahead = self._stepping.is_ahead
@@ -138,25 +140,26 @@ class Traffic:
                 admits=self._link.admits,
                 norm=norm,
                 carried=carried if math.isfinite(carried) else sys.float_info.max,
+                is_bounded=self._is_bounded,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
             begin, departure = fragment.converse(converse, outer_grad)
-            outcome, reference = Outcome(), self._guarding.reference(fragment)
-            then = self._stepping.ahead(fragment, outer_grad, outcome, reference) if ahead else None
+            outcome, ordinary = Outcome(), self._guarding.ordinary(fragment)
+            then = self._stepping.ahead(fragment, outer_grad, outcome, ordinary) if ahead else None
             what = f"fragment {index} sent at step {step}"
 
             def told() -> Trailer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
-            judge = self._guarding.judge(reference)
+            judge = self._guarding.judge(ordinary)
             handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then, judge))
             kept = (snapshot, fragment.global_params, measured.lr_sum)
             transfer = Transfer(
                 step, *kept, handle, None if ahead else outer_grad, departure, outcome, is_own
             )
             transfer.trained, transfer.is_finite = fragment.trained, finite
-            transfer.norm, transfer.reference = norm, reference
+            transfer.norm, transfer.ordinary = norm, ordinary
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
@@ -180,7 +183,7 @@ class Traffic:
             if arrival.trailers:
                 self._measured.hear(index, arrival, transfer.outcome.seconds)
                 self.heard.append(arrival)
-            verdict = self._guarding.verdict(transfer.reference, arrival)
+            verdict = self._guarding.verdict(transfer.ordinary, arrival)
             if self._guarding.own_fate(transfer, arrival) == DROPPED:
                 take_global(fragment)
             fragment.in_flight = [other for other in fragment.in_flight if other is not transfer]
@@ -188,10 +191,10 @@ class Traffic:
             self._count_round(fragment, transfer, arrival)
             if arrival.is_finite:
                 self._take_in(fragment, transfer, arrival, merge)
-                self._guarding.remember(fragment, arrival)
             else:
                 self._stepping.without_step(fragment, transfer)
                 self._link.give(arrival.result.mean)
+            self._guarding.remember(fragment, transfer, arrival)
             if len({trailer.digest for trailer in arrival.trailers}) > 1:
                 reunite(self._link, fragment, transfer, self._measured)
             self._account.count_broadcasts(self._link)  # always: lanes call together, but may reunite alone
@@ -207,7 +210,7 @@ class Traffic:
         }
         if not transfer.is_own or not weights.get(self._link.region):
             return
-        if not arrival.is_finite or self._guarding.own_fate(transfer, arrival) == DROPPED:
+        if not arrival.is_finite or self._guarding.own_fate(transfer, arrival):
             fragment.nonfinite_rounds += 1
         elif all(other.is_finite for other in fragment.in_flight):
             fragment.nonfinite_rounds = 0
@@ -270,8 +273,9 @@ class Traffic:
 
     def _codec_after(self, transfer: Transfer, arrival: Arrival) -> CodecState:
         """The codec's state after a transfer. What an outer gradient out of the ordinary has left there is not sent later."""
-        state = arrival.result.state
-        return without_residuals(state) if self._guarding.own_fate(transfer, arrival) else state
+        state, verdict = arrival.result.state, self._guarding.verdict(transfer.ordinary, arrival)
+        is_wrong = verdict.is_void or self._guarding.own_fate(transfer, arrival)
+        return without_residuals(state) if is_wrong else state
 
     def _region_norms(self, *squares: float) -> list[float]:
         """Norms from sums of squares, over all lanes of this region; not finite if a value is not."""
@@ -293,15 +297,19 @@ class Traffic:
         index, region = fragment.fragment.index, self._link.region
         self._account.counts_less(self.inner_step, index, region, norm, ordinary)
 
-    def _fresh_outer_grad(self, fragment: FragmentState) -> tuple[Tensor, float]:
-        """Global minus local as they are now, and its norm; zero if this region's local params are not finite."""
+    def _fresh_outer_grad(self, fragment: FragmentState, landing: Transfer) -> tuple[Tensor, float, float]:
+        """Global minus local as they are now, its norm, and the mean learning rate since `landing` was sent.
+
+        Zero if this region's local params are not finite.
+        """
+        rate = self._measured.mean_lr(landing.lr_sum, self.inner_step - landing.sent_at)
         for transfer in fragment.in_flight:
             # a transfer of this step carries the same values, unless it was sent without training or a landing came between
             just_left = transfer.sent_at == self.trained_at == self.inner_step
             if just_left and transfer.global_params is fragment.global_params:
                 assert transfer.outer_grad is not None
-                return transfer.outer_grad, transfer.norm
+                return transfer.outer_grad, transfer.norm, rate
         local, outer_grad, square = fragment.prepare(fragment.global_params)
         fragment.pool.give(local)
         [norm] = self._region_norms(square)
-        return (outer_grad, norm) if math.isfinite(norm) else (outer_grad.zero_(), 0.0)
+        return (outer_grad, norm, rate) if math.isfinite(norm) else (outer_grad.zero_(), 0.0, rate)

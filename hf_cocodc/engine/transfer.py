@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..links.base import Handle
+from ..parts.guard import Ordinary
 from ..tensors.departures import Departure
 from .outer_step import Outcome
 from .shares import Trained
@@ -26,7 +27,7 @@ class Transfer:
         is_own: whether this region takes part in it; not if it was coming in at the send, or has the transfer from another one.
         taken: share with which a landing has taken in `outer_grad` before (eager updates); None if none has.
         norm: of this region's outer gradient, over all its lanes; 0 if it has no weight.
-        reference: the norm that was ordinary at the send (`parts.guard.reference`).
+        ordinary: what was ordinary at the send (`parts.guard`).
         is_finite: whether this region's outer gradient was finite.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
     """
@@ -42,6 +43,6 @@ class Transfer:
     is_own: bool = True
     taken: float | None = None
     norm: float = 0.0
-    reference: float = 0.0
+    ordinary: Ordinary = Ordinary()
     is_finite: bool = True
     trained: Trained = Trained()

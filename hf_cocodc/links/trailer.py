@@ -62,6 +62,7 @@ class Trailer(NamedTuple):
         admits: ticket of a region that may come in after this transfer; 0 if there is none (`Link.admits`).
         norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
         carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.
+        is_bounded: whether the region's inner optimizer bounds a step, so that norms of regions can be compared.
     """
 
     weight: float = 1.0
@@ -79,6 +80,7 @@ class Trailer(NamedTuple):
     admits: int = 0
     norm: float = 0.0
     carried: float = 0.0
+    is_bounded: bool = True
 
     @property
     def word(self) -> Word:

@@ -21,7 +21,7 @@ from ..errors import HandshakeError, InputError, nearest
 from ..settings import OuterConfig, RegionConfig
 from ..tensors.contents import bytes_of, contents
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the data on the link. Raise it when two versions of this package could misunderstand each other."""
 
 

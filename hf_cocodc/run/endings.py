@@ -162,6 +162,11 @@ class Endings:
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)
 
+    def stop(self, why: str) -> None:
+        """Stop here with a checkpoint: every region comes to this by itself at the same step, whatever `policy` says."""
+        self.verdict, self.why = "stop", why
+        logger.error("%s: all regions stop here.", why)
+
     def end(self, verdict: str, why: str) -> None:
         """This region ends here: with a verdict of all regions, or to "leave" alone."""
         self.verdict, self.why = verdict, why
@@ -175,6 +180,8 @@ class Endings:
         self, endings: Mapping[int, Ending], note_of: Callable[[int], str | None], inner_step: int
     ) -> None:
         """Find the verdict, and announce it."""
+        if self.verdict is not None:
+            return
         self.verdict = verdict(endings.values(), self._policy)
         if self.verdict is None:
             return

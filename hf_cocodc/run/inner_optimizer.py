@@ -118,6 +118,14 @@ class InnerOptimizer:
     def _name(self) -> str:
         return " and ".join(type(part).__name__ for part in self._parts)
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the learning rate bounds a step, as with Adam and its kin. A step of SGD follows the gradient."""
+        names = "betas", "eps", "ns_steps"  # of moments, of a division by the gradient's size, of Muon
+        return all(
+            any(name in group for name in names) for part in self._parts for group in part.param_groups
+        )
+
     def note_lr(self) -> None:
         """Remember the learning rate as it is now, for the inner step that has just been made."""
         self._noted = self._lr()

@@ -146,6 +146,7 @@ class OuterOptimizer(Finishing):
         """Every setting of the method, defaults filled in."""
         if (named_for := INNER.get(str(self.settings["method"]))) is not None:
             self._inner.warn_unless(named_for, str(self.settings["method"]))
+        self._has_stages = stage is not None
         self.endings = Endings(link, regions.when_one_ends, max_steps)
         self.finished = False
         self._accelerator = accelerator
@@ -158,7 +159,8 @@ class OuterOptimizer(Finishing):
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         run = run_of(link)
         self.journal = Journal(path, mark_of(saved, path, run), link.clock)
-        self.synchronizer = engine_for(bare, config, link, self.journal, saved)
+        self._is_bounded = self._inner.is_bounded or bool(self.about.facts.get("training.max_grad_norm"))
+        self.synchronizer = engine_for(bare, config, link, self.journal, saved, self._is_bounded)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if not continues:
@@ -237,7 +239,7 @@ class OuterOptimizer(Finishing):
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
-        recover(self.synchronizer, self._inner, self._config, self.endings, self.journal)
+        recover(self.synchronizer, self._inner, self._config, self.endings, self.journal, self._has_stages)
         self.endings.after_step(self.inner_step, words)
         return words
 
@@ -289,7 +291,9 @@ class OuterOptimizer(Finishing):
             self.synchronizer.load_state_dict(saved.state)
         else:
             wait_for_transfers(self.synchronizer.fragments)
-            self.synchronizer = engine_for(self.model, config, self.link, self.journal, saved)
+            self.synchronizer = engine_for(
+                self.model, config, self.link, self.journal, saved, self._is_bounded
+            )
         self._config, self.settings = config, settings(config)
         self._inner.begin()
         self.endings.continue_from(self.inner_step)

@@ -1,4 +1,4 @@
-"""What a region does when it has not counted for several rounds: it was not finite, or the norm guard has dropped it.
+"""What a region does when it has not counted for several rounds, and what all do when no mean can be believed.
 
 A step that is not finite, or far too large, stays: AdamW keeps it in its moments. Global params at every landing do not help,
 and the region would not count in any later round.
@@ -8,6 +8,7 @@ import logging
 
 from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
+from ..errors import RunStopped
 from ..links.trailer import Ending
 from ..settings import OuterConfig
 from .endings import Endings
@@ -26,18 +27,34 @@ def recover(
     config: OuterConfig,
     endings: Endings,
     journal: Journal,
+    has_stages: bool = False,
 ) -> None:
     """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a fragment.
 
+    All regions stop if in so many rounds in a row the mean was void, or the losses were far above the ordinary ones.
+
     All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages have an engine each,
     and begin anew one by one; they are refused with "stop".
+
+    Raises:
+        RunStopped: pipeline stages would have to stop, and cannot do so at one step.
     """
     region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.fragments)
+    if hopeless := _hopeless(synchronizer, config):
+        if endings.verdict is None:
+            journal.write("note", step=synchronizer.inner_step, message=hopeless)
+            if has_stages:
+                raise RunStopped(hopeless)
+            if config.on_nonfinite == "restart" and any(each.voids for each in synchronizer.fragments):
+                begin_anew(synchronizer.fragments)
+                inner.begin_anew()
+            for each in synchronizer.fragments:  # a run that resumes here has as many rounds again
+                each.voids = each.far_losses = 0
+            endings.stop(hopeless)
+        return
     if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
         return
-    said = (
-        f"region {region} did not count in {rounds} rounds in a row (not finite, or dropped by outer.guard)"
-    )
+    said = f"region {region} did not count in {rounds} rounds in a row (not finite, or clipped or dropped by outer.guard)"
     if config.on_nonfinite == "stop":
         endings.ask_to_stop(
             f"{said}; go back to an earlier checkpoint with a lower learning rate, or set outer.on_nonfinite=restart"
@@ -57,3 +74,22 @@ def recover(
             *(region, inner.times_anew),
         )
     journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds, times=inner.times_anew)
+
+
+def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
+    """Why training must not go on, in words; empty if it may. Equal in all regions."""
+    most = config.nonfinite_rounds
+    for each in synchronizer.fragments:
+        if each.voids >= most:
+            return (
+                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}): half of the regions or "
+                "more have broken. The global params are as before these rounds. Look at the warnings of outer.guard, at the "
+                "losses and the learning rates; if all norms are as they should be, raise its limits (outer.guard)"
+            )
+        if each.far_losses >= most:
+            return (
+                f"the training losses of the regions were far above what they had been, in {each.far_losses} rounds in a row: "
+                f"the model is ruined, or has other data. Their median was {each.losses[-1]:.3g} before. Go back to an earlier "
+                "checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
+            )
+    return ""

@@ -184,7 +184,12 @@ def _check_same_interval(told: Mapping[int, int], verb: str, setting: str) -> No
 
 
 def engine_for(
-    model: nn.Module, config: OuterConfig, link: Link, journal: Journal, saved: Saved | None
+    model: nn.Module,
+    config: OuterConfig,
+    link: Link,
+    journal: Journal,
+    saved: Saved | None,
+    is_bounded: bool = True,
 ) -> Synchronizer:
     """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
     assert not is_auto(config), "from_config would take the paper's values in silence"
@@ -199,6 +204,7 @@ def engine_for(
         digest_interval=config.digest_interval,
         weights=config.weights,
         guard=guard_of(config),
+        is_bounded=is_bounded,
         state=state,
         device=outer_device(model, config),
     )

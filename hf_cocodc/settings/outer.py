@@ -30,7 +30,7 @@ AUTO = "auto"
 FOLLOWING = ("outer_lr", "outer_momentum")
 """What `auto` lets follow the number of outer rounds: `hf_cocodc/auto.py`."""
 
-GUARD: dict[str, float] = {"clip": 5.0, "drop": 50.0, "history": 16}
+GUARD: dict[str, float] = {"clip": 3.0, "drop": 6.0, "history": 16}
 """The default of `outer.guard`."""
 _HISTORY = 8, 4096
 """The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
@@ -119,8 +119,9 @@ class OuterConfig:
     )
     guard: dict[str, float] | str | None = setting(
         "Norm guard: an outer gradient whose norm is more than clip times the ordinary one is scaled down to that; with more "
-        "than drop times it is left out. Ordinary is the larger of two medians: of the fragment's last history landings, and "
-        "of the regions now. Default: clip=5,drop=50,history=16 (in a recipe {clip: 5, drop: 50, history: 16}); none: no guard."
+        "than drop times it is left out, and if most regions have more, none counts. Ordinary is the larger of two medians: of "
+        "the fragment's last history landings (at the present learning rate), and of the regions now. Default: "
+        "clip=3,drop=6,history=16 (in a recipe {clip: 3, drop: 6, history: 16}); none: no guard."
     )
     device: str = setting(
         "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
@@ -224,7 +225,7 @@ def guard_settings(given: Any) -> dict[str, float] | str:
     """The settings of the norm guard, all of them, or "none".
 
     >>> guard_settings("clip=3,drop=30"), guard_settings({"history": 8})
-    ({'clip': 3.0, 'drop': 30.0, 'history': 16}, {'clip': 5.0, 'drop': 50.0, 'history': 8})
+    ({'clip': 3.0, 'drop': 30.0, 'history': 16}, {'clip': 3.0, 'drop': 6.0, 'history': 8})
 
     Raises:
         InputError: a value cannot be.
@@ -235,7 +236,7 @@ def guard_settings(given: Any) -> dict[str, float] | str:
     if isinstance(given, str):
         told = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
     if not isinstance(told, dict):
-        raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 5, drop: 50, history: 16}}.")
+        raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 3, drop: 6, history: 16}}.")
     found: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
     for name, value in told.items():
         if name not in found:

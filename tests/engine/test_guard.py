@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.engine import saving
+from hf_cocodc.engine.compatibility import HISTORIES
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
@@ -136,18 +137,18 @@ def test_two_regions_over_gloo_judge_as_in_lockstep() -> None:
 
 def test_a_clipped_region_counts_less() -> None:
     """A spike of one region between clip and drop: its part has the norm of clip times the ordinary one, and is in the mean."""
-    events, _, reached, _ = run("diloco", lambda param: param.sub_(0.6))[0]
+    events, _, reached, _ = run("diloco", lambda param: param.sub_(0.2))[0]
     [facts] = [facts for kind, facts in events if kind == "guard"]
     assert facts["regions"] == {"1": "clipped"}
-    assert facts["norms"][1] > 5 * facts["limit"]
+    assert facts["norms"][1] > 3 * facts["limit"]
     assert reached < 0.1
 
 
-@pytest.mark.parametrize(("factor", "says"), [(4.0, False), (100.0, True)])
-def test_a_fresh_outer_gradient_is_held_against_the_regions_now(
-    factor: float, says: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("has_rate", "says"), [(True, False), (False, True)])
+def test_a_fresh_outer_gradient_is_held_against_the_history(
+    has_rate: bool, says: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With eager updates. All regions go four times as fast from one round to the next, twice: that is no fault of one."""
+    """With eager updates. All regions go twenty times as fast from one round on: by their learning rate, or by a fault."""
 
     def live(guard: Guard | None, region: int, link: Link) -> tuple[list[tuple[str, dict[str, Any]]], Tensor]:
         method = from_config(OuterConfig(method="eager", sync_interval=3))
@@ -156,17 +157,17 @@ def test_a_fresh_outer_gradient_is_held_against_the_regions_now(
         model = Blocks(torch.zeros(48).split(16))
         sync = Synchronizer(model, method, link, record=note, guard=guard)
         for step in range(45):
-            pace = factor ** max(0, step // 3 - 12)
+            pace = 20.0 if step // 3 > 12 else 1.0
             for param in model.parameters():
                 param.detach().add_(0.01 * pace)
-            sync.step(0.03)
+            sync.step(0.03 * (pace if has_rate else 1.0))
         return events, params_of(model)
 
     with caplog.at_level(logging.WARNING):
         events, params = run_in_lockstep(2, functools.partial(live, GUARD))[0]
     notes = [facts["message"] for kind, facts in events if kind == "note"]
     assert bool(notes) == says == ("the fresh outer gradient of region 0" in caplog.text)
-    assert not [kind for kind, _ in events if kind == "guard"]
+    assert says == bool([kind for kind, _ in events if kind == "guard"])
     assert says != torch.equal(params, run_in_lockstep(2, functools.partial(live, None))[0][1])
 
 
@@ -210,7 +211,7 @@ def test_rounds_without_a_move_are_not_what_is_ordinary() -> None:
 def test_a_checkpoint_from_before_begins_with_a_warm_up() -> None:
     """It knows no norms; those that it saves are the agreed ones of the last landings."""
 
-    def body(region: int, link: Link) -> tuple[int, int]:
+    def body(region: int, link: Link) -> list[tuple[int, int]]:
         method = from_config(OuterConfig(method="diloco", sync_interval=2))
         model = Blocks([torch.zeros(8)])
         sync = Synchronizer(model, method, link, guard=Guard(history=9))
@@ -219,12 +220,16 @@ def test_a_checkpoint_from_before_begins_with_a_warm_up() -> None:
             sync.step(0.1)
         state = sync.state_dict()
         [fragment] = state["fragments"]
-        assert fragment["norms"] == list(sync.fragments[0].norms)
-        old = {name: value for name, value in fragment.items() if name != "norms"}
+        for name in HISTORIES:
+            assert fragment[name] == list(getattr(sync.fragments[0], name))
+        assert fragment["paces"] == pytest.approx([norm / 0.1 for norm in fragment["norms"]])
+        old = {name: value for name, value in fragment.items() if name not in HISTORIES}
         resumed = Synchronizer(model, method, link, guard=Guard(), state={**state, "fragments": [old]})
-        return len(fragment["norms"]), len(resumed.fragments[0].norms)
+        return [
+            (len(fragment[name]), len(getattr(resumed.fragments[0], name))) for name in ("norms", "paces")
+        ]
 
-    assert run_in_lockstep(2, body) == [(9, 0)] * 2
+    assert run_in_lockstep(2, body) == [[(9, 0)] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -262,7 +267,7 @@ def test_a_history_that_no_region_has_is_refused(norms: Any) -> None:
     run_in_lockstep(1, body)
 
 
-@pytest.mark.parametrize("name", ["norm", "reference"])
+@pytest.mark.parametrize("name", ["norm", "reference", "pace"])
 def test_a_transfer_in_flight_with_a_norm_that_no_region_has_is_refused(name: str) -> None:
     """Likewise for what was ordinary when it was sent."""
 

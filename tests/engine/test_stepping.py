@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_cocodc.engine.compatibility import HISTORIES
 from hf_cocodc.engine.guarding import Guarding
 from hf_cocodc.engine.stepping import Stepping
 from hf_cocodc.engine.synchronizer import Synchronizer
@@ -19,7 +20,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
-from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
+from hf_cocodc.parts.guard import Guard
 from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.outer import OuterState, OuterTransform, Step
 from hf_cocodc.resolve import from_config
@@ -258,7 +259,7 @@ def test_outer_transforms_say_what_they_ask_for() -> None:
 @pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
 def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
     """Region 0's, at the start and where regions drift apart: its global params and its momentum travel to each other region;
-    and what it knows of the fragment, in fp64: its change, and how many norms there are, and these."""
+    and what it knows of the fragment, in fp64: its change, the norm guard's counts, and how long its histories are."""
 
     def body(index: int, link: Link) -> tuple[int, int]:
         model, landed = Blocks(START), [0]
@@ -280,5 +281,5 @@ def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
     model_bytes = 4 * sum(vector.numel() for vector in START)
     found = run(3, body)
     assert found[1:] == [(0, 0)] * 2
-    known = 8 * (1 + 1 + LONGEST_HISTORY)
+    known = 8 * (1 + 2 + len(HISTORIES))
     assert found[0] == (2 * model_bytes, 2 * (1 + 2) * model_bytes + 2 * known)

@@ -108,7 +108,8 @@ def test_a_mean_that_is_larger_than_what_regions_sent(
         events: list[dict[str, Any]] = []
         record = lambda kind, **facts: events.append({"kind": kind, **facts})  # noqa: E731
         model = Blocks(START)
-        sync = Synchronizer(model, method, link, digest_interval=1, guard=Guard(), record=record)
+        wide = Guard(clip=5, drop=50)  # momentum makes these steps overshoot, and norms rise and fall
+        sync = Synchronizer(model, method, link, digest_interval=1, guard=wide, record=record)
         for _ in range(120):
             for param in model.parameters():
                 param.detach().add_(0.05 * (1 + region))

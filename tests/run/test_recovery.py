@@ -83,7 +83,7 @@ def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCap
     assert torch.isfinite(first).all()
     assert torch.equal(first, second)
     assert (
-        "region 1 did not count in 3 rounds in a row (not finite, or dropped by outer.guard): after step"
+        "region 1 did not count in 3 rounds in a row (not finite, or clipped or dropped by outer.guard): after step"
         in caplog.text
     )
     count = sum(event["kind"] == "sit_out" for event in theirs)
@@ -93,16 +93,33 @@ def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCap
     )
 
 
-def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """3 instead of 1e-3: it is left out of every mean from the first one on, begins anew again and again, and says why."""
+def with_wrong_rate(folder: Path, count: int) -> tuple[list[OuterOptimizer], list[Path]]:
+    """Regions of which one has a learning rate of 3 instead of 1e-3, and their journals."""
     config = OuterConfig(method="diloco", sync_interval=3)
+    outers = run_in_lockstep(count, lambda region, link: train(folder, region, link, config, wrong_lr=3.0))
+    return outers, [folder / f"region-{region}.jsonl" for region in range(count)]
+
+
+def test_one_of_two_young_regions_with_a_wrong_learning_rate_stops_both(tmp_path: Path) -> None:
+    """Nobody can say which one is right: no mean counts, and both stop with their global params as they began."""
+    outers, journals = with_wrong_rate(tmp_path, 2)
+    for outer, journal in zip(outers, map(read, journals), strict=True):
+        assert (outer.verdict, outer.inner_step) == ("stop", 9)
+        assert "the means of 3 rounds in a row were void (fragment 0)" in outer.why
+        assert [event["regions"] for event in journal if event["kind"] == "guard"] == [{"1": "void"}] * 3
+        assert outer.why in [event["message"] for event in journal if event["kind"] == "note"]
+    ours, theirs = (params_of(outer.synchronizer._model) for outer in outers)
+    assert torch.equal(ours, theirs), "a run that resumes here begins with the global params in both"
+
+
+def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of three is left out of every mean from the first one on, begins anew again and again, and says why."""
     with caplog.at_level(logging.WARNING):
-        outers = run_in_lockstep(2, lambda region, link: train(tmp_path, region, link, config, wrong_lr=3.0))
-    journals = [tmp_path / f"region-{region}.jsonl" for region in range(2)]
-    ours, theirs = map(read, journals)
+        outers, journals = with_wrong_rate(tmp_path, 3)
+    ours, theirs, _ = map(read, journals)
     [*guarded] = [event for event in ours if event["kind"] == "guard"]
     assert [event["regions"] for event in guarded] == [{"1": "dropped"}] * 14
-    assert [event["regions"] for event in ours if event["kind"] == "land"][:14] == [1] * 14
+    assert [event["regions"] for event in ours if event["kind"] == "land"][:14] == [2] * 14
     times = [event["times"] for event in theirs if event["kind"] == "begin_anew"]
     assert times == [1, 2, 3, 4]
     assert caplog.text.count("another time will not help") == 2
