@@ -55,6 +55,7 @@ class FragmentState:
         norms, paces: of its last landings, oldest first: the agreed norm, and that norm / learning rate (`parts.guard.agreed`).
         losses: the median training losses of the regions, likewise.
         voids: landings in a row, up to the last one, whose mean was void.
+        far_regions: those that were far out of the ordinary in the last one.
         far_losses: landings in a row, up to the last one, with a loss far above the ordinary one (`parts.guard.is_far`).
         nonfinite_rounds: transfers in a row, up to the last one, in which this region did not count although it had trained.
         trained: what this region had trained at the last send; later steps are in no transfer yet.
@@ -79,6 +80,7 @@ class FragmentState:
     paces: Sequence[float] = ()
     losses: Sequence[float] = ()
     voids: int = 0
+    far_regions: tuple[int, ...] = ()
     far_losses: int = 0
     nonfinite_rounds: int = 0
     trained: Trained = Trained()

@@ -60,6 +60,8 @@ class Guarding:
             return
         verdict = self.verdict(transfer.ordinary, arrival)
         fragment.voids = fragment.voids + 1 if not arrival.is_finite else 0
+        told = zip(arrival.members, verdict.fates, strict=False)
+        fragment.far_regions = tuple(region for region, fate in told if fate)
         losses = [each.loss for each in arrival.trailers if each.weight and not math.isnan(each.loss)]
         loss = rules.lower_median(losses) if losses else math.nan
         is_far = bool(losses) and rules.is_far(loss, fragment.losses)

@@ -16,7 +16,7 @@ from ..errors import LinkError, RegionLostError
 
 Record = TypeVar("Record", bound=tuple)
 
-ROW = 17
+ROW = 20
 """Numbers in a row: the mark of the kind, the fields, zeros. Rows of all kinds have one length."""
 
 

@@ -51,10 +51,10 @@ land, void: a mean of outer gradients is here. A void one changed nothing: it wa
     digest: checksum of the global params of all regions at the send; only where regions come and go.
 sit_out: this region's outer gradient was not finite, and stayed here.
     fragment: number of the fragment.
-guard: `outer.guard` has clipped or dropped outer gradients of a transfer that lands.
+guard: outer gradients of a transfer that lands were far out of the ordinary (`outer.guard`).
     fragment: number of the fragment.
     sent_at: inner step of the send.
-    regions: which ones: "clipped" or "dropped" by number.
+    regions: which ones: "clipped", "dropped", or "void" (they make the mean void) by number.
     norms: of the outer gradients of all that took part, in the order of their numbers; null if not finite.
     limit: the ordinary norm that they were held against.
 begin_anew: this region took the global params and a fresh inner optimizer (`outer.on_nonfinite`).

@@ -5,6 +5,7 @@ and the region would not count in any later round.
 """
 
 import logging
+from collections.abc import Sequence
 
 from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
@@ -82,9 +83,10 @@ def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
     for each in synchronizer.fragments:
         if each.voids >= most:
             return (
-                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}): half of the regions or "
-                "more have broken. The global params are as before these rounds. Look at the warnings of outer.guard, at the "
-                "losses and the learning rates; if all norms are as they should be, raise its limits (outer.guard)"
+                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}), because half of the "
+                f"regions or more have broken{_named(each.far_regions)}. The global params are as before these rounds. Look at "
+                "the losses and learning rates of all regions; if their norms in the log are as they should be, raise the "
+                "limits of outer.guard"
             )
         if each.far_losses >= most:
             return (
@@ -93,3 +95,12 @@ def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
                 "checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
             )
     return ""
+
+
+def _named(regions: Sequence[int]) -> str:
+    """Who is far out of the ordinary. Of two regions that may be the one that is right."""
+    return (
+        f" (far out of the ordinary: {', '.join(f'region {region}' for region in regions)})"
+        if regions
+        else ""
+    )

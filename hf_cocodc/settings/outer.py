@@ -113,8 +113,8 @@ class OuterConfig:
         "restart",
     )
     nonfinite_rounds: int = setting(
-        "Rounds in a row in which a region does not count, because its outer gradient is not finite or the guard drops it, after "
-        "which it does what on_nonfinite says.",
+        "Rounds in a row in which a region does not count in full, because its outer gradient is not finite or the guard clips "
+        "or drops it, after which it does what on_nonfinite says. After so many void means in a row all regions stop.",
         3,
     )
     guard: dict[str, float] | str | None = setting(

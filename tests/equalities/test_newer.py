@@ -22,7 +22,7 @@ from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.codecs.tiles import Tiled
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
-from hf_cocodc.parts.guard import Guard, believed, judge
+from hf_cocodc.parts.guard import Guard, Ordinary, Said, believed, judge
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.norms import square
@@ -153,7 +153,7 @@ def test_the_guard_does_not_take_what_feedback_has_saved_up_for_a_fault() -> Non
     codec = codecs.feedback(codecs.topk_2bit(), 0.95)
     grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
     norm, states = float(grad.norm()), [codec.init(fragment)] * 2
-    verdict = judge(Guard(clip=1.01, drop=2.0), norm, [norm] * 2, [1.0] * 2)
+    verdict = judge(Guard(clip=1.01, drop=2.0), Ordinary(norm), [Said(norm)] * 2)
     longest = 0.0
     for _ in range(100):
         arrivals = transfer(codec, [grad] * 2, states, fragment)

@@ -51,7 +51,7 @@ def test_null_removes_what_a_recipe_holds() -> None:
         ("outer.guard=of", "outer.guard='of': 'of' is not known. Known: clip, drop, history"),
         ("outer.guard.clap=3", "Did you mean 'clip'"),
         ("outer.guard=clip=x", "outer.guard: clip='x' is not a number"),
-        ("outer.guard.drop=2", "outer.guard: clip=5 and drop=2 must be finite, clip more than 1"),
+        ("outer.guard.drop=2", "outer.guard: clip=3 and drop=2 must be finite, clip more than 1"),
         ("outer.guard.clip=1", "must be finite, clip more than 1"),
         ("outer.guard.history=8.5", "history=8.5 must be a whole number from 8 to 4096"),
         (f"outer.guard.history={LONGEST_HISTORY + 1}", "must be a whole number from 8 to 4096"),
@@ -271,8 +271,8 @@ def test_the_guard_is_given_as_a_mapping_or_a_line_or_not_at_all() -> None:
     """It is on by default; regions and checkpoints that do not say otherwise have the default."""
     for given, expected in (
         (None, Guard()),
-        ({"clip": 5}, Guard()),
-        ("clip=3, drop=30", Guard(clip=3, drop=30)),
+        ({"clip": 3}, Guard()),
+        ("clip=4, drop=30", Guard(clip=4, drop=30)),
         ({"history": 20.0}, Guard(history=20)),
         ({"history": LONGEST_HISTORY}, Guard(history=LONGEST_HISTORY)),
         ("none", None),

@@ -106,6 +106,7 @@ def test_one_of_two_young_regions_with_a_wrong_learning_rate_stops_both(tmp_path
     for outer, journal in zip(outers, map(read, journals), strict=True):
         assert (outer.verdict, outer.inner_step) == ("stop", 9)
         assert "the means of 3 rounds in a row were void (fragment 0)" in outer.why
+        assert "have broken (far out of the ordinary: region 1)" in outer.why
         assert [event["regions"] for event in journal if event["kind"] == "guard"] == [{"1": "void"}] * 3
         assert outer.why in [event["message"] for event in journal if event["kind"] == "note"]
     ours, theirs = (params_of(outer.synchronizer._model) for outer in outers)

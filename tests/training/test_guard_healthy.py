@@ -94,7 +94,7 @@ def changing(method: str) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("method", SETTINGS)
 def test_never_fires(method: str) -> None:
-    """Two to four regions, warm-up, spike and decay, the whole model and adapters, and 2 to 3 to 2 regions; nor does it come near."""
+    """Two and three regions, spike and decay, the whole model and adapters, 2 to 3 to 2 regions; nor does it come near."""
     for kind in ("spike x 20", "decay to 0", "adapters"):
         count, changes = HEALTHY[kind]
         found = run(method, count, 1, **changes)
@@ -107,7 +107,7 @@ def test_never_fires(method: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["diloco", "streaming", "eager"])
 def test_a_fault_costs_little_or_stops_the_run(method: str) -> None:
-    """One of three far out of the ordinary, at any time, or one of two with a history: 10 %. Else a stop, and never a ruined model."""
+    """One of three far out of the ordinary, or one of two with a history: 10 %. Else a stop, and never a ruined model."""
     by_words = {fault.words: fault for fault in FAULTS}
     sound = {count: run(method, count, 1) for count in (2, 3)}
     for words in ("outer gradient x 40, always", "learning rate x 1000, always"):
