@@ -140,7 +140,8 @@ class OuterOptimizer(Finishing):
         if saved is not None:
             config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
         for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
-            if warning is not None and accelerator.is_main_process:
+            # the settings are equal in all regions: one warning is enough
+            if warning is not None and accelerator.is_main_process and link.region == 0:
                 logger.warning(warning)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""

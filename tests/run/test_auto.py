@@ -218,6 +218,17 @@ def test_a_momentum_that_is_too_much_for_the_run_is_said(
         assert better in said
 
 
+def test_the_first_region_alone_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """All have the same settings, and one person reads what they say."""
+
+    def body(region: int, link: Link) -> None:
+        Run(link, 6, outer_lr=0.7, outer_momentum=0.9)
+
+    with caplog.at_level(logging.WARNING, "hf_cocodc"):
+        simulate(body, regions=3)
+    assert caplog.text.count("the momentum remembers 10 rounds") == 1, caplog.text
+
+
 def test_a_run_warns_before_it_trains(caplog: pytest.LogCaptureFixture) -> None:
     """DiLoCo's own values are for many rounds, and someone who fine-tunes gives none."""
     model = nn.Linear(2, 2)
