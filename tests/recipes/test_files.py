@@ -110,6 +110,7 @@ def test_a_wheel_brings_the_quickstarts(tmp_path: Path) -> None:
         f"hf_cocodc/recipes/quickstart/{name}.yaml" for name in known()
     }
     assert not [name for name in names if name.startswith(("tests/", "recipes/"))]
+    assert "hf_cocodc/py.typed" in names
     for line in ("License-Expression: Apache-2.0", "Operating System :: POSIX :: Linux", "Project-URL: "):
         assert line in metadata
     there = (
