@@ -1,6 +1,9 @@
 """Entry point of `accelerate launch -m hf_cocodc.train RECIPE`: each rank of a region runs it once."""
 
-from .training.train import end, main
+from .settings import quiet_torch
 
 if __name__ == "__main__":
+    quiet_torch()  # before torch is imported
+    from .training.train import end, main
+
     end(main())

@@ -36,17 +36,6 @@ def check_memory(flag: str, value: float, num_bytes: float) -> None:
         )
 
 
-def import_torch() -> None:
-    """Import torch, which takes seconds. Where a store has gone, this process then prints no stack trace of torch's C++."""
-    level = "TORCH_CPP_LOG_LEVEL"
-    given = os.environ.get(level)
-    os.environ.setdefault(level, "ERROR")
-    import torch  # noqa: F401
-
-    if given is None:
-        del os.environ[level]  # regions that this process starts write what they like into their logs
-
-
 def check_writable(flag: str, path: Path) -> None:
     """Check that a file can be written, without changing it."""
     try:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from .checks import add_secret, check, check_writable, import_torch
+from .checks import add_secret, check, check_writable
 from .joining import name_of
 from .part import part_of
 
@@ -61,7 +61,6 @@ def run(options: argparse.Namespace) -> int:
     here = part.recipe.regions
     regions = dataclasses.replace(here, secret_file=options.secret_file or here.secret_file)
     recipe = dataclasses.replace(recipe, regions=regions)
-    import_torch()
     from ..doctor.examine import Patient, examine
     from ..doctor.findings import WRONG, lines
 

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from .. import __version__
 from ..errors import CocodcError, short, shown
+from ..settings import quiet_torch
 from . import bench, doctor, leave, plan, recipe, report, simulate, status, store, train
 
 COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench)
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)
+            quiet_torch()
             code = options.run(options)
         finally:
             sys.stdout.flush()  # also after --help, or a failure would come up only after this function

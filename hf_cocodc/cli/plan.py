@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ..errors import InputError, nearest, short
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from .checks import check, check_writable, import_torch
+from .checks import check, check_writable
 
 T = TypeVar("T")
 
@@ -70,7 +70,6 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
     recipe = Recipe.load(options.recipe, options.overrides)
-    import_torch()
     from ..planning import choice, measured, speeds, table, written
     from ..planning.flights import LinkFigures
     from ..planning.forecast import Subject, codecs_of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, MeetingError
 from ..meeting.secret import secret_of
 from ..settings import RegionConfig
-from .checks import add_secret, import_torch
+from .checks import add_secret
 
 if TYPE_CHECKING:
     from ..meeting.live import Record
@@ -60,7 +60,6 @@ def reach(address: str, secret_file: str | None = None) -> "SteadyStore":
         MeetingError: no store answers there, or one with another secret.
     """
     keys = secret_of(RegionConfig(store=address, secret_file=secret_file))
-    import_torch()
     from ..meeting.sealed import check
     from ..meeting.store import SteadyStore, connect_store
 

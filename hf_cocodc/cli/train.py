@@ -17,7 +17,6 @@ from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import RegionConfig, warn_alone
-from .checks import import_torch
 from .display import Display
 from .ending import report
 from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
@@ -81,7 +80,6 @@ def run(options: argparse.Namespace) -> int:
     keys = secret_of(recipe.regions) if has_company else None
     if recipe.regions.encrypt and has_company:
         check_encryption(keys)
-    import_torch()
     from ..meeting.sealed import check
     from ..meeting.store import connect_store, serve_store
     from ..training import launch

@@ -14,6 +14,7 @@ from .environment import (
     ENV_STORE,
     check_alone,
     from_env,
+    quiet_torch,
     warn_alone,
 )
 from .outer import OF_EVERY_METHOD, OuterConfig
@@ -33,6 +34,7 @@ __all__ = [
     "check_alone",
     "check_host",
     "from_env",
+    "quiet_torch",
     "require",
     "warn_alone",
 ]

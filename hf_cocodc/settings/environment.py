@@ -16,6 +16,16 @@ ENV_STORE = "HF_COCODC_STORE"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
 ENV_SECRET = "HF_COCODC_SECRET"
+_TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
+
+
+def quiet_torch() -> None:
+    """Hide the warnings of torch's C++ in this process and in those that it starts, unless the user has chosen a level.
+
+    They are about a host without a name, or are the stack trace of a store that has gone, of which we say more ourselves. torch
+    reads the level when it is imported, and offers no other way.
+    """
+    os.environ.setdefault(_TORCH_LOGS, "ERROR")
 
 
 def check_alone(region: int | None, store: str | None) -> None:
