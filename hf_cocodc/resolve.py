@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import InputError, nearest, short, shown
+from .errors import InputError, short, shown
 from .methods import Method
 from .newer import known
 from .parts import choose, own
@@ -80,9 +80,8 @@ def _composer(config: OuterConfig) -> _Composer:
             )
         return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
     if not own.is_own(chosen):
-        hint = nearest(chosen, list(ours)) if isinstance(chosen, str) else f" Known: {', '.join(ours)}."
         raise InputError(
-            f"outer.method={shown(chosen)} is not known.{hint} Or MODULE:NAME, for one of your own."
+            f"outer.method={shown(chosen)} must be text or a Method. Known: {', '.join(ours)}; or MODULE:NAME, of your own."
         )
     where, thing = f"outer.method={shown(chosen)}", own.found("outer.method", chosen)
     if isinstance(thing, Method):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import choose, closings, fragments, merges, outer, schedules
 from hf_cocodc.parts.codecs.base import Codec
+from hf_cocodc.settings import outer as of_settings
 
 
 def seventh(
@@ -29,3 +30,4 @@ def seventh(
 
 
 METHODS["seventh"] = seventh
+of_settings.METHODS = (*of_settings.METHODS, "seventh")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from ..settings import OuterConfig
 from ..settings.outer import OF_EVERY_METHOD
+from ..settings.rules import is_expert, meaning
 from .reading import words_of
 from .recipe import Recipe
 
@@ -16,6 +17,8 @@ OTHERS = {
     "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
 }
 """Sections whose keys another library documents."""
+
+FOR_EXPERTS = "For experts: most runs leave these keys alone."
 
 
 OF_A_METHOD = {each.name for each in dataclasses.fields(OuterConfig)} - set(OF_EVERY_METHOD)
@@ -30,19 +33,27 @@ class Key(NamedTuple):
         values: the kinds of value, in words.
         default: as one writes it in YAML; empty if there is none.
         meaning: one or more sentences.
+        is_expert: whether most runs leave it alone.
     """
 
     name: str
     values: str
     default: str
     meaning: str
+    is_expert: bool
 
 
 def keys() -> list[Key]:
     """All keys, in the order of the sections."""
     hints = get_type_hints(Recipe)
     return [
-        Key(f"{section}.{each.name}", _values(kinds[each.name]), _default(each), each.metadata["help"])
+        Key(
+            f"{section}.{each.name}",
+            _values(kinds[each.name]),
+            _default(each),
+            meaning(each),
+            is_expert(each),
+        )
         for section in (field.name for field in dataclasses.fields(Recipe))
         if dataclasses.is_dataclass(hints[section])
         for kinds in [get_type_hints(hints[section])]
@@ -51,22 +62,40 @@ def keys() -> list[Key]:
 
 
 def in_markdown() -> str:
-    """The keys as a list in Markdown, narrow enough for a terminal."""
-    said = [(f"`{section}`", meaning) for section, meaning in OTHERS.items()]
-    said += [(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning) for key in keys()]
-    return "\n".join(
-        textwrap.fill(
-            f"- {head}: {text}", 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        for head, text in said
+    """The keys as two lists in Markdown, narrow enough for a terminal: the second one is for experts."""
+    said = [(f"`{section}`", text) for section, text in OTHERS.items()]
+    of_all, of_experts = (
+        [
+            (f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning)
+            for key in keys()
+            if key.is_expert == expert
+        ]
+        for expert in (False, True)
     )
+    return "\n".join([*map(_item, said + of_all), "", FOR_EXPERTS, "", *map(_item, of_experts)])
+
+
+def _item(said: tuple[str, str]) -> str:
+    text = f"- {said[0]}: {said[1]}"
+    return textwrap.fill(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def listing() -> str:
-    """The keys as text for a terminal."""
-    said = [(f"{section}:", meaning) for section, meaning in OTHERS.items()]
-    said += [(f"{key.name}: {key.default or key.values}", key.meaning) for key in keys()]
-    return "\n".join(f"{head}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}" for head, text in said)
+    """The keys as text for a terminal; those for experts are at the end."""
+    said = [(f"{section}:", text) for section, text in OTHERS.items()]
+    of_all, of_experts = (
+        [
+            (f"{key.name}: {key.default or key.values}", key.meaning)
+            for key in keys()
+            if key.is_expert == expert
+        ]
+        for expert in (False, True)
+    )
+    return "\n".join([*map(_entry, said + of_all), "", FOR_EXPERTS, "", *map(_entry, of_experts)])
+
+
+def _entry(said: tuple[str, str]) -> str:
+    return f"{said[0]}\n{textwrap.indent(textwrap.fill(said[1], 96), '    ')}"
 
 
 def _values(hint: Any) -> str:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError, nearest, shown
-from .rules import require, setting, take_number
+from .rules import Settings, documented, expert, require, setting, take_number
 
+METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
+"""The names of `newer.known`: importing the methods would import torch."""
 DEVICES = ("host", "model")
 ON_NONFINITE = ("restart", "stop")
 WEIGHTS = ("equal", "steps", "tokens")
@@ -36,13 +38,16 @@ _HISTORY = 8, 4096
 """The fewest and the most landings that `outer.guard` can remember: `parts.guard.WARM_UP` and `LONGEST_HISTORY`."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class OuterConfig:
+class OuterConfig(Settings):
     """How regions synchronise. A field that is None takes the default of the method, which comes from its paper."""
 
+    SECTION = "outer"
+
     method: Any | str | None = setting(
-        "Method: diloco, streaming, eager, co2, dilocox, cocodc, sparseloco or muloco; or MODULE:NAME, a function of your "
-        "own that returns a Method. In a script also a Method.",
+        f"Method: {', '.join(METHODS[:-1])} or {METHODS[-1]}; or MODULE:NAME, a function of your own that returns a Method. In a "
+        "script also a Method.",
         "diloco",
     )
     options: dict[str, Any] | str | None = setting(
@@ -51,9 +56,6 @@ class OuterConfig:
     sync_interval: int | None = setting("H: each fragment is sent once every H inner steps.")
     num_fragments: int | None = setting("P: number of parts of the model that are sent separately.")
     fragment_pattern: str | None = setting("Which blocks form a fragment: whole, strided or sequential.")
-    split_rows: bool | None = setting(
-        "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes."
-    )
     overlap_steps: int | str | None = setting(
         "tau: inner steps between the send and the landing of a transfer; auto follows the link (cocodc only)."
     )
@@ -74,28 +76,10 @@ class OuterConfig:
     error_feedback: bool | None = setting(
         "Add the values that the codec loses in one transfer to the next one."
     )
-    feedback_decay: float | None = setting(
-        "SparseLoCo's beta: share of the lost values that error feedback sends again."
-    )
-    top_k: int | None = setting("SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.")
     rank: int | None = setting("Rank r_1 of the low-rank codec.")
     mean: str | None = setting(
         "Mean of the outer gradients: average, or radial (the mean of their norms times the mean of their directions, for each "
         "parameter in a block: updates are not shorter with more regions; one more round trip; not for eager)."
-    )
-    staleness_penalty: float | str | None = setting(
-        "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
-        "were half), none, or a constant of at least 1."
-    )
-    clip_momentum: float | str | None = setting(
-        "CO2's bound phi on each element of the outer momentum, in units of one round's steps: 1 means sync_interval inner "
-        "learning rates. none: no bound."
-    )
-    compensation: str | None = setting("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
-    compensation_strength: float | None = setting("CoCoDC's lambda (lambda_0 with compensation=adaptive).")
-    utilization: float | None = setting("CoCoDC's gamma: share of the link's time to use.")
-    sends_per_interval: int | None = setting(
-        "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows."
     )
     weights: str = setting(
         "Share of a region in a mean: equal; steps (inner steps that it has trained since the last send / steps that were due); "
@@ -103,34 +87,60 @@ class OuterConfig:
         "first, also with equal.",
         "equal",
     )
-    digest_interval: int = setting(
+    device: str = setting(
+        "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
+        "host",
+    )
+    split_rows: bool | None = expert(
+        "Split large parameters outside the blocks (embedding, head) by rows, so that fragments have similar sizes."
+    )
+    feedback_decay: float | None = expert(
+        "SparseLoCo's beta: share of the lost values that error feedback sends again."
+    )
+    top_k: int | None = expert("SparseLoCo's k: values sent of each block of 64 x 64, at most 4096.")
+    staleness_penalty: float | str | None = expert(
+        "CO2's staleness penalty Lambda, which divides the update: gap (measured; about 2 in a steady run, as if outer_lr "
+        "were half), none, or a constant of at least 1."
+    )
+    clip_momentum: float | str | None = expert(
+        "CO2's bound phi on each element of the outer momentum, in units of one round's steps: 1 means sync_interval inner "
+        "learning rates. none: no bound."
+    )
+    compensation: str | None = expert("CoCoDC's compensation: adaptive, fixed, lr_normalized or additive.")
+    compensation_strength: float | None = expert("CoCoDC's lambda (lambda_0 with compensation=adaptive).")
+    utilization: float | None = expert("CoCoDC's gamma: share of the link's time to use.")
+    sends_per_interval: int | None = expert(
+        "CoCoDC's N: transfers per sync_interval inner steps; by default as many as the link allows."
+    )
+    digest_interval: int = expert(
         "Rounds between two checks that all regions hold the same global params. A check adds a checksum to the transfer.",
         10,
     )
-    on_nonfinite: str = setting(
+    on_nonfinite: str = expert(
         "What a region does after nonfinite_rounds: restart (take the global params and a fresh state of the inner optimizer) "
         "or stop (all regions stop with a checkpoint).",
         "restart",
     )
-    nonfinite_rounds: int = setting(
+    nonfinite_rounds: int = expert(
         "Rounds in a row in which a region does not count in full, because its outer gradient is not finite or the guard clips "
         "or drops it, after which it does what on_nonfinite says. After so many void means in a row all regions stop.",
         3,
     )
-    guard: dict[str, float] | str | None = setting(
+    guard: dict[str, float] | str | None = expert(
         "Norm guard: an outer gradient whose norm is more than clip times the ordinary one is scaled down to that; with more "
         "than drop times it is left out, and if most regions have more, none counts. Ordinary is the larger of two medians: of "
         "the fragment's last history landings (at the present learning rate), and of the regions now. Default: "
         "clip=3,drop=6,history=16 (in a recipe {clip: 3, drop: 6, history: 16}); none: no guard."
     )
-    device: str = setting(
-        "Memory for global params and outer state: host (CPU memory) or model (the device of the model's parameters).",
-        "host",
-    )
 
     def __post_init__(self) -> None:
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
+        if isinstance(self.method, str) and ":" not in self.method and self.method not in METHODS:
+            raise InputError(
+                f"outer.method={shown(self.method)} is not known.{nearest(self.method, METHODS)} Or MODULE:NAME, for one of your "
+                "own."
+            )
         if self.options is not None:
             object.__setattr__(self, "options", _options(self.options))
         for name in ("sync_interval", "num_fragments", "digest_interval", "rank", "sends_per_interval"):

@@ -19,7 +19,7 @@ from .environment import (
     from_env,
     warn_alone,
 )
-from .rules import check_host, require, setting, take_number
+from .rules import Settings, check_host, documented, require, setting, take_number
 
 ENDINGS = ("auto", "finish", "stop", "continue")
 ON_LOSS = ("stop", "continue")
@@ -28,9 +28,12 @@ OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
-class RegionConfig:
+class RegionConfig(Settings):
     """Which region this is, and how it reaches the others. Fields that are None take the value from the environment."""
+
+    SECTION = "regions"
 
     region: int | None = setting(f"Number of this region, from 0 (environment {ENV_REGION}).")
     count: int | None = setting(
