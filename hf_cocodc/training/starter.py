@@ -1,8 +1,6 @@
 """Writes a first recipe for a model and a data set, with the settings of a method and a comment on every key of ours."""
 
-import contextlib
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +11,7 @@ from ..newer import INNER, known
 from ..recipes.keys import keys
 from ..recipes.parsing import read_yaml
 from ..recipes.recipe import Recipe
+from ..recipes.writing import scalar
 from ..resolve import settings
 from ..settings import OuterConfig
 from ..settings.outer import AUTO, FOLLOWING
@@ -29,7 +28,10 @@ _ON_TRAINING = {
     "bf16": "Compute in bfloat16 (autocast): true for a GPU that has it.",
     "save_steps": "Checkpoints are exact: after a stop, the same command with --resume goes on.",
     "report_to": "Or tensorboard, trackio, wandb.",
+    "seed": "Equal in all regions; each draws its own samples in any case.",
 }
+_OFFERED: dict[str, dict[str, Any]] = {"regions": {"rate_limit": 90.0, "min": 1}}
+"""By section: keys that are written as comments, with a value as an example."""
 
 
 def starter(
@@ -92,6 +94,7 @@ def starter(
             "save_steps": max(1, max_steps // 10),
             "save_total_limit": 2,
             "report_to": "none",
+            "seed": 42,
         },
         "outer": _outer(method),
         "regions": {"count": num_regions},
@@ -136,17 +139,11 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
         if key in FOLLOWING and value == AUTO:
             said = f"{said} {in_words(section['method'], key)}."
         yield from _comment(said, "  ")
-        yield f"  {key}: {_scalar(value)}"
+        yield f"  {key}: {scalar(value)}"
+    for key, value in _OFFERED.get(name, {}).items():
+        yield from _comment(meanings[f"{name}.{key}"], "  ")
+        yield f"  # {key}: {scalar(value)}"
 
 
 def _comment(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-
-
-def _scalar(value: Any) -> str:
-    """A value as YAML: bare where that reads as the same value."""
-    with contextlib.suppress(InputError):
-        if isinstance(value, str) and value.isprintable() and read_yaml(f"x: {value}", "") == {"x": value}:
-            return value
-    quoted = json.dumps(value, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)

@@ -34,9 +34,12 @@ def test_a_users_script_is_checked(tmp_path: Path) -> None:
     for line, words in (
         (4, 'note: Revealed type is "int | None"'),
         (5, 'note: Revealed type is "dict[str, Any]"'),
-        (6, 'error: Argument "sync_interval" to "OuterConfig" has incompatible type "str"; expected "int | None"'),
+        (
+            6,
+            'error: Argument "sync_interval" to "OuterConfig" has incompatible type "str"; expected "int | None"',
+        ),
         (7, 'error: Unexpected keyword argument "sync_intervall" for "OuterConfig"'),
         (8, 'error: Module has no attribute "OuterOptimiser"'),
-        (9, 'error: '),
+        (9, "error: "),
     ):
         assert f"script.py:{line}: {words}" in said, said
