@@ -1,17 +1,16 @@
 """Writes the recipe of a plan, and reads what `bench link` has measured."""
 
-import io
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
 from ..bench.report import read
 from ..errors import InputError, short
-from ..recipes.files import read_recipe
+from ..recipes.files import read_chain, read_recipe
 from ..recipes.reading import override_key
 from ..recipes.recipe import Recipe
+from ..recipes.writing import Notes, notes_of, written
 from .flights import MSS, MTU
 from .forecast import Forecast, Subject
 
@@ -24,6 +23,7 @@ _CHOSEN = (
     "codec",
     "error_feedback",
 )
+_HEAD = "# Written by `hf-cocodc plan`:"
 _LINK_TITLE = "one mean over a link"
 
 
@@ -32,12 +32,14 @@ def recipe_of(
 ) -> str:
     """A complete recipe with the settings of a plan, as YAML; other settings are those of the recipe that was planned.
 
+    Comments of that recipe, and of those that it extends, stay with their keys.
+
     Args:
         path: that recipe.
         overrides: changes to it, each "section.key=value".
         chosen: the settings.
         subject: what was planned.
-        head: lines for the beginning of the file.
+        head: lines for the beginning of the file. Those of an earlier plan, which the recipe comes from, go.
 
     Raises:
         InputError: the recipe cannot be read any more.
@@ -45,11 +47,13 @@ def recipe_of(
     content, _ = read_recipe(path)
     for override in overrides:
         override_key(content, override)
+    before = content.get("outer") or {}
     given = chosen.config.given()
-    kept = {name: getattr(chosen.config, name) for name in content.get("outer") or {} if name not in given}
+    kept = {name: getattr(chosen.config, name) for name in before if name not in given}
     kept = {name: value for name, value in kept.items() if value is not None}
     shown = {name: chosen.shown[name] for name in _CHOSEN if name in chosen.shown}
-    content["outer"] = {"method": chosen.config.method, **kept, **given, **shown}
+    outer = {"method": chosen.config.method, **kept, **given, **shown}
+    content["outer"] = {name: outer[name] for name in before if name in outer} | outer
     content["regions"] = {
         **(content.get("regions") or {}),
         "count": subject.regions,
@@ -57,9 +61,16 @@ def recipe_of(
         "rate_limit": float(f"{subject.limit * 8 / 1e6:.4g}"),
     }
     Recipe.from_dict(content)
-    stream = io.StringIO()
-    YAML().dump(content, stream)
-    return "".join(f"# {line}\n" for line in head.splitlines()) + stream.getvalue()
+    notes = functools.reduce(
+        lambda base, each: notes_of(each[0]).over(base), reversed(read_chain(path)), Notes((), {}, ())
+    )
+    mine = [_HEAD, *(f"# {line}" for line in head.splitlines()), ""]
+    return written(content, notes._replace(head=(*mine, *_without_plan(notes.head))))
+
+
+def _without_plan(head: tuple[str, ...]) -> tuple[str, ...]:
+    """The lines at the beginning of a recipe without those of an earlier plan, which end with an empty line."""
+    return head[head.index("") + 1 :] if head[:1] == (_HEAD,) and "" in head else head
 
 
 def link_of(path: Path) -> dict[str, float]:

@@ -51,27 +51,40 @@ def read_recipe(name: str | os.PathLike) -> tuple[dict[str, Any], str]:
     Raises:
         InputError: a file is missing or cannot be read, is no mapping, or extends itself.
     """
+    chain = read_chain(name)
+    content: dict[str, Any] = {}
+    for _, each in reversed(chain):
+        content = _merged(content, each)
+    extended = ", which extends ".join(short(path.name) for path, _ in chain)
+    return content, f"recipe {extended}"
+
+
+def read_chain(name: str | os.PathLike) -> list[tuple[Path, dict[str, Any]]]:
+    """The file of a recipe and its content, then those of the recipe that it extends, and so on.
+
+    Raises:
+        InputError: as `read_recipe`.
+    """
     path = find(name)
-    content, chain = _read(path), [path]
-    while _EXTENDS in content:
+    chain = [(path, _read(path))]
+    while _EXTENDS in chain[-1][1]:
+        last, content = chain[-1]
         base = content.pop(_EXTENDS)
-        where = f"recipe {short(chain[-1].name)}"
+        where = f"recipe {short(last.name)}"
         if not isinstance(base, str):
             raise InputError(
                 f"{where}: extends={shown(base)} must be the path of one other recipe, relative to this one: "
                 "extends: diloco.yaml."
             )
         try:
-            path = find(base, chain[-1].parent)
-            if any(path.samefile(each) for each in chain):
-                names = " -> ".join(short(each.name) for each in [*chain, path])
+            path = find(base, last.parent)
+            if any(path.samefile(each) for each, _ in chain):
+                names = " -> ".join(short(each.name) for each in [*(each for each, _ in chain), path])
                 raise InputError(f"the recipes extend each other in a circle: {names}. Remove one extends.")
-            content = _merged(_read(path), content)
+            chain.append((path, _read(path)))
         except InputError as error:
             raise InputError(f"{where}: extends: {error}") from None
-        chain.append(path)
-    extended = ", which extends ".join(short(each.name) for each in chain)
-    return content, f"recipe {extended}"
+    return chain
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_written_recipe_is_the_plan(method: str, tmp_path: Path) -> None:
     assert found is not None
     path = tmp_path / "out.yaml"
     path.write_text(written.recipe_of(name, overrides, found, planned, "two\nlines"))
-    assert path.read_text().startswith("# two\n# lines\n")
+    assert path.read_text().startswith("# Written by `hf-cocodc plan`:\n# two\n# lines\n\n")
     again = Recipe.load(path)
     assert choice.settings(again.outer) == found.shown
     assert (again.regions.count, again.regions.rate_limit, again.training["max_steps"]) == (3, 36.0, 400)
