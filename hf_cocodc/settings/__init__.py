@@ -1,7 +1,8 @@
 """The settings of a run as frozen dataclasses: the sections `outer` and `regions` of a recipe. Nothing here imports torch.
 
-`OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags. A
-field that is None takes the default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
+`OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags, and
+`help` shows them. Fields that most runs leave alone (`rules.expert`) come after the others. A field that is None takes the
+default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
 May import: errors.
 """
 
