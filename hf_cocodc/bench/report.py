@@ -3,7 +3,7 @@
 import datetime
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Report:
         setting: sizes, rates and counts that affect the figures.
         rows: lines of the table, all with the same columns.
         notes: sentences that explain the figures to the reader.
-        formats: format specifications by column, for numbers that need another form than three digits.
+        formats: by column, for numbers that need another form than three digits: a format specification, or a function.
         samples: the single measurements behind the rows, by what was measured (with its unit), in their order.
     """
 
@@ -31,7 +31,7 @@ class Report:
     setting: Row
     rows: Sequence[Row]
     notes: Sequence[str] = ()
-    formats: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
@@ -94,12 +94,12 @@ def machine() -> Row:
     }
 
 
-def _show(value: Any, form: str | None = None) -> str:
+def _show(value: Any, form: str | Callable[[Any], str] | None = None) -> str:
     """A number as text: floats below 1000 with three digits, others in full."""
     if value is None:
         return "-"
     if form is not None:
-        return format(value, form)
+        return format(value, form) if isinstance(form, str) else form(value)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)

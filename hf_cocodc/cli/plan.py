@@ -58,7 +58,10 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the recipe with these settings to this file"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to this file")
+    parser.add_argument(
+        "--all", action="store_true", help="show the table with all rows, not only the ten that matter"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the whole table to this file")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -99,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
     report = table.report(subject, forecasts, failing, options.target)
     chosen = choice.best(forecasts, recipe.outer)
     words = table.in_words(subject, chosen, str(recipe.outer.method), options.target)
-    print("\n".join([*report.lines(), "", *words]))
+    shown = report if options.all else table.short(report, forecasts, recipe.outer)
+    print("\n".join([*shown.lines(), "", *words]))
     if options.json is not None:
         from ..bench.report import write
 

@@ -1,7 +1,7 @@
 """The choice of settings: for a method and a codec, those that reach a utilisation with the least staleness."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import InputError, shown
@@ -115,18 +115,33 @@ def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
 
     A round that need not be longer counts first, then staleness, then how exact the codec is.
     """
-    own = settings(recipe)["codec"]
-    exact = list(dict.fromkeys((*CAREFUL, own)))
-    mine = [each for each in found if each.config.method == recipe.method and each.shown["codec"] in exact]
-    return min(
-        mine,
-        default=None,
-        key=lambda each: (
-            max(each.shown["sync_interval"], _interval(recipe)),
-            each.course.staleness,
-            exact.index(each.shown["codec"]),
-        ),
-    )
+    mine = [each for each in found if each.config.method == recipe.method]
+    first = min(mine, default=None, key=lambda each: _order(each, recipe))
+    return first if first is not None and first.shown["codec"] in _codecs_of(first, recipe) else None
+
+
+def foremost(found: Sequence[Forecast], recipe: OuterConfig, count: int) -> list[Forecast]:
+    """The settings that matter most, in the order of `found`: the best of each method, then more of the recipe's method."""
+    ordered = sorted(found, key=lambda each: (each.config.method != recipe.method, *_order(each, recipe)))
+    methods = [each.config.method for each in ordered]
+    bests = [each for place, each in enumerate(ordered) if methods.index(each.config.method) == place]
+    chosen = [*bests, *(each for each in ordered if each not in bests)][:count]
+    return [each for each in found if each in chosen]
+
+
+def _order(forecast: Forecast, recipe: OuterConfig) -> tuple[bool, int, int, int]:
+    """What counts first, second and so on between settings of one method: less is better."""
+    codecs, codec = _codecs_of(forecast, recipe), forecast.shown["codec"]
+    is_exact = codec in codecs
+    interval = max(forecast.shown["sync_interval"], _interval(recipe))
+    return not is_exact, interval, forecast.course.staleness, codecs.index(codec) if is_exact else 0
+
+
+def _codecs_of(forecast: Forecast, recipe: OuterConfig) -> list[str]:
+    """The codecs that are chosen for its method, the most exact first."""
+    method = forecast.config.method
+    own = recipe if method == recipe.method else OuterConfig(method=method)
+    return list(dict.fromkeys((*CAREFUL, settings(own)["codec"])))
 
 
 def _with_interval(subject: Subject, config: OuterConfig, interval: int, target: float) -> OuterConfig | None:

@@ -1,19 +1,25 @@
 """The plan as a table, and in words."""
 
+import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..auto import too_few_rounds
 from ..bench.report import Report, Row
 from ..resolve import lost_steps, settings
+from ..settings import OuterConfig
+from ..views.spending import duration
 from ..views.summary import describe
+from .choice import foremost
 from .course import Course
 from .forecast import Forecast, Subject
 from .laws import cost
 from .tcp import TRIALS
 
 _WIDTH = 100
+ROWS = 10
+"""Rows of a table that is not shown whole, with that of data-parallel training."""
 _NOTABLE = 0.03
 """Utilisation by which the worst trial must lie below the mean to be worth a line."""
 _NOTES = (
@@ -22,8 +28,8 @@ _NOTES = (
     "used: share of the time in which a region makes inner steps. wait s/h: seconds an hour in which it waits for the link. "
     "The utilisation that a run reports counts as used all time in which it does not wait, sends and landings too. "
     "GB/h: payload that a region sends. Sends, landings, codec: as fast as this machine.",
-    "hours: for training.max_steps inner steps, with waiting, sends and landings. Evaluation, saving, and the round that closes "
-    "the run are not in it.",
+    "time: of training.max_steps inner steps, with waiting, sends and landings (with --json in seconds). Evaluation, saving, and "
+    "the round that closes the run are not in it.",
     "DDP: data-parallel training over the same link at its best, with fp32 gradients that travel during the backward pass.",
     "dev MB, host MB: memory of the outer state and of transfers, beside the training's own (one rank a region).",
 )
@@ -74,24 +80,35 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
         "steps": steps if steps > 0 else None,
         "target": target,
     }
-    formats = {
+    formats: dict[str, str | Callable[[Any], str]] = {
         "used": ".1%",
         "wait s/h": ".0f",
         "GB/h": ".3g",
         "dev MB": ".0f",
         "host MB": ".0f",
-        "hours": ".3g",
+        "time": duration,
     }
     return Report("plan", setting, rows, _wrapped(notes), formats)
 
 
+def short(whole: Report, found: Sequence[Forecast], recipe: OuterConfig) -> Report:
+    """A report of `report` with the rows that matter most."""
+    shown = foremost(found, recipe, ROWS - 1)
+    left_out = len(found) - len(shown)
+    if not left_out:
+        return whole
+    rows = [row for row, each in zip(whole.rows, found, strict=False) if each in shown]
+    note = f"{left_out} more combinations of a method and a codec reach the target: --all shows them, --json has them."
+    return dataclasses.replace(whole, rows=[*rows, whole.rows[-1]], notes=[*whole.notes, *_wrapped([note])])
+
+
 def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
-    hours = steps * step_s / course.utilization / 3600 if steps > 0 else None
+    seconds = steps * step_s / course.utilization if steps > 0 else None
     return {
         "used": course.utilization,
         "wait s/h": 3600 * course.blocked,
         "GB/h": 3600 * course.bytes_per_s / 1e9,
-        "hours": hours,
+        "time": seconds,
     }
 
 
@@ -106,13 +123,13 @@ def in_words(subject: Subject, chosen: Forecast | None, method: str, target: flo
         )
     course = chosen.course
     interval = int(settings(subject.recipe.outer)["sync_interval"])  # type: ignore[call-overload]
-    hours = _figures(course, subject.recipe.training.get("max_steps", -1), subject.step_s)["hours"]
+    seconds = _figures(course, subject.recipe.training.get("max_steps", -1), subject.step_s)["time"]
     lines = [
         f"settings: {describe(chosen.shown)}",
         f"regions: connections={subject.connections}, rate_limit={subject.limit * 8 / 1e6:.4g}",
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
-        + ("" if hours is None else f" The run takes {hours:.3g} hours."),
+        + ("" if seconds is None else f" The run takes {duration(seconds)}."),
         *_warnings(chosen, subject.recipe.training.get("max_steps")),
         *cost(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from hf_cocodc.bench.report import Report, read, write
 from hf_cocodc.cli.main import main
+from hf_cocodc.methods import METHODS
 from hf_cocodc.planning import choice, speeds, written
 from hf_cocodc.planning.flights import MSS, MTU
 from hf_cocodc.recipes.recipe import Recipe
@@ -76,11 +78,55 @@ def test_a_plan_is_a_table_settings_and_a_recipe(tmp_path: Path, capsys: pytest.
     rows = report["rows"]
     assert {row["method"] for row in rows} >= {"diloco", "streaming", "co2", "cocodc", "DDP"}
     assert all(row["used"] >= 0.8 for row in rows[:-1])
+    assert rows[0]["time"] == pytest.approx(0.1 * 800 / rows[0]["used"])
     assert rows[-1]["vs DDP"] == 1
     kept = out.read_text()
     assert main(words) == 2
     assert "exists" in capsys.readouterr().err
     assert out.read_text() == kept
+
+
+def test_ten_rows_are_shown_and_all_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings that are chosen, the best of each method, and data-parallel training; times in words."""
+
+    def shown(*flags: str) -> tuple[list[str], str]:
+        assert main([*PLAN, "--target", "0.8", *flags]) == 0
+        said = capsys.readouterr().out
+        lines = said.split("\n\n")[1].splitlines()
+        assert " time " in lines[0] and re.search(r" \d+\.\d s  ", lines[2]), lines
+        return [" ".join(line.split()[:3]) for line in lines[2:]], " ".join(said.split())
+
+    (ten, said), (rows, all_said) = shown(), shown("--all")
+    assert len(ten) == 10 and [row for row in rows if row in ten] == ten
+    assert f"{len(rows) - 10} more combinations of a method and a codec reach the target: --all shows" in said
+    assert "--all shows" not in all_said
+    assert {row.split()[0] for row in ten} == {row.split()[0] for row in rows} == {*METHODS, "DDP"}
+    codec, interval = (re.search(f"{name}=([a-z0-9]+),", said) for name in ("codec", "sync_interval"))
+    assert codec and interval and f"diloco {codec[1]} {interval[1]}" in ten
+    assert re.search(r"The run takes \d+\.\d s\.", said)
+
+
+def test_a_plan_keeps_the_comments_of_its_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a recipe that extends another one, too; of an earlier plan only what is said of settings goes."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        "# My recipe.\nextends: quickstart/diloco\n\n# How regions synchronise.\nouter:\n  # twenty steps\n"
+        "  sync_interval: 20  # H\nregions:\n  # rate_limit: 90\n# The end.\n"
+    )
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    for source, target in ((mine, first), (first, second)):
+        assert main(["plan", str(source), *PLAN[2:], "--target", "0.8", "--write", str(target)]) == 0
+    text = second.read_text()
+    assert text.count("# Written by `hf-cocodc plan`:\n# settings: diloco: sync_interval=20,") == 1
+    assert text.count("# settings:") == text.count("# My recipe.") == 1
+    assert "\n\n# My recipe.\nmodel:\n" in text
+    assert (
+        "\n# How regions synchronise.\nouter:\n  method: diloco\n  # twenty steps\n  sync_interval: 20  # H\n"
+        in text
+    )
+    assert text.endswith("  rate_limit: 54.0\n  # rate_limit: 90\n# The end.\n")
+    assert "learning_rate: 3e-3\n" in text
+    assert Recipe.load(second) == Recipe.load(first)
 
 
 def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
