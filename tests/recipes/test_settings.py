@@ -55,7 +55,7 @@ def test_help_shows_every_field(kind: Any) -> None:
     for each in dataclasses.fields(kind):
         assert f"{each.name}: {' '.join(meaning(each).split())}" in text
     if kind is OuterConfig:
-        assert "on_nonfinite says. Default: 3. guard: Norm guard" in text
+        assert "all regions stop. Default: 3. guard: Norm guard" in text
         assert text.index("device: Memory") < text.index("for experts") < text.index("split_rows: Split")
     else:
         assert "for experts" not in text
