@@ -52,13 +52,10 @@ def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
 def _run(folder: Path) -> tuple[int, bool]:
     """The number of the run that writes to a folder, and whether it is unsaved there."""
     path = folder / RUN
-    if not path.is_file():
+    if not path.exists():
         return 0, False
-    with contextlib.suppress(ValueError):
-        text = path.read_text(encoding="ascii")
-        said, _, check = text.rpartition(" ")
-        if not said:  # an older version wrote the number alone
-            return int(text), False
+    with contextlib.suppress(OSError, ValueError):
+        said, _, check = path.read_text(encoding="ascii").rpartition(" ")
         number, *word = said.split(" ")
         if check == _check(said) and word in ([], [_UNSAVED]):
             return int(number), bool(word)

@@ -100,7 +100,7 @@ def _run(folder: Path, beside: Path | None) -> int:
     if beside is not None:
         with contextlib.suppress(ValueError):  # its list of files is missing or damaged
             return manifest.read(beside).run
-    if (folder / numbering.RUN).is_file():
+    if (folder / numbering.RUN).exists():
         return numbering.run_of(folder)
     found = [
         path for path in disk.checkpoints(folder).values() if manifest.damage(path, hashes=False) is None

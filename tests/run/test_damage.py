@@ -152,12 +152,47 @@ def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
         resumed(again)
 
 
-def test_the_number_of_the_run_is_checked(again: Path) -> None:
-    """One digit more would make checkpoints those of another run."""
+@pytest.mark.parametrize("unsaved", [False, True])
+def test_every_damage_to_the_number_of_the_run_is_found(unsaved: bool, tmp_path: Path) -> None:
+    """A file that is cut, or has one wrong bit, never gives another number: intact checkpoints would be those of another run."""
+    numbering.begin_run(tmp_path, 1_753_112_345, unsaved)
+    path = tmp_path / numbering.RUN
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in range(len(whole))]
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(content))
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+            numbering.run_of(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "a folder"])
+def test_a_damaged_number_of_the_run_is_named(damage: str, again: Path) -> None:
+    """The error names the file, not the checkpoints."""
     path = again / "region-1" / numbering.RUN
-    path.write_text(f"1{path.read_text()}")
-    with pytest.raises(CheckpointError, match="does not hold the number of the run"):
+    number = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(number[:3])
+    else:
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{path} is damaged: .* or give the path of a checkpoint"):
         resumed(again)
+
+
+def test_a_path_makes_up_for_a_damaged_number_of_the_run(again: Path) -> None:
+    """The checkpoint has the number, too, and the run goes on with it."""
+    path = again / "region-1" / numbering.RUN
+    path.write_bytes(path.read_bytes()[:3])
+
+    def body(region: int, link: Link) -> None:
+        make(again, link).train(resume_from_checkpoint=str(checkpoint_of(again, region, LAST)))
+
+    simulate(body, regions=2)
+    assert numbering.run_of(again / "region-1") == numbering.run_of(again / "region-0")
 
 
 def as_an_older_version(checkpoint: Path) -> None:
