@@ -4,8 +4,8 @@ Each region trains on its own for many inner steps. Only an outer optimizer uses
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not yet handled (see __main__)
 if TYPE_CHECKING:
     from .integrations.trainer import CoCoDCCallback
     from .meeting.split_world import split_world

@@ -1,9 +1,10 @@
-"""Entry point of `hf-cocodc`."""
+"""The command `hf-cocodc`, once it has been imported (see `hf_cocodc.__main__`)."""
 
 import argparse
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -63,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             _give_up(stream)
         return 1
+    except train.Interrupted as interrupted:
+        return interrupted.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
 
 
 def _complain(message: str) -> None:

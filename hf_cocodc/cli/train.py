@@ -23,6 +23,18 @@ from .joining import claim_number, loss_in_words, name_of, refuse_to_join, train
 from .part import part_of
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asks the command to end.
+
+    Attributes:
+        exit_code: 128 and the number of the signal, as for a process that the signal itself has ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
@@ -175,20 +187,20 @@ def _train(
         for number in early:
             _interrupt(number, None)
         failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
-    except KeyboardInterrupt:
+    except Interrupted as interrupted:
         is_in = any(each.has_trained for each in processes)
         said = _in_words(recipe.regions, regions, is_in)
         print(f"\n{said} Press Ctrl-C again to end at once.", file=sys.stderr)
         _stop(processes, display, timeout_s, elastic)
         if recipe.regions.join and not is_in:
-            return 130
+            return interrupted.exit_code
         if all(each.has_left for each in processes):
             report([each.folder for each in processes], output_dir(recipe))
             return 0
         print(f"interrupted at step {display.step}; all regions have ended.", file=sys.stderr)
         if machine == 0:
             print(_saved(output_dir(recipe), processes if elastic else []), file=sys.stderr)
-        return 130
+        return interrupted.exit_code
     display.close()
     if failed and not (elastic and any(each not in failed for each in processes)):
         return _report_failure(failed, processes, elastic)
@@ -206,7 +218,7 @@ def _train(
 
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:
-    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) in the same way."""
+    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) in the same way. The exit code tells them apart."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, handle)
@@ -218,7 +230,7 @@ def _interrupt(number: int, frame: Any) -> None:
             for stream in (sys.stdout, sys.stderr):
                 if stream.isatty():
                     os.dup2(nowhere.fileno(), stream.fileno())
-    raise KeyboardInterrupt
+    raise Interrupted(number)
 
 
 def _in_words(settings: RegionConfig, regions: Sequence[int], is_in: bool = True) -> str:

@@ -1,16 +1,20 @@
-"""What `hf-cocodc train` says of regions that end before the run does, with other processes in their place."""
+"""How `hf-cocodc train` ends at a signal, and what it says of regions that end before the run. Processes stand for regions."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_cocodc.cli import train
+from hf_cocodc.cli.main import main
 from hf_cocodc.run.status import LEFT
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.training import launch
@@ -74,3 +78,82 @@ def test_an_interrupt_says_who_stops(settings: dict[str, Any], regions: list[int
         assert train._in_words(joining, regions, is_in=False).endswith(
             "is not in the run yet. The others train on."
         )
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The handlers of signals are afterwards what they were."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("when", ["start", "watch"])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_the_exit_code_tells_which_signal_came(
+    sent: signal.Signals, code: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While regions are started, and while the command waits for them: 128 and the number of the signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    region, watch = a_region(tmp_path, 0, error="stopped", exit_code=3), launch.watch
+
+    def start_and_signal(*args: Any, **kwargs: Any) -> list[launch.RegionProcess]:
+        if when == "start":
+            os.kill(os.getpid(), sent)
+        return [region]
+
+    def watch_and_signal(*args: Any) -> list[launch.RegionProcess]:
+        monkeypatch.setattr(launch, "watch", watch)
+        os.kill(os.getpid(), sent)
+        return watch(*args)
+
+    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, regions: None)
+    monkeypatch.setattr(launch, "start", start_and_signal)
+    monkeypatch.setattr(launch, "watch", watch_and_signal)
+    assert main(["train", "quickstart/diloco", "--set", f"training.output_dir={tmp_path}"]) == code
+
+
+def interrupted_while_importing(before: str) -> subprocess.CompletedProcess:
+    """`hf-cocodc --version` in a process that gets SIGINT when it imports its own commands."""
+    script = f"""
+import os, signal, sys
+from hf_cocodc.__main__ import main
+{before}
+class Interrupt:
+    def find_spec(self, name, *args):
+        if name == "hf_cocodc.cli.train":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["hf-cocodc", "--version"]
+sys.exit(main())
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_ctrl_c_while_the_command_is_imported() -> None:
+    """The process ends at once: no traceback. Where Ctrl-C is ignored, it still is."""
+    ended = interrupted_while_importing("")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    ended = interrupted_while_importing("signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_ctrl_c_after_the_command_is_imported() -> None:
+    """It is an exception again: what the command has begun is ended in good order."""
+    script = """
+import hf_cocodc.cli.main as command, os, signal, sys
+from hf_cocodc.__main__ import main
+def wait(argv):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("in good order")
+command.parse = wait
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "in good order\n", "")

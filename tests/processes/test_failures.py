@@ -98,14 +98,17 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_all_regions_at_one_step_with_a_checkpoint(tmp_path: Path) -> None:
-    """SIGINT to the command: regions stop together, exit code 130, and the message says how to go on."""
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_all_regions_at_one_step_with_a_checkpoint(
+    sent: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """Regions stop together, the exit code is 128 and the signal's number, and the message says how to go on."""
     run = start(tmp_path)
     wait_for_step(run, tmp_path)
     children = psutil.Process(run.pid).children(recursive=True)
-    run.send_signal(signal.SIGINT)
+    run.send_signal(sent)
     _, errors = run.communicate(timeout=TIMEOUT_S)
-    assert run.returncode == 130
+    assert run.returncode == code
     assert "interrupted at step" in errors
     assert "is complete in every region" in errors
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
@@ -122,7 +125,7 @@ def test_a_terminal_that_closes_before_there_is_anything_to_save(tmp_path: Path)
         time.sleep(0.01)
     run.send_signal(signal.SIGHUP)
     _, errors = run.communicate(timeout=60)
-    assert run.returncode == 130
+    assert run.returncode == 129
     assert "Traceback" not in errors
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 

@@ -118,7 +118,7 @@ def region_script(code: int, seconds: int, folder: Path) -> tuple[Machine, int]:
         (137, 2000, True),
         (2, 2000, False),
         (3, 2000, False),
-        (130, 2000, False),
+        (143, 2000, False),
     ],
 )
 def test_the_slurm_job_of_a_region(code: int, seconds: int, again: bool, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_manifest_is_what_kubernetes_takes(name: str, tmp_path: Path) -> None:
     [
         (0, False, None),  # the Job is complete
         (0, True, "Ignore"),  # it has left: another pod comes back
-        (130, True, "Ignore"),  # it was the last region, and has saved
+        (143, True, "Ignore"),  # it was the last region, and has saved
         (1, False, "Count"),
         (2, False, "FailJob"),
         (3, False, "FailJob"),
