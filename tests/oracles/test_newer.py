@@ -44,7 +44,8 @@ def test_muloco_follows_its_oracle(num_regions: int, monkeypatch: pytest.MonkeyP
 
     torch's Muon orthogonalises in bf16, in which no two machines need agree: here it is left in fp32.
     """
-    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # of torch 2.13 and older
+    monkeypatch.setattr(torch, "bfloat16", torch.float32)
     shapes = [(6, 9), (8, 3), (5,)]
     rates = [0.05 * (1 - step / 40) for step in range(21)]
     problem = make_problem(num_regions, [54, 24, 5], T=21, lr=rates, seed=num_regions)
