@@ -1,7 +1,9 @@
 """Files that are whole: on the disk under their names, or absent; and the hashes that show that they have not changed."""
 
+import errno
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,10 +12,18 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CocodcError, reason
 
 _PIECE_BYTES = 1 << 22
 _MOST_THREADS = 4
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""The numbers of errors of a disk that takes no more."""
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
+"""How libraries in Rust pass on an error of the system; that of the tokenizers has no class of its own."""
+_OF_TORCH = ("inline_container", "iostream error")
+"""Words of torch where a file could not be written. It does not say why."""
 
 
 @contextmanager
@@ -21,20 +31,29 @@ def saving(folder: Path) -> Iterator[None]:
     """Turn an error of the disk into a CheckpointError that says what to do, whichever library has met it."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if not is_of_the_disk(error):
+    except CocodcError:
+        raise
+    except Exception as error:
+        words = _of_the_disk(error)
+        if words is None:
             raise
         raise CheckpointError(
-            f"{folder} could not be saved: {error}. Earlier checkpoints are untouched; make room or change "
+            f"{folder} could not be saved: {words}. Earlier checkpoints are untouched; make room or change "
             "training.output_dir, then resume."
         ) from error
 
 
-def is_of_the_disk(error: BaseException) -> bool:
-    """Whether a file could not be written or read. An error of the network has no number; torch tells by a word."""
+def _of_the_disk(error: Exception) -> str | None:
+    """What is wrong with the disk; None for another error. An error of the network has no number, or another one."""
+    words = str(error)
     if isinstance(error, OSError):
-        return error.errno is not None
-    return isinstance(error, SafetensorError) or "inline_container" in str(error)
+        return words if error.errno is not None else None
+    number = _OF_RUST.search(words)
+    if isinstance(error, SafetensorError) or (number is not None and int(number[1]) in FULL):
+        return words
+    if isinstance(error, RuntimeError) and any(each in words for each in _OF_TORCH):
+        return f"the disk is full, or takes no more (torch: {reason(error)})"
+    return None
 
 
 def replace(path: Path, save: Callable[[Path], Any]) -> None:

@@ -133,7 +133,9 @@ def hook_into_saving(
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result, spent = None, Spent(outer)
-        with outer.spare(f"a checkpoint of step {outer.inner_step}"):
+        given = args[0] if args else kwargs.get("output_dir")
+        into = Path(given or accelerator.project_dir or ".")
+        with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             result = save_state(*args, **kwargs)
             outer.seal(folder[0])
             outer.journal.write_later("save", step=outer.inner_step, **spent.facts)

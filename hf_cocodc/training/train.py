@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import errno
 import logging
 import os
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 from ..errors import CocodcError, InputError, RunLeft
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe, facts_of_data
+from ..run.durable import FULL
 from ..run.export import is_saved, note_saved
 from ..run.lock import hold, region_lock
 from ..run.status import LEFT, tell
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CocodcError as error:
         return _report(error)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
         return _report(
             InputError(f"the disk refuses: {error}. Make room or change training.output_dir, then resume.")
@@ -150,10 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
         return 130
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""The numbers of errors of a disk that takes no more."""
 
 
 def _report(error: CocodcError) -> int:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from transformers import Trainer
 
+from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
+from hf_cocodc.run.durable import saving
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.training import train
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import At, callback_of, checkpoint_of, make
+from tests.toys import llama
 
 SMALL = 2000
 
@@ -53,6 +60,63 @@ def test_trainers_part_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         simulate(body, regions=1)
     assert state.damage(checkpoint_of(tmp_path, 0, 2)) is None
     assert not checkpoint_of(tmp_path, 0, 4).exists()
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "torch": lambda path: torch.save(torch.zeros(SMALL), path),
+    "torch, little": lambda path: torch.save({"step": 4}, "/dev/full"),
+    "safetensors": lambda path: save_file({"weight": torch.zeros(SMALL)}, path),
+    "tokenizers": lambda path: Tokenizer(models.WordLevel({str(each): each for each in range(SMALL)})).save(
+        str(path)
+    ),
+    "Python": lambda path: path.write_text("x" * 2 * SMALL),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_says_that_the_disk_is_full(name: str, tmp_path: Path) -> None:
+    """torch hides the system's words, and the tokenizers' error has no class of its own."""
+    with (
+        pytest.raises(
+            CheckpointError, match=r"could not be saved: .*(disk is full|File too large).* make room"
+        ),
+        saving(tmp_path),
+        Full(),
+    ):
+        WRITERS[name](tmp_path / "file")
+
+
+def test_an_error_that_is_not_of_the_disk_is_left_alone(tmp_path: Path) -> None:
+    """An upload inside a save, for one: its libraries number their errors, too."""
+    for error in (RuntimeError("Connection refused (os error 111)"), ValueError("x"), OSError("no number")):
+        with pytest.raises(type(error)) as caught, saving(tmp_path):
+            raise error
+        assert caught.value is error
+
+
+def test_accelerates_part_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain loop is told the same as a Trainer."""
+    save = torch.save
+
+    def save_to_a_full_disk(content: Any, *args: Any, **kwargs: Any) -> None:
+        with Full():
+            save(content, *args, **kwargs)
+
+    def body(region: int, link: Link) -> None:
+        accelerator, model = Accelerator(cpu=True), llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        with OuterOptimizer(
+            accelerator, model, optimizer, OuterConfig(method="diloco"), max_steps=30, link=link
+        ) as outer:
+            model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+            optimizer.step()
+            outer.step()
+            monkeypatch.setattr(torch, "save", save_to_a_full_disk)
+            accelerator.save_state(str(tmp_path / "saved"))
+
+    with pytest.raises(CheckpointError, match=r"saved could not be saved: .*make room"):
+        simulate(body, regions=1)
 
 
 def test_the_journal(tmp_path: Path) -> None:
