@@ -104,9 +104,13 @@ def test_one_member_writes_and_each_hears(store: SteadyStore) -> None:
     assert heard == [(2, "the lease ends")]
 
 
-def test_another_member_writes_while_the_lowest_does_not(store: SteadyStore) -> None:
+def test_another_member_writes_while_the_lowest_does_not(
+    store: SteadyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lowest may be frozen, or not reach the store. Once it writes again, the other one stops."""
     calls: list[int] = []
+    now = [0.0]
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
 
     def publisher(region: int) -> live.Publisher:
         return live.Publisher(store, "a/run", process(region), lambda: replace(RECORD, losses=region))
@@ -123,6 +127,9 @@ def test_another_member_writes_while_the_lowest_does_not(store: SteadyStore) -> 
         time.sleep(live.BEAT_S / 2)
     assert set(calls) == {0}
     lowest.close()
+    now[0] += (
+        2.5 * live.BEAT_S
+    )  # the second one writes after two beats without a change, the third after three
     eventually(lambda: writer() == 1)
     assert live.read_alive(store, "a/run") is not None
     lowest = publisher(0)
@@ -190,11 +197,15 @@ def test_a_member_that_was_frozen_while_it_wrote_takes_its_record_back(store: St
                 ended[0].close(ended=True)
             return super().compare_set(key, expected, desired)
 
+        def delete_key(self, key: str) -> bool:
+            deleted.append(key)
+            return super().delete_key(key)
+
+    deleted: list[str] = []
     frozen = live.Publisher(Store(store.address), "a/run", process(0), lambda: RECORD)
-    eventually(lambda: ended)
-    time.sleep(4 * live.BEAT_S)
-    assert live.read(store, "a/run") is None
+    eventually(lambda: deleted == [live._key("a/run")])
     frozen.close()
+    assert live.read(store, "a/run") is None
 
 
 def test_a_store_that_comes_back_empty_is_filled_again() -> None:

@@ -59,9 +59,8 @@ def test_a_name_server_that_is_slow_keeps_nobody_from_the_store(monkeypatch: pyt
     connect = dist.TCPStore
 
     def slowly(*args: Any, **options: Any) -> dist.TCPStore:
-        began = time.monotonic()
         time.sleep(1.0)
-        assert time.monotonic() < began + options["timeout"].total_seconds(), "torch counts it, too"
+        assert options["timeout"].total_seconds() > 1.0, "torch counts it, too"
         return connect(*args, **options)
 
     server = serve_store()

@@ -120,7 +120,7 @@ def live(
         eval_dataset=Tokens(2) if "eval_strategy" in training else None,
         callbacks=[callback, At(at, happens, step_s)],
     )
-    start, error = time.monotonic(), ""
+    error = ""
     try:
         trainer.train(resume_from_checkpoint=resume)
     except (RunStopped, RuntimeError, ValueError) as caught:
@@ -131,7 +131,7 @@ def live(
         time.sleep(60)
     assert callback.outer is not None, error
     found = {"step": callback.outer.inner_step, "finished": callback.outer.finished, "error": error}
-    found |= {"weights": params_of(trainer.model), "seconds": time.monotonic() - start}
+    found["weights"] = params_of(trainer.model)
     torch.save(found, Path(folder) / f"region{callback.region}-rank{rank}.pt")
 
 

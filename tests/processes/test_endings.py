@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.processes.launching import environment
 from tests.processes.stores import StoreProcess
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
-SOON_S = 20  # far below the time-out of 60 s
 _kept_stores: list[TCPStore] = []
 
 
@@ -133,7 +131,6 @@ def test_an_error_in_one_region(outer: dict[str, Any], tmp_path: Path) -> None:
     assert ours["error"].startswith(f"RunStopped: all regions stopped at step {ours['step']}: region 1 was")
     assert "(ValueError at step 5: the data is broken)" in ours["error"]
     assert ours["step"] in range(6, 12)
-    assert ours["seconds"] < SOON_S
     assert complete(tmp_path, 0) == [ours["step"]]
     assert complete(tmp_path, 1) == []
     ours, theirs = outcomes(tmp_path, start(tmp_path, store, resume=True, outer=outer))
@@ -268,7 +265,6 @@ def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
     said = "region 1 left while region 0 waited for fragment"
     assert ours["error"].startswith(f"RegionLostError: {said}")
     assert beside["error"].startswith(f"LinkError: {said}"), "the leader told the reason"
-    assert max(ours["seconds"], beside["seconds"]) < SOON_S
 
 
 @pytest.mark.slow
@@ -308,7 +304,6 @@ def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) 
     second.kill()
     assert ours["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
     assert "KeyboardInterrupt at step 5" in ours["error"]
-    assert ours["seconds"] < SOON_S
 
 
 @pytest.mark.slow
@@ -327,17 +322,14 @@ def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     ]
     try:
         _, interrupted = scripts[1].communicate(timeout=TIMEOUT_S)
-        start_s = time.monotonic()
         _, said = scripts[0].communicate(timeout=TIMEOUT_S)
     finally:
         for script in scripts:
             script.kill()
             script.wait()
-    assert time.monotonic() - start_s < SOON_S
     assert scripts[1].returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert "SIGINT: region 1 trains on until the others have heard of it" in interrupted
     assert scripts[0].returncode == 0, said[-4000:]
     found = torch.load(tmp_path / "region0-rank0.pt")
     assert found["error"].startswith("RegionLostError: region 1 left while region 0 waited for fragment")
     assert "KeyboardInterrupt at step 5" in found["error"]
-    assert found["seconds"] < SOON_S
