@@ -42,7 +42,7 @@ __all__ = [
 
 if not TYPE_CHECKING:  # or a type checker would believe every name to be there
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Import a public name at its first use, because importing torch and transformers takes seconds."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
