@@ -76,15 +76,24 @@ def jump(trainer: Trainer, before: int, after: int) -> None:
 
     The data goes on where this region is: what it would have read meanwhile is not read.
     """
-    state, control = trainer.state, trainer.control
-    state.global_step = after
-    trainer._initial_global_step += after - before
-    trainer._globalstep_last_logged += after - before
+    control = trainer.control
+    go_along(trainer, after)
     control.should_save = control.should_evaluate = control.should_log = False  # the others did it then
     schedule = trainer.lr_scheduler
     if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler) and not _waits_for_metrics(schedule):
         for _ in range(after - before):
             schedule.step()
+
+
+def go_along(trainer: Trainer, step: int) -> None:
+    """Let a Trainer's own count of steps go along to a later inner step that was not trained.
+
+    Its losses are sums: it divides them by the steps since its last log, and since the beginning. Only trained ones count.
+    """
+    skipped = step - trainer.state.global_step
+    trainer.state.global_step = step
+    trainer._initial_global_step += skipped
+    trainer._globalstep_last_logged += skipped
 
 
 def _waits_for_metrics(schedule: Any) -> bool:

@@ -33,7 +33,7 @@ from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settl
 from .beginning import agree_on_length, check_habits
 from .best import Best
 from .hub import only_region_0_creates
-from .joining import base_for, take_part, told
+from .joining import base_for, go_along, take_part, told
 from .leaving import leave, say_farewell
 from .patches import Patches
 from .signals import answer, first_signal
@@ -266,8 +266,8 @@ class CoCoDCCallback(TrainerCallback):
             return
         control.should_training_stop = True
         if not outer.finished:
-            # a region that coasted trained fewer steps than the others
-            state.global_step = outer.inner_step
+            assert self._trainer is not None
+            go_along(self._trainer, outer.inner_step)  # a region that coasted trained fewer steps than the others
             control.should_save = outer.verdict == "stop" and outer.endings.word.saved_at < outer.inner_step
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 

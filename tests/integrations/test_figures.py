@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import TrainerCallback
 
 import hf_cocodc
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
+from hf_cocodc.errors import RunLeft
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import journal
 from hf_cocodc.run.journal import read
@@ -142,3 +144,27 @@ def test_the_readme_names_what_the_code_writes() -> None:
         assert kind in found or f'"{kind}"' in code, kind
         for name in names:
             assert re.search(rf"\b{re.escape(name)}\b\s*[=:\"]", code), f"{kind}: {name}"
+
+
+
+def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:
+    """It keeps step with the others for 25 steps after its last one. Trainer would divide its losses by all of them."""
+    callback = CoCoDCCallback(CONFIG)
+
+    class Leave(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            outer = callback.outer
+            assert outer is not None
+            if state.global_step == 10:
+                outer.step()
+                for _ in range(25):
+                    outer.coast_one()
+                outer.endings.end("leave", "its machine is needed")
+
+    trainer = make(tmp_path, [Leave(), callback], max_steps=60, logging_steps=10)
+    with pytest.raises(RunLeft, match="has left the run at step 35"):
+        trainer.train()
+    [logged] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    [ended] = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    assert logged == pytest.approx(ended) == pytest.approx(4.1, abs=0.2), "a model that knows nothing yet: ln 64"
+    assert trainer.state.global_step == 35
