@@ -180,6 +180,7 @@ class Account:
             regions=self.report["regions"],
             members=list(arrival.members),
             norms=_shown([trailer.norm for trailer in arrival.trailers]),
+            **_coasted(sent_at, arrival),
             **_common_digest(arrival),
         )
 
@@ -262,6 +263,13 @@ class Account:
 def _shown(norms: Sequence[float]) -> list[float | None]:
     """Norms as a journal has them: six digits, and None for what JSON cannot express."""
     return [float(f"{norm:.6g}") if math.isfinite(norm) else None for norm in norms]
+
+
+def _coasted(sent_at: int, arrival: Arrival) -> dict[str, dict[str, int]]:
+    """The last inner step of each region that has only kept step with the others since, if there are such regions."""
+    told = zip(arrival.members, arrival.trailers, strict=True)
+    found = {str(region): each.trained_at for region, each in told if 0 <= each.trained_at < sent_at}
+    return {"coasted": found} if found else {}
 
 
 def _common_digest(arrival: Arrival) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Traffic:
 
     Attributes:
         inner_step: inner steps made so far.
-        trained_at: last inner step that trained.
+        trained_at: last inner step that trained; -1 once this region has given up what it has trained.
         shares: counts what this region trains; a transfer of this region has weight only if it carries a step.
         is_ahead: whether outer steps are taken ahead of their landings.
         layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
@@ -141,6 +141,7 @@ class Traffic:
                 norm=norm,
                 carried=carried if math.isfinite(carried) else sys.float_info.max,
                 is_bounded=self._is_bounded,
+                trained_at=self.trained_at,
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)

@@ -63,6 +63,7 @@ class Trailer(NamedTuple):
         norm: of the region's outer gradient, over all its lanes; 0 if the weight is 0.
         carried: norm of what the codec adds to it from earlier transfers, likewise; 0 if it remembers no error.
         is_bounded: whether the region's inner optimizer bounds a step, so that norms of regions can be compared.
+        trained_at: last inner step that the region has trained; -1 if unknown.
     """
 
     weight: float = 1.0
@@ -81,6 +82,7 @@ class Trailer(NamedTuple):
     norm: float = 0.0
     carried: float = 0.0
     is_bounded: bool = True
+    trained_at: int = -1
 
     @property
     def word(self) -> Word:
@@ -127,6 +129,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fragment": _whole(-1, 31),
     **dict.fromkeys(("inner_step", "saved_at", "admits"), _COUNT),
     **dict.fromkeys(("digest", "layout"), _whole(-1, 32)),
+    "trained_at": _whole(-1, 53),
     **dict.fromkeys(("step_time_s", "sync_time_s", "round_lr", "norm", "carried"), _LENGTH),
     "compression": (lambda value: 0 < value <= 1, "must lie in (0, 1]"),
 }

@@ -7,6 +7,7 @@ So nobody trains on a sample twice, and what a region misses while it is away is
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..links.base import Link
@@ -16,6 +17,8 @@ from .journal import Journal
 from .shards import num_shards
 
 logger = logging.getLogger(__name__)
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 class Unread(NamedTuple):
@@ -68,10 +71,13 @@ class Attendance:
         """Regions with a part of the data that do not take part now, in order."""
         return sorted(self._read.keys() - self._members)
 
-    def landed(self, sent_at: int, members: Iterable[int]) -> None:
-        """Outer gradients of `members`, sent at inner step `sent_at`, are in the global params."""
+    def landed(self, sent_at: int, members: Iterable[int], coasted: Mapping[str, int] = _NOBODY) -> None:
+        """Outer gradients of `members`, sent at inner step `sent_at`, are in the global params.
+
+        `coasted`: last inner step of each that trained no more by then, by its number.
+        """
         for region in members:
-            self._read[region] = max(self._read.get(region, 0), sent_at)
+            self._read[region] = max(self._read.get(region, 0), coasted.get(str(region), sent_at))
 
     def change(self, step: int, members: Collection[int]) -> list[Unread]:
         """From `step` on `members` take part; returns what those who come have missed. A late loss is noticed by its last
@@ -132,7 +138,7 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
 
     def hear(kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "land" and "members" in facts:
-            attendance.landed(facts["sent_at"], facts["members"])
+            attendance.landed(facts["sent_at"], facts["members"], facts.get("coasted", _NOBODY))
             return
         if kind not in ("epoch", "finish"):
             return

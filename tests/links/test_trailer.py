@@ -28,6 +28,7 @@ SOUND = Trailer(
     layout=2**32 - 1,
     admits=2**53 - 1,
     norm=1e300,
+    trained_at=100,
 )
 
 
@@ -72,6 +73,7 @@ def test_a_weight_lies_between_0_and_1(sent: float, counts: float, caplog: pytes
         ("layout", (2**32, -2)),
         ("admits", (-3, math.nan)),
         ("norm", (-1, math.nan, math.inf)),
+        ("trained_at", (-2, math.nan, 2**53)),
     ],
 )
 def test_a_number_that_no_region_sends_loses_its_region(name: str, wrong: tuple[float, ...]) -> None:

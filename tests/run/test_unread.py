@@ -40,6 +40,16 @@ def test_a_landing_of_the_members_before_counts_for_a_lost_region() -> None:
     assert attendance.until(40) == [Unread(2, 20, 40, None)]
 
 
+def test_a_region_that_leaves_has_read_what_it_has_trained() -> None:
+    """It keeps step without training until what it has trained has landed: sends of that time read nothing more."""
+    attendance = Attendance(2, (0, 1), samples=8)
+    attendance.landed(10, (0, 1))
+    attendance.landed(20, (0, 1), {"1": 14})
+    attendance.landed(30, (0, 1), {"1": 14})
+    attendance.change(32, (0,))
+    assert attendance.until(40) == [Unread(1, 14, 40, 208)]
+
+
 def test_parts_of_regions_that_never_came() -> None:
     """They are unread from the start; what has been reported once is not reported again."""
     attendance = Attendance(4, (0, 1), samples=2)
@@ -154,6 +164,27 @@ def test_a_run_with_room_for_more_regions(tmp_path: Path, caplog: pytest.LogCapt
         ]
     assert "Nobody reads that of region 2" in caplog.text
     assert "nobody has read region 2's data of steps 1 to 6." in caplog.text
+
+
+def test_all_regions_know_what_one_has_trained_that_only_keeps_step(tmp_path: Path) -> None:
+    """Region 1 has come to its end after step 3; its transfer of step 4 says so."""
+
+    def body(region: int, link: Link) -> None:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.ones(3)])
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        config, journal = OuterConfig(sync_interval=2), tmp_path / f"{region}.jsonl"
+        with OuterOptimizer(accelerator, model, optimizer, config, link=link, journal=journal) as outer:
+            while outer.inner_step < (3 if region else 6) and not outer.should_stop:
+                accelerator.backward(model.vectors()[0].sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                outer.step()
+
+    run_in_lockstep(2, body)
+    for region in (0, 1):
+        landings = [event for event in read(tmp_path / f"{region}.jsonl") if event["kind"] == "land"]
+        assert [(event["sent_at"], event.get("coasted")) for event in landings] == [(2, None), (4, {"1": 3})]
 
 
 def test_a_region_that_joins_misses_nobody_before_it_knows_the_members(
