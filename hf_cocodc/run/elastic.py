@@ -229,7 +229,7 @@ class Elastic:
                     f"{self._wait_s:g} s (regions.wait_s)",
                 )
                 return
-            if waited_s - said >= _SAY_S:
+            if len(told) < least and waited_s - said >= _SAY_S:
                 said = waited_s
                 logger.warning(
                     "only %d of at least %d regions (regions.min) take part: training waits at step %d for more, up to %g s "
@@ -277,6 +277,7 @@ class Elastic:
         def may_go_on() -> bool:
             return not outer.should_stop and not outer.is_at_the_end
 
+        endings.while_coasting()  # the loop comes no more to what is due at this step
         while may_go_on() and any(each.sent_at <= since for each in outer.synchronizer.fragments):
             outer.coast_one()
         endings.tell(ending=Ending.LEAVING)

@@ -81,7 +81,14 @@ class Slow(TrainerCallback):
 
 
 def trainer(
-    folder: str, steps: int, step_s: float, method: str, least: int, resume: bool = False, **regions: Any
+    folder: str,
+    steps: int,
+    step_s: float,
+    method: str,
+    least: int,
+    resume: bool = False,
+    eval_every: int = 10,
+    **regions: Any,
 ) -> None:
     """The same with Trainer, which evaluates and saves on its way."""
     region = int(os.environ["HF_COCODC_REGION"])
@@ -95,7 +102,7 @@ def trainer(
         save_strategy="steps",
         save_steps=10,
         eval_strategy="steps",
-        eval_steps=10,
+        eval_steps=eval_every,
         metric_for_best_model="loss",
         load_best_model_at_end=True,
         logging_steps=5,

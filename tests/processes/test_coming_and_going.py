@@ -181,6 +181,11 @@ def test_too_few_regions_wait_for_one_that_comes_back(tmp_path: Path) -> None:
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
     assert second["began_at"] <= held_at + 2
+    begun = events(tmp_path, 1, "start", "resume")
+    assert [(event["kind"], event.get("from_region")) for event in begun][-1] == ("resume", 0)
+    said = run.log(0).read_text() + run.log(1).read_text()
+    assert "only 1 of at least 2 regions (regions.min) take part: training waits" in said
+    assert "only 2 of at least 2 regions" not in said, "nothing waits once it is back"
 
 
 @pytest.mark.slow
@@ -247,6 +252,18 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
         assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
     else:
         assert "RunLeft: region 2 has left the run" in said
+
+
+@pytest.mark.slow
+def test_a_region_leaves_where_all_evaluate(tmp_path: Path) -> None:
+    """The others decide by the mean of all metrics there, and need it. It had skipped this, and all regions ended with an error."""
+    run = Run(tmp_path, 3, partial(trainer, eval_every=1), 60, 0.1, "diloco", 1)
+    run.wait_for_step(2, 9)
+    run.ask_to_leave(2, "its machine is needed")
+    run.processes[2].join(TIMEOUT_S)
+    first, second = run.results(0, 1)
+    assert torch.equal(first["weights"], second["weights"])
+    assert "RunLeft: region 2 has left the run" in run.log(2).read_text()
 
 
 @pytest.mark.slow
