@@ -56,7 +56,7 @@ def say_farewell(outer: OuterOptimizer) -> None:
     """
     if not outer.finished:
         step, why = outer.inner_step, outer.why
-        stopped = RunStopped(farewell(step, why, outer.endings.word.saved_at))
+        stopped = RunStopped(farewell(step, why, outer.endings.word.saved_at, outer.endings.saved_everywhere))
         if outer.verdict == "leave":
             stopped = RunLeft(
                 f"region {outer.link.region} has left the run at step {step}: {why}. The others train on. To come back, start it "

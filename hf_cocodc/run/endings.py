@@ -59,16 +59,20 @@ def announcement(verdict: str, why: str, step: int, policy: str) -> str:
     return f"{why}: all regions {do} here, at step {step} (regions.when_one_ends={policy})."
 
 
-def farewell(step: int, why: str, saved_at: int) -> str:
-    """What a region says when all regions have stopped at `step`: whether it has saved there, and how to go on.
+def farewell(step: int, why: str, saved_at: int, saved_everywhere: int) -> str:
+    """What a region says when all regions have stopped at `step`: what it has saved there, what all have, and how to go on.
 
-    >>> farewell(7, "region 1 was interrupted", 5)[:90]
-    'all regions stopped at step 7: region 1 was interrupted. This region has not saved checkpo'
+    >>> print(farewell(7, "region 1 was interrupted", 7, 5)[57:163])
+    This region has saved checkpoint-7 in its folder. All regions have checkpoint-5 (of later ones it does not
     """
     saved = "has" if saved_at == step else "has not"
+    common = "It does not know whether all regions have a checkpoint."
+    if saved_everywhere:
+        common = f"All regions have checkpoint-{saved_everywhere}"
+        common += "." if saved_everywhere == step else " (of later ones it does not know)."
     return (
-        f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder; continue with "
-        "trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume."
+        f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder. {common} Continue "
+        "with trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume: all regions go on from one step."
     )
 
 
@@ -87,7 +91,8 @@ class Endings:
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
         keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
         leaves: why this region alone is to leave, and the others go on; empty if it is not.
-        while_coasting: called after each inner step that this region has not trained: what else the others need of it then.
+        while_coasting: called after each inner step whose rest the loop leaves out, because this region trains no more: what else
+            the others need of it then.
     """
 
     def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
