@@ -13,6 +13,8 @@ start, resume: training begins, or goes on from a checkpoint.
     bytes_sent: bytes that this region has sent so far.
     outer: the settings of the method.
     run: unique name that regions agree on whenever they meet: a resumed run gets another one.
+    from_region: the region whose state it goes on from, because it joins the run or has no checkpoint of its own; only then. Its
+        journal is new, or that of the run that it comes back to.
     at: seconds since 1970 by this machine's clock, where time is real.
     versions: of the packages that numbers may depend on.
     training: what regions compare of their training and data (`About.facts`).

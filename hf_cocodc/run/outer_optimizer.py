@@ -156,7 +156,6 @@ class OuterOptimizer(Finishing):
         self._asked, self._config, self.model = asked, config, bare
         if saved is not None:
             check(saved, self.settings, link, self.about, self._allowed, bare, is_new)
-        continues = saved is not None and not saved.facts.taken_over
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         run = run_of(link)
         self.journal = Journal(path, mark_of(saved, path, run), link.clock)
@@ -164,10 +163,10 @@ class OuterOptimizer(Finishing):
         self.synchronizer = engine_for(bare, config, link, self.journal, saved, self._is_bounded)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
-            if not continues:
+            if saved.facts.taken_over:
                 self.synchronizer.take_over()
         told = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, continues, max_steps, *told, run)
+        note_start(self.journal, self.synchronizer, saved, max_steps, *told, run)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)

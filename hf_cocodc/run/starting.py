@@ -240,17 +240,19 @@ def versions() -> dict[str, str]:
 def note_start(
     journal: Journal,
     synchronizer: Synchronizer,
-    continues: bool,
+    saved: Saved | None,
     max_steps: int | None,
     settings: Mapping[str, Any],
     training: Mapping[str, Any],
     run: str | None = None,
 ) -> None:
-    """Write into the journal what begins, or continues; into the log what it keeps in memory, and that fragments are uneven."""
+    """Write into the journal what begins, or goes on from `saved`; into the log what it keeps in memory, and that fragments are
+    uneven.
+    """
     link = synchronizer.link
     clock = {"at": round(time.time(), 3)} if link.timing == "measured" else {}
     journal.write(
-        "resume" if continues else "start",
+        "start" if saved is None else "resume",
         step=synchronizer.inner_step,
         region=link.region,
         num_regions=link.num_regions if link.takes_part() else link.most_regions,
@@ -261,6 +263,7 @@ def note_start(
         bytes_sent=synchronizer.totals.bytes_sent,
         outer=settings,
         **({} if run is None else {"run": run}),
+        **({} if saved is None or not saved.facts.taken_over else {"from_region": saved.facts.region}),
         **clock,
         versions=versions(),
         training=dict(training),
@@ -270,7 +273,7 @@ def note_start(
     sizes = [state.fragment.numel for state in synchronizer.fragments]
     if (
         settings.get("split_rows") is False
-        and not continues
+        and saved is None
         and max(sizes) * len(sizes) > UNEVEN * sum(sizes)
     ):
         logger.info(

@@ -146,7 +146,6 @@ def test_the_readme_names_what_the_code_writes() -> None:
             assert re.search(rf"\b{re.escape(name)}\b\s*[=:\"]", code), f"{kind}: {name}"
 
 
-
 def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:
     """It keeps step with the others for 25 steps after its last one. Trainer would divide its losses by all of them."""
     callback = CoCoDCCallback(CONFIG)
@@ -166,5 +165,7 @@ def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Pat
         trainer.train()
     [logged] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     [ended] = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
-    assert logged == pytest.approx(ended) == pytest.approx(4.1, abs=0.2), "a model that knows nothing yet: ln 64"
+    assert logged == pytest.approx(ended) == pytest.approx(4.1, abs=0.2), (
+        "a model that knows nothing yet: ln 64"
+    )
     assert trainer.state.global_step == 35

@@ -17,7 +17,7 @@ from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run import manifest, numbering
-from hf_cocodc.run.journal import Journal
+from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import (
     STEPS,
@@ -176,6 +176,30 @@ def test_a_region_that_failed_takes_over(tmp_path: Path, caplog: pytest.LogCaptu
     [step] = state.checkpoints(tmp_path / "region-0")
     resumed(tmp_path, save_strategy="no")
     assert f"region 1 has no complete checkpoint of step {step}: it takes over region 0's" in caplog.text
+    begun = read(tmp_path / "region-1" / "cocodc" / "journal.jsonl")[0]
+    assert (begun["kind"], begun["step"], begun["from_region"]) == ("resume", step, 0), (
+        "it goes on, in a new journal"
+    )
+
+
+def test_a_region_that_has_stopped_says_which_checkpoint_all_have(tmp_path: Path) -> None:
+    """Region 1 fails, and saves nothing then: the resumed run goes on from the step that both have, not from the last one."""
+
+    def body(region: int, link: Link) -> str:
+        callbacks = (At(7, fail),) if region else ()
+        with pytest.raises((ValueError, RunStopped)) as error:
+            make(tmp_path, link, callbacks=callbacks, save_steps=3, name="diloco").train()
+        return str(error.value)
+
+    said, _ = simulate(body, regions=2)
+    *_, common, newest = state.checkpoints(tmp_path / "region-0")
+    assert (
+        f"This region has saved checkpoint-{newest} in its folder. All regions have checkpoint-{common} ("
+        in said
+    )
+    resumed(tmp_path, save_strategy="no", name="diloco")
+    assert [event["step"] for event in read(tmp_path / "region-0" / "cocodc" / "journal.jsonl")
+            if event["kind"] == "resume"] == [common]  # fmt: skip
 
 
 def test_a_save_destroys_nothing_of_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
