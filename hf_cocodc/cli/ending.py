@@ -15,26 +15,28 @@ def report(folders: Sequence[Path], output: Path, json_file: Path | None = None)
 
     Args:
         folders: one per region, region 0's first.
-        output: the folder of the run.
+        output: the folder of the run. What other commands have trained of it there counts, too.
         json_file: also write the figures of the summary to this file.
     """
-    from ..views.journals import NAME, read_journal
+    from ..views.journals import NAME
+    from ..views.runs import read_run
     from ..views.summary import summarise
 
     journals = [folder / "cocodc" / NAME for folder in folders]
-    found = [(folder, read_journal(path)) for folder, path in zip(folders, journals, strict=True)]
-    finished = [folder for folder, journal in found if journal is not None and journal.has_finished]
+    run = read_run(output.resolve().name, journals, beside=output)
+    ended = {journal.path for journal in run.journals if journal.has_finished}
+    finished = [folder for folder, path in zip(folders, journals, strict=True) if path in ended]
     if not finished:
         print(
             f"left the run before its end: {', '.join(folder.name for folder in folders)}. The others train on."
         )
         return
-    summary = summarise(journals)
+    summary = summarise(run)
     print("\n".join(summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
         from ..views.pictures import plot_run
 
-        plot_run(journals, output / "run.png")
+        plot_run(run, output / "run.png")
         print(f"picture               {output / 'run.png'}")
     else:
         print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")

@@ -71,8 +71,8 @@ def farewell(step: int, why: str, saved_at: int, saved_everywhere: int) -> str:
         common = f"All regions have checkpoint-{saved_everywhere}"
         common += "." if saved_everywhere == step else " (of later ones it does not know)."
     return (
-        f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder. {common} Continue "
-        "with trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume: all regions go on from one step."
+        f"all regions stopped at step {step}: {why}. This region {saved} saved checkpoint-{step} in its folder. {common} "
+        "Continue with trainer.train(resume_from_checkpoint=True) or hf-cocodc train RECIPE --resume: all go on from one step."
     )
 
 

@@ -50,7 +50,7 @@ land, void: a mean of outer gradients is here. A void one changed nothing: it wa
     regions: how many regions counted.
     members: numbers of the regions that took part.
     norms: of their outer gradients, in the order of `members`; null if not finite.
-    coasted: the last inner step that each region had trained, by number; only of those that have kept step without training since.
+    coasted: the last inner step that a region had trained, by number; only of regions that have kept step without training since.
     digest: checksum of the global params of all regions at the send; only where regions come and go.
 sit_out: this region's outer gradient was not finite, and stayed here.
     fragment: number of the fragment.

@@ -11,6 +11,7 @@ from .runs import Run
 from .spending import sent_over, shares
 from .story import Activity, sections
 from .timeline import unit_of
+from .totals import totals
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
 _STYLES = ("-", "--", ":", "-.")
@@ -19,7 +20,7 @@ MOST_POINTS = 600
 _COARSE = 80
 
 Points = list[tuple[float, float]]
-AXES = ("inner step", "tokens of all regions", "sent by a region in transfers", "time")
+AXES = ("inner step", "tokens of all regions", "sent by a region", "time")
 """What a loss is drawn against."""
 
 
@@ -58,11 +59,10 @@ def _losses(
 ) -> list[tuple[str, list[float | None], float]]:
     """(kind, place on each of `AXES`, loss) of every training loss and held-out loss in a journal."""
     found = []
-    sent = 0.0
+    done = iter(totals(journal.events))
     for section, shift in zip(sections(journal.events), shifts, strict=True):
         for event in section:
-            kind = event["kind"]
-            sent += (figure(event, "bytes_sent") or 0.0) if kind in ("land", "void") else 0.0
+            kind, sent = event["kind"], next(done).bytes_sent
             loss = (
                 figure(event, "loss" if kind == "log" else "eval_loss")
                 if kind in ("log", "evaluate")

@@ -51,6 +51,14 @@ NUMBER = Rule(_is_number, "a finite number")
 SECONDS = Rule(_is_seconds, "a number of seconds, not negative")
 TEXT = Rule(lambda value: isinstance(value, str), "a string")
 MAPPING = Rule(lambda value: isinstance(value, dict), "a mapping")
+COASTED = Rule(
+    lambda value: (
+        isinstance(value, dict)
+        and all(each.isascii() and each.isdigit() and len(each) < 6 for each in value)
+        and all(map(_is_count, value.values()))
+    ),
+    "a mapping of numbers of regions to inner steps",
+)
 SOME_SECONDS, SOME_NUMBER = _or_none(SECONDS), _or_none(NUMBER)
 _ALWAYS = {"kind": TEXT, "time_s": SECONDS, "step": COUNT}
 _START = {"region": NUMBERED, "num_regions": NUMBERED, "num_fragments": NUMBERED, "outer": MAPPING}
@@ -75,6 +83,8 @@ _IF_THERE: dict[str, Rule] = {
     **dict.fromkeys(("bytes_sent", "num_params", "max_steps"), _or_none(COUNT)),
     **dict.fromkeys(("versions", "training"), MAPPING),
     **dict.fromkeys(("run", "message", "timing", "why"), TEXT),
+    "from_region": NUMBERED,
+    "coasted": COASTED,
     "norms": _list_of(SOME_NUMBER),
     "members": _list_of(NUMBERED),
 }

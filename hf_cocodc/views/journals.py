@@ -124,7 +124,7 @@ def read_journal(path: Path) -> RegionJournal | None:
 def _given_up(path: Path) -> list[Path]:
     """The files with lines that left this journal because its run made their inner steps again.
 
-    A file that begins with a start is the journal of an earlier run, and all files before it are of runs before this one.
+    A file that begins as a new journal does is that of an earlier run, and all files before it are of runs before this one.
     """
     pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{1,6}}){re.escape(path.suffix)}")
     found = {int(match[1]): each for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))}
@@ -132,10 +132,10 @@ def _given_up(path: Path) -> list[Path]:
     for number in sorted(found, reverse=True):
         try:
             with found[number].open("rb") as file:
-                first = file.readline(2**20)
+                first = [event for _, event in lines_of(file.readline(2**20)) if isinstance(event, dict)]
         except OSError:
             continue
-        if b'"kind": "start"' in first[:200]:
+        if first and (first[0].get("kind") == "start" or "from_region" in first[0]):
             break
         ours.append(found[number])
     return ours[::-1]

@@ -7,12 +7,11 @@ from typing import Any
 
 from .. import __version__
 from . import charts, pictures, timeline
-from .events import figure
 from .journals import unreadable
 from .members import sentence
 from .runs import Run
-from .spending import duration, longest_waits, spent, utilisation
-from .summary import amount
+from .spending import longest_waits, spent
+from .summary import summarise
 
 _MOST_TEXT = 300
 _MOST_WAITS = 12
@@ -112,6 +111,9 @@ def _problems(runs: Sequence[Run]) -> list[str]:
         missing = sorted(set(run.attendance) - set(run.regions))
         if missing:
             said.append(f"{run.name}: no journal of region {', '.join(map(str, missing[:20]))} is here")
+        for journal in run.outside:
+            why = journal.events[-1].get("message", "it may be on its way")
+            said.append(f"{run.name}: region {journal.region} has not come in, and does not count: {why}")
     for run in runs:
         for journal in run.journals:
             last = journal.events[-1]
@@ -125,62 +127,11 @@ def _problems(runs: Sequence[Run]) -> list[str]:
 
 
 def _overview(runs: Sequence[Run]) -> str:
-    rows = [[name, *(value(run) for run in runs)] for name, value in _FIGURES.items()]
-    return _table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
-
-
-def _perplexity(run: Run) -> str:
-    found = [
-        e
-        for j in run.journals
-        for e in j.events
-        if e["kind"] == "evaluate" and figure(e, "eval_loss") is not None
-    ]
-    if not found:
-        return ""
-    last = max(found, key=lambda event: event["step"])
-    perplexity = last.get("eval_perplexity")  # however large: it is not drawn
-    more = "" if perplexity is None else f", perplexity {perplexity:.4g}"
-    return f"{last['eval_loss']:.4g}{more} (step {last['step']:,})"
-
-
-def _tokens(run: Run) -> str:
-    found = run.tokens(run.step)
-    if found is None:
-        return ""
-    rate = "" if run.in_steps else f" ({found / max(run.end, 1e-9):,.0f} a second)"
-    return f"{found:,.0f}{rate}"
-
-
-def _sent(run: Run) -> str:
-    sent = [sum(f.bytes_sent for f in story.flights) for story in run.stories]
-    return f"{amount(max(sent))}" if max(sent) == min(sent) else f"{amount(min(sent))} to {amount(max(sent))}"
-
-
-def _used(run: Run) -> str:
-    found = [share for story in run.stories if (share := utilisation(run, story)) is not None]
-    if not found:
-        return ""
-    return (
-        f"{100 * min(found):.1f} %"
-        if len(found) == 1
-        else f"{100 * min(found):.1f} to {100 * max(found):.1f} %"
-    )
-
-
-_FIGURES = {
-    "method": lambda run: run.method,
-    "regions": lambda run: sentence(run.found) if run.found else str(run.num_regions),
-    "inner steps": lambda run: f"{run.step:,}",
-    "time": lambda run: "" if run.in_steps else duration(run.end),
-    "tokens of all regions": _tokens,
-    "held-out loss": _perplexity,
-    "utilisation (time without waiting)": _used,
-    "sent by a region in transfers": _sent,
-    "landings of a region": lambda run: (
-        f"{max(sum(f.landed is not None for f in s.flights) for s in run.stories):,}"
-    ),
-}
+    """The figures of the summary, side by side."""
+    found = [summarise(run).rows() for run in runs]
+    names = list(dict.fromkeys(name for rows in found for name, _ in rows))
+    cells = [[name, *("; ".join(v for n, v in rows if n == name) for rows in found)] for name in names]
+    return _table(["", *(run.name for run in runs)], cells)
 
 
 def _of_run(run: Run, window: tuple[float, float] | None, suffix: str) -> list[str]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from ..errors import InputError
 from . import charts, timeline
-from .journals import read_journal
-from .runs import Run, run_of
-from .spending import blocked, duration
+from .runs import Run
+from .summary import summarise
 
 _WIDE = 10.0
 _STYLE = {
@@ -49,20 +48,18 @@ def _drawing() -> Iterator[Any]:
         yield figure
 
 
-def plot_run(journals: Sequence[Path], path: Path) -> None:
+def plot_run(run: Run, path: Path) -> None:
     """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
 
     Where a run goes on without a lost region, a strip below the losses shows who was there.
 
     Args:
-        journals: one per region.
+        run: its journals.
         path: file to write; its ending decides between PNG and SVG.
 
     Raises:
-        InputError: matplotlib is not installed, or a journal cannot be read.
+        InputError: matplotlib is not installed.
     """
-    found = [journal for journal in map(read_journal, journals) if journal is not None]
-    run = run_of(path.resolve().parent.name, found)
     shown = timeline.windows(run)[:1]
     there = len(run.attendance) if run.found else 0
     heights = [
@@ -91,8 +88,7 @@ def plot_run(journals: Sequence[Path], path: Path) -> None:
 def _title(run: Run) -> str:
     title = f"{run.method}, {run.num_regions} regions"
     if run.has_finished and not run.in_steps:
-        most = max(map(blocked, run.stories))
-        title += f"; waited at most {duration(most)} of {duration(run.end)}"
+        title += f"; blocked on the link: {summarise(run).blocked()}"
     return title
 
 

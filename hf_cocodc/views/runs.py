@@ -1,8 +1,9 @@
-"""Runs as the report shows them: the journals of their regions, on one axis of time."""
+"""Runs: the journals of their regions, on one axis of time. Every figure of a run, and every picture, is made from this."""
 
+import contextlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from ..errors import InputError, short
 from ..run.journal import BEGINNINGS
 from .clocks import offsets
 from .events import figure
-from .journals import Events, RegionJournal, find, read_journal
+from .journals import NAME, Events, RegionJournal, find, read_journal
 from .members import Change, attended, changes, num_regions, spans
 from .story import Story, blame, sections, story_of
-from .tokens import tokens_at
+from .tokens import Spans, tokens_at, trained
 
 _EQUAL = 1e-4
 """All regions find the same mean: its norms are equal but for this."""
@@ -26,11 +27,12 @@ class Run:
 
     Attributes:
         name: for headings and legends.
-        journals: one per region, by number.
+        journals: one per region, by number; without what is `outside`.
         stories: what each region did; in the same order.
         shifts: for each section of each journal, what to add to its times for the common axis (`clocks.offsets`).
         in_steps: time stood still, and the axis of the stories shows inner steps.
         found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
+        outside: what processes have written that were to join the run and have not come in: it is no part of the run.
         empty: journals without a line that can be read.
     """
 
@@ -40,6 +42,7 @@ class Run:
     shifts: list[list[float]]
     in_steps: bool
     found: list[Change]
+    outside: list[RegionJournal] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
 
     @property
@@ -84,10 +87,21 @@ class Run:
     def _events(self) -> list[Events]:
         return [journal.events for journal in self.journals]
 
+    @cached_property
+    def trained(self) -> Spans:
+        """The inner steps from which, and to which, each region trained."""
+        return trained(self.attendance, (event for events in self._events for event in events))
+
     def tokens(self, step: int) -> int | None:
         """Tokens on which all regions together had trained at an inner step; None if unknown."""
         starts = {journal.region: journal.start for journal in self.journals}
-        return tokens_at(step, starts, self.attendance)
+        return tokens_at(step, starts, self.trained)
+
+    def times_of(self, kind: str) -> Iterator[float]:
+        """When events of a kind happened, on the common axis."""
+        for journal, shifts in zip(self.journals, self.shifts, strict=True):
+            for section, shift in zip(sections(journal.events), shifts, strict=True):
+                yield from (event["time_s"] + shift for event in section if event["kind"] == kind)
 
 
 def load(folders: Sequence[Path]) -> list[Run]:
@@ -125,9 +139,32 @@ def load(folders: Sequence[Path]) -> list[Run]:
     return [run_of(name, group[1], group[2]) for name, group in zip(names, groups, strict=True)]
 
 
+def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> Run:
+    """The run of these journals, and of those of its other regions that lie in the output folder `beside`.
+
+    Raises:
+        InputError: no line of `paths` can be read.
+    """
+    journals = [journal for path in paths if (journal := read_journal(path)) is not None]
+    if not journals:
+        raise InputError(f"{', '.join(map(short, paths))}: no line can be read.")
+    known = {path.resolve() for path in paths}
+    for path in sorted(beside.glob(f"region-*/cocodc/{NAME}")) if beside is not None else ():
+        if path.resolve() not in known:
+            with contextlib.suppress(InputError):  # what cannot be read may be of another run
+                other = read_journal(path)
+                if other is not None and _names([other]) & _names(journals):
+                    journals.append(other)
+    return run_of(name, journals)
+
+
 def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] = ()) -> Run:
     """The run of these journals."""
-    ordered = sorted(journals, key=lambda journal: journal.region)
+    both = [_apart(journal) for journal in sorted(journals, key=lambda journal: journal.region)]
+    ordered = [inside for inside, _ in both if inside.events]
+    outside = [rest for _, rest in both if rest.events]
+    if not ordered:
+        ordered, outside = outside, []
     in_steps = all(
         journal.start.get("timing") == "none" or journal.events[-1]["time_s"] == 0 for journal in ordered
     )
@@ -135,7 +172,21 @@ def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] =
     stories = [story_of(each, own, in_steps) for each, own in zip(ordered, shifts, strict=True)]
     blame(stories)
     found = changes([journal.events for journal in ordered])
-    return Run(name, ordered, stories, shifts, in_steps, found, list(empty))
+    return Run(name, ordered, stories, shifts, in_steps, found, outside, list(empty))
+
+
+def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:
+    """A journal as far as its region took part in the run, and the rest of it.
+
+    A process that joins a run takes part from its first `epoch` on. One that fails before may have tried for long.
+    """
+    inside: Events = []
+    outside: Events = []
+    for section in sections(journal.events):
+        joins = "from_region" in section[0] and "run" in section[0]
+        came_in = not joins or any(event["kind"] == "epoch" for event in section)
+        (inside if came_in else outside).extend(map(dict, section))
+    return replace(journal, events=inside), replace(journal, events=outside, damaged=[], num_damaged=0)
 
 
 def _name(folder: Path) -> str:

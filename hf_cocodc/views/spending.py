@@ -114,21 +114,6 @@ def _late(story: Story) -> dict[int, float]:
     return found
 
 
-def blocked(story: Story) -> float:
-    """Seconds that training waited."""
-    spans = [s[:2] for s in story.spans if s.activity in (Activity.FOR_A_REGION, Activity.FOR_THE_LINK)]
-    return sum(end - begin for begin, end in union(spans))
-
-
-def utilisation(run: Run, story: Story) -> float | None:
-    """The share of the time that training did not wait; None if time stood still.
-
-    Evaluations, saves, sends and landings count as used, as in `outer/compute_utilization`; not so in a plan (`planning.Course`).
-    """
-    there = sum(end - begin for begin, end in union(story.there))
-    return None if run.in_steps or not there else 1 - blocked(story) / there
-
-
 def longest_waits(run: Run, most: int) -> list[tuple[int, float, float, Flight]]:
     """The longest waits of all regions: the region, from when to when, and the transfer."""
     found = [(story.region, *wait) for story in run.stories for wait in waits(story)[:most]]
@@ -156,14 +141,3 @@ def overlapping(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
         for s in spans
         if s.end > begin and s.begin < end
     ]
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(75.25), duration(4000)
-    ('75.2 s', '1 h 06 min')
-    """
-    if seconds < 600:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

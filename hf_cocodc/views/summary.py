@@ -1,4 +1,4 @@
-"""The summary of a run, read from its journals."""
+"""The figures of a run. The summary of the command, its JSON and the page of a report all show these."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from ..run.unread import merged
-from .events import figure
-from .journals import read_journal
-from .members import attended, changes, num_regions, periods, sentence, spans
-from .tokens import tokens_at
+from .events import Event, figure
+from .journals import RegionJournal
+from .members import attended, periods, sentence
+from .runs import Run
+from .spending import union
+from .totals import totals
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a finished run; outer steps by fragment; bytes and seconds are the largest of all regions.
+    """Figures of a run, so far if it still trains; outer steps by fragment; `bytes_sent` and `blocked_s` are the largest of all
+    regions (see `totals.totals`).
 
     `bytes_sent` is most often region 0's, which also sends the first parameters; see `engine.account.Totals`.
-
-    `total_s` is the time from the moment at which the regions have met to the last event, evaluations included.
+    `training_s` is the time in which a region was in the run, until its last inner step; `total_s` that until the last event,
+    evaluations included. A run that was stopped and resumed does not count what lies between.
     `tokens` are those of all regions together; None if the journals do not say how many an inner step has.
     `timing` says what the seconds are: "measured", "simulated", or "none".
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
@@ -36,6 +39,8 @@ class Summary:
     outer_steps: tuple[int, ...]
     perplexity_before: float | None
     perplexity_after: float | None
+    loss_before: float | None
+    loss_after: float | None
     evaluated: str
     best_step: int | None
     accuracy_before: float | None
@@ -69,49 +74,52 @@ class Summary:
         known = self.tokens is not None and self.timing != "none" and self.training_s > 0
         return self.tokens / self.training_s if known and self.tokens is not None else None
 
-    def _amounts(self) -> list[str]:
-        """Tokens and total time, as far as they are known."""
-        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
-        rows = [] if self.tokens is None else [f"tokens                {self.tokens:,} of all regions{rate}"]
-        return rows + [f"total time            {self.total_s:.1f} {self._unit}"] * (self.timing != "none")
+    def rows(self) -> list[tuple[str, str]]:
+        """What is known, in words: names and values."""
+        times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
+        ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
+        sent = (
+            f"{amount(self.bytes_sent)}; data-parallel training would have sent {amount(self.data_parallel_bytes)} "
+            f"({ratio:.0f} times as much)"
+        )
+        each = "" if self.members else f" in each of {self.num_regions} region(s)"
+        void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
+        found = [
+            *self._held_out(),
+            ("method", self.method),
+            ("inner steps", f"{self.inner_steps}{each}"),
+            ("regions", self.members),
+            ("outer steps", self._outer_steps()),
+            ("tokens", "" if self.tokens is None else f"{self.tokens:,} of all regions{times}"),
+            ("total time", "" if self.timing == "none" else f"{self.total_s:.1f} {self._unit}"),
+            ("blocked on the link", self.blocked()),
+            ("sent by a region", sent if self.data_parallel_bytes else ""),
+            *(("not counted", words) for words in self.not_counted),
+            ("void", void if self.num_void else ""),
+            *(("read by nobody", words) for words in self.unread),
+        ]
+        return [row for row in found if row[1]]
+
+    def _held_out(self) -> list[tuple[str, str]]:
+        best = "" if self.best_step is None else f", the best: of step {self.best_step}"
+        weights = f" ({self.evaluated} weights{best})"
+        if self.perplexity_after is not None:
+            before = "" if self.perplexity_before is None else f"{_plain(self.perplexity_before, 2)} before, "
+            found = [("held-out perplexity", f"{before}{_plain(self.perplexity_after, 3)} after{weights}")]
+        elif self.loss_after is not None:
+            before = "" if self.loss_before is None else f"{_plain(self.loss_before, 3)} before, "
+            found = [("held-out loss", f"{before}{_plain(self.loss_after, 3)} after{weights}")]
+        else:
+            found = []
+        if self.accuracy_after is not None:
+            before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
+            found.append(("held-out accuracy", f"{before}{100 * self.accuracy_after:.1f} % after"))
+        return found
 
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
-        rows = []
-        if self.perplexity_after is not None:
-            before = "" if self.perplexity_before is None else f"{_plain(self.perplexity_before, 2)} before, "
-            best = "" if self.best_step is None else f", the best: of step {self.best_step}"
-            rows.append(
-                f"held-out perplexity   {before}{_plain(self.perplexity_after, 3)} after ({self.evaluated} weights{best})"
-            )
-        if self.accuracy_after is not None:
-            before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
-            rows.append(f"held-out accuracy     {before}{100 * self.accuracy_after:.1f} % after")
-        rows += [
-            f"method                {self.method}",
-            f"inner steps           {self.inner_steps}"
-            + ("" if self.members else f" in each of {self.num_regions} region(s)"),
-            *([f"regions               {self.members}"] if self.members else []),
-            f"outer steps           {self._outer_steps()}",
-            *self._amounts(),
-            f"blocked on the link   {self.blocked()}",
-        ]
-        if self.data_parallel_bytes:
-            ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
-            rows.append(
-                f"sent by a region      {amount(self.bytes_sent)}; data-parallel training would have sent "
-                f"{amount(self.data_parallel_bytes)} ({ratio:.0f} times as much)"
-            )
-        rows += [f"not counted           {words}" for words in self.not_counted]
-        if self.num_void:
-            count = sum(self.outer_steps) + self.num_void
-            rows.append(
-                f"void                  {self.num_void} of {count} transfers changed nothing (see the log)"
-            )
-        rows += [f"read by nobody        {words}" for words in self.unread]
-        rows.append(f"global model          {model}")
-        rows += [f"journal               {journal}" for journal in journals]
-        return rows
+        places = [("global model", str(model)), *(("journal", str(journal)) for journal in journals)]
+        return [f"{name:<22}{value}" for name, value in [*self.rows(), *places]]
 
     def _outer_steps(self) -> str:
         total, least, most = sum(self.outer_steps), min(self.outer_steps), max(self.outer_steps)
@@ -121,55 +129,79 @@ class Summary:
         return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
 
 
-def summarise(journals: Sequence[Path]) -> Summary:
-    """Read the journals of all available regions, region 0's first. At least one of them has finished; a lost one has not."""
-    there = [journal for journal in map(read_journal, journals) if journal is not None]
-    everything = [journal.events for journal in there]
-    found = changes(everything)
-    ended = [journal for journal in there if journal.has_finished]
-    runs = [journal.events for journal in ended]
+def summarise(run: Run) -> Summary:
+    """The figures of a run."""
+    events = [journal.events for journal in run.journals]
+    ended = [journal for journal in run.journals if journal.has_finished]
     # the one that has seen most changes was there longest
-    longest = max(runs, key=lambda run: sum(event["kind"] == "epoch" for event in run))
-    start = ended[0].start
-    finishes = [next(event for event in reversed(run) if event["kind"] == "finish") for run in runs]
-    evaluations = [event for event in runs[0] if event.get("eval_perplexity") is not None]
-    perplexities = {event["step"]: event["eval_perplexity"] for event in evaluations}
-    accuracies = {event["step"]: figure(event, "eval_accuracy") for event in evaluations}
-    end = max(index for index, event in enumerate(runs[0]) if event["kind"] == "finish")
-    best = next((event["step"] for event in runs[0][end:] if event["kind"] == "best"), None)
-    last = evaluations[-1]["step"] if evaluations and evaluations[-1]["step"] else None
-    shown = last if best is None else best
-    inner_steps = finishes[0]["step"]
-    members = attended(everything, found)
-    landed = [event["fragment"] for event in runs[0] if event["kind"] == "land"]
+    longest = max(ended or run.journals, key=lambda each: sum(e["kind"] == "epoch" for e in each.events))
+    held_out = _held_out(ended + [journal for journal in run.journals if not journal.has_finished])
+    best = next((event["step"] for journal in ended for event in _after_finish(journal, "best")), None)
+    shown = held_out.get(max(held_out, default=0) if best is None else best, {})
+    before = held_out.get(0, {})
+    shown = {} if shown is before else shown
+    landed = {
+        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == "land"
+    }
+    void = {
+        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == "void"
+    }
+    reached = [totals(each)[-1] for each in events]
+    members = attended(events, run.found)
     return Summary(
-        num_regions=num_regions(everything, found),
-        inner_steps=inner_steps,
-        outer_steps=tuple(landed.count(fragment) for fragment in range(start["num_fragments"])),
-        perplexity_before=perplexities.get(0),
-        perplexity_after=None if shown is None else perplexities.get(shown),
-        accuracy_before=accuracies.get(0),
-        accuracy_after=None if shown is None else accuracies.get(shown),
-        evaluated=evaluations[-1].get("weights", "global") if evaluations else "global",
-        blocked_s=max(figure(finish, "blocked_s") or 0.0 for finish in finishes),
-        training_s=max(finish["time_s"] for finish in finishes),
-        total_s=max(event["time_s"] for run in everything for event in run),
-        tokens=tokens_at(
-            inner_steps, {journal.region: journal.start for journal in there}, spans(members, inner_steps)
+        num_regions=run.num_regions,
+        inner_steps=run.step,
+        outer_steps=tuple(
+            sum(fragment == each for each, _ in landed) for fragment in range(run.start["num_fragments"])
         ),
+        perplexity_before=before.get("eval_perplexity"),
+        perplexity_after=shown.get("eval_perplexity"),
+        loss_before=before.get("eval_loss"),
+        loss_after=shown.get("eval_loss"),
+        accuracy_before=figure(before, "eval_accuracy"),
+        accuracy_after=figure(shown, "eval_accuracy"),
+        evaluated=shown.get("weights", "global"),
+        blocked_s=max(each.blocked_s for each in reached),
+        training_s=_there(run, max(run.times_of("finish"), default=run.end)),
+        total_s=_there(run, run.end),
+        tokens=run.tokens(run.step),
         best_step=best,
-        timing=start.get("timing", "measured"),
-        bytes_sent=max(finish.get("bytes_sent") or 0 for finish in finishes),
+        timing=run.start.get("timing", "measured"),
+        bytes_sent=round(max(each.bytes_sent for each in reached)),
         data_parallel_bytes=sum(
-            data_parallel_bytes(start.get("num_params") or 0, until - since, len(regions))
-            for since, until, regions in periods(members, inner_steps)
+            data_parallel_bytes(run.start.get("num_params") or 0, until - since, len(regions))
+            for since, until, regions in periods(members, run.step)
         ),
-        method=describe(start["outer"]),
-        not_counted=[words for run in runs for words in _not_counted(run)],
-        members=sentence(found) if found else "",
-        num_void=sum(event["kind"] == "void" for event in runs[0]),
-        unread=[each.words for each in merged(longest)],
+        method=describe(run.start["outer"]),
+        not_counted=[words for each in events for words in _not_counted(each)],
+        members=sentence(run.found) if run.found else "",
+        num_void=len(void),
+        unread=[each.words for each in merged(longest.events)],
     )
+
+
+def _there(run: Run, end: float) -> float:
+    """Seconds before `end` in which a region was in the run; 0 if time stood still."""
+    spans = union(span for story in run.stories for span in story.there)
+    return 0.0 if run.in_steps else sum(max(min(until, end) - since, 0.0) for since, until in spans)
+
+
+def _held_out(journals: Sequence[RegionJournal]) -> dict[int, Event]:
+    """The last evaluation at each inner step, of the first of these journals that has one."""
+    found: dict[int, Event] = {}
+    for journal in reversed(journals):
+        found |= {
+            event["step"]: event
+            for event in journal.events
+            if event["kind"] == "evaluate"
+            and (event.get("eval_loss") is not None or event.get("eval_perplexity") is not None)
+        }
+    return found
+
+
+def _after_finish(journal: RegionJournal, kind: str) -> list[Event]:
+    end = max(place for place, event in enumerate(journal.events) if event["kind"] == "finish")
+    return [event for event in journal.events[end:] if event["kind"] == kind]
 
 
 def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:

@@ -14,6 +14,8 @@ import torch
 
 from hf_cocodc.meeting import live
 from hf_cocodc.meeting.store import SteadyStore, serve_store
+from hf_cocodc.run.unread import merged
+from hf_cocodc.views.runs import read_run
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, rank_env, region_env, wait_until
@@ -247,6 +249,10 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     assert torch.equal(first["weights"], second["weights"])
     [left] = events(tmp_path, 0, "left")
     assert left["region"] == 2
+    [trained] = [event["step"] for event in events(tmp_path, 2, "note") if "region 2 leaves" in event["message"]]
+    whole = read_run("run", [tmp_path / f"region-{region}.jsonl" for region in range(3)])
+    assert whole.trained[2] == [(0, trained)]
+    assert merged(events(tmp_path, 0, "unread"))[0][:3] == (2, trained, 60)
     assert run.processes[2].exitcode == (0 if body is loop else 1), said[-4000:]
     if body is loop:
         assert torch.load(tmp_path / "region-2.pt", weights_only=False)["verdict"] == "leave"
@@ -256,7 +262,7 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
 
 @pytest.mark.slow
 def test_a_region_leaves_where_all_evaluate(tmp_path: Path) -> None:
-    """The others decide by the mean of all metrics there, and need it. It had skipped this, and all regions ended with an error."""
+    """The others decide by the mean of all metrics there, and need it. It had skipped this, and all ended with an error."""
     run = Run(tmp_path, 3, partial(trainer, eval_every=1), 60, 0.1, "diloco", 1)
     run.wait_for_step(2, 9)
     run.ask_to_leave(2, "its machine is needed")

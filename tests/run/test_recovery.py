@@ -16,6 +16,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.journal import read
+from hf_cocodc.views.runs import read_run
 from hf_cocodc.views.summary import summarise
 from tests.toys import Blocks, batch, llama, params_of
 
@@ -87,7 +88,11 @@ def test_a_region_begins_anew(method: str, tmp_path: Path, caplog: pytest.LogCap
         in caplog.text
     )
     count = sum(event["kind"] == "sit_out" for event in theirs)
-    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not counted")]
+    [line] = [
+        line
+        for line in summarise(read_run("run", journals)).lines(tmp_path, [])
+        if line.startswith("not counted")
+    ]
     assert line.split(maxsplit=2)[2] == (
         f"region 1 sat {count} transfers out, and began anew after step {anew['step']}"
     )
@@ -125,7 +130,11 @@ def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogC
     assert times == [1, 2, 3, 4]
     assert caplog.text.count("another time will not help") == 2
     assert params_of(outers[0].synchronizer._model).abs().max() < 2
-    [line] = [line for line in summarise(journals).lines(tmp_path, []) if line.startswith("not counted")]
+    [line] = [
+        line
+        for line in summarise(read_run("run", journals)).lines(tmp_path, [])
+        if line.startswith("not counted")
+    ]
     assert line.split(maxsplit=2)[2].startswith(
         "region 1 had 14 outer gradients dropped, and began anew after step"
     )

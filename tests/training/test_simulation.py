@@ -15,6 +15,7 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.export import SAVED
 from hf_cocodc.run.journal import read
+from hf_cocodc.views.runs import read_run
 from hf_cocodc.views.summary import summarise
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
@@ -95,7 +96,7 @@ def test_a_summary_without_time_says_so(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     for timing, said in (({"timing": "none"}, "unknown (time was not simulated)"), ({}, "0.50 s of 2.0 s")):
         path.write_text("\n".join(json.dumps(event) for event in (start | timing, finish)))
-        assert summarise([path]).blocked() == said
+        assert summarise(read_run("run", [path])).blocked() == said
 
 
 def test_lines_of_regions_bear_their_names() -> None:

@@ -121,6 +121,95 @@ def a_resumed_run(folder: Path, first: int, then: int, at: int = 40, steps: int 
     return paths
 
 
+def an_elastic_run(
+    folder: Path,
+    there: dict[int, list[tuple[int, int]]],
+    *,
+    trained_to: dict[int, int] | None = None,
+    fails: tuple[int, int, float] | None = None,
+    steps: int = 60,
+) -> list[Path]:
+    """A run that goes on without a lost region. Each process has a clock of its own; an inner step takes 0.5 s.
+
+    A transfer of 100 bytes lands at every tenth step; training waits 0.1 s for it. Region 0 sends 5,000 bytes more at the end.
+
+    Args:
+        folder: of the run.
+        there: the inner steps from which, and to which, each region takes part. One that comes later joins.
+        trained_to: the last inner step of regions that leave, by number: they only keep step from there on.
+        fails: a region that tries to join: its number, from which step on, and for how many seconds.
+        steps: of the run.
+    """
+    trained_to = trained_to or {}
+    members = {
+        step: [r for r, spans in there.items() if any(a < step <= b for a, b in spans)]
+        for step in range(1, steps + 1)
+    }
+    paths = []
+    for region, spans in there.items():
+        events: list[dict[str, Any]] = []
+        ended_s = 0.0
+        for since, until in spans:
+            joins, began_s = since > 0, 0.5 * since
+            _begin(events, region, since, ended_s, began_s, from_region=0 if joins else None)
+            if joins:
+                _add(events, "join", ended_s, since, epoch=1, region=region, donor=0, base=since)
+            for step in range(since + 1, until + 1):
+                now = ended_s + 0.5 * step - began_s
+                if step == since + 1 or members[step] != members[step - 1]:
+                    changes = sum(members[each] != members[each - 1] for each in range(2, step + 1))
+                    _add(events, "epoch", now - 0.4, step - 1, epoch=changes, members=members[step], why="")
+                if step % 10:
+                    continue
+                coasted = {
+                    str(r): last for r, last in trained_to.items() if r in members[step] and last < step
+                }
+                if not coasted.get(str(region)):
+                    _add(events, "log", now - 0.2, step, loss=2.0)
+                sent = {
+                    "fragment": 0,
+                    "sent_at": step,
+                    "members": members[step],
+                    "blocked_s": 0.1,
+                    "bytes_sent": 100,
+                }
+                _add(events, "land", now, step, **sent, **({"coasted": coasted} if coasted else {}))
+            ended_s = events[-1]["time_s"]
+        if spans[-1][1] == steps:
+            waited = 0.1 * sum(event["kind"] == "land" for event in events)
+            sent_bytes = sum(event.get("bytes_sent", 0) for event in events) + 5000 * (not region)
+            _add(events, "finish", ended_s, steps, blocked_s=waited, bytes_sent=sent_bytes)
+        paths.append(write(folder / f"region-{region}", events))
+    if fails is not None:
+        region, since, seconds = fails
+        events = []
+        _begin(events, region, since, 0.0, 0.5 * since, from_region=0)
+        _add(
+            events,
+            "land",
+            1.0,
+            since + 10,
+            fragment=0,
+            sent_at=since + 10,
+            members=[0, 1],
+            blocked_s=9.0,
+            bytes_sent=9999,
+        )
+        _add(events, "error", seconds, since + 10, message="the run has ended", exit_code=1)
+        write(folder / f"region-{region}", events)
+    return paths
+
+
+def _begin(
+    events: list[dict[str, Any]], region: int, step: int, time_s: float, at: float, from_region: int | None
+) -> None:
+    kind = "start" if from_region is None else "resume"
+    more: dict[str, Any] = {} if from_region is None else {"from_region": from_region}
+    _add(events, kind, time_s, step, region=region, num_regions=3, num_params=1000, num_fragments=1, bytes_sent=0,
+         timing="measured", outer={"method": "diloco"}, training={"batch": 4, "data.block_size": 128}, run="elastic",
+         at=1.79e9 + at, **more)  # fmt: skip
+
+
 def write(region_folder: Path, events: list[dict[str, Any]], name: str = "journal.jsonl") -> Path:
     path = region_folder / "cocodc" / name
     path.parent.mkdir(parents=True, exist_ok=True)

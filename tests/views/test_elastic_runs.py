@@ -11,6 +11,7 @@ import pytest
 
 from hf_cocodc.run.journal import Journal
 from hf_cocodc.views.pictures import plot_run
+from hf_cocodc.views.runs import read_run
 from hf_cocodc.views.summary import summarise
 
 STEPS = 800
@@ -40,7 +41,7 @@ def a_journal(folder: Path, region: int, dies: bool) -> Path:
         if step % 20 == 0:
             fragment = step // 20 % 2
             journal.write(
-                "land", step=step, fragment=fragment, sent_at=step - 5, blocked_s=0.0, bytes_sent=step
+                "land", step=step, fragment=fragment, sent_at=step - 5, blocked_s=0.0, bytes_sent=10
             )
     if region == 0:
         journal.write("unread", step=480, region=1, from_step=300, to_step=480, samples=720)
@@ -52,7 +53,7 @@ def a_journal(folder: Path, region: int, dies: bool) -> Path:
 def test_the_summary_says_who_was_there(tmp_path: Path) -> None:
     """And takes its figures from the regions that have finished."""
     paths = [a_journal(tmp_path, region, dies=True) for region in range(4)]
-    summary = summarise(paths)
+    summary = summarise(read_run("run", paths))
     lines = summary.lines(tmp_path, paths)
     assert "inner steps           800" in lines
     assert (
@@ -78,7 +79,7 @@ def test_the_picture_has_a_strip_with_gaps(
 
     monkeypatch.setattr(matplotlib.axes.Axes, "hlines", hlines)
     paths = [a_journal(tmp_path, region, dies) for region in range(4)]
-    plot_run(paths[::-1] if dies else paths, tmp_path / "run.png")
+    plot_run(read_run("run", paths[::-1] if dies else paths), tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     last = (3, 0, 600) if dies else (3, 0, 800)
     assert bars == [(0, 0, 800), (1, 0, 310), (1, 480, 800), (2, 0, 800), last]

@@ -136,8 +136,9 @@ def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: P
     assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 0
     assert out.stat().st_size < 6e6
     from hf_cocodc.views.pictures import plot_run
+    from hf_cocodc.views.runs import read_run
 
-    plot_run(paths, tmp_path / "run.png")
+    plot_run(read_run("run", paths), tmp_path / "run.png")
     seen = matplotlib.image.imread(tmp_path / "run.png")[..., :3]
     assert min(share(seen, colour) for colour in ("#d55e00", "#d5dee8", "#56b4e9", "#f0e442")) > 0.002
     assert share(seen, "#ffffff") > 0.3
@@ -148,6 +149,7 @@ def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: P
 def test_numbers_that_nobody_would_write_are_drawn_or_refused(seed: int, tmp_path: Path) -> None:
     """Without a traceback, and without a warning of matplotlib."""
     from hf_cocodc.views.pictures import plot_run
+    from hf_cocodc.views.runs import read_run
 
     chance = random.Random(seed)
     values = [
@@ -178,7 +180,7 @@ def test_numbers_that_nobody_would_write_are_drawn_or_refused(seed: int, tmp_pat
             event[chance.choice(["norms", "members", "took_s", "rested_s"])] = chance.choice(values)
         write(path.parent.parent, events)
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
-    plot_run(paths, tmp_path / "run.png")
+    plot_run(read_run("run", paths), tmp_path / "run.png")
 
 
 def share(pixels: object, colour: str) -> float:

@@ -11,7 +11,7 @@ import pytest
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.views.journals import read_journal
-from hf_cocodc.views.runs import load
+from hf_cocodc.views.runs import load, read_run
 from hf_cocodc.views.spending import GIVEN_UP, NOT_THERE, spent
 from hf_cocodc.views.story import Activity, story_of
 from hf_cocodc.views.summary import summarise
@@ -225,7 +225,12 @@ def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
             [run] = load([tmp_path])
         except InputError:
             continue
-        spent(run), run.attendance, run.tokens(run.step), summarise(paths).lines(tmp_path, paths)
+        (
+            spent(run),
+            run.attendance,
+            run.tokens(run.step),
+            summarise(read_run("run", paths)).lines(tmp_path, paths),
+        )
 
 
 def test_older_journals_are_read(tmp_path: Path) -> None:
