@@ -37,7 +37,7 @@ class ElasticLink(DirectLink):
 
     Attributes:
         events: what happened, for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left") and
-            facts. The journal takes them out.
+            facts. The journal takes them out. A region that comes or goes in good order does so at the same step for all.
         parties: see `Link.parties`.
     """
 

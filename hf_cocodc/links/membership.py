@@ -212,14 +212,15 @@ class Membership:
         if ("left", self.me) in found:
             self.ops.last = self.ops.submitted
         for kind, member in found:
-            facts = {"epoch": self.epoch.number, "region": member.region}
+            facts = {"step": self.step, "epoch": self.epoch.number, "region": member.region}
             self._events.append(
                 (kind, facts if kind == "join" else {**facts, "why": "it has left in good order"})
             )
         # a region that leaves does not see what follows
         if found and ("left", self.me) not in found:
             words = {"join": "has come in", "left": "has left in good order"}
-            self._tell_epoch(", ".join(f"region {member.region} {words[kind]}" for kind, member in found))
+            why = ", ".join(f"region {member.region} {words[kind]}" for kind, member in found)
+            self._tell_epoch(why, step=self.step)
         return tuple(member.ticket for kind, member in found if kind == "join")
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
@@ -229,10 +230,10 @@ class Membership:
             self.step, ops.submitted, number, ops.losses, members, tuple(sorted(ops.lost)), admitted, held
         )
 
-    def _tell_epoch(self, why: str) -> None:
+    def _tell_epoch(self, why: str, **facts: int) -> None:
         number, members = self.epoch
-        facts = {"epoch": number, "losses": self.ops.losses, "members": list(members), "why": why}
-        self._events.append(("epoch", facts))
+        told = {"epoch": number, "losses": self.ops.losses, "members": list(members), "why": why}
+        self._events.append(("epoch", {**told, **facts}))
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lose(self, member: Member, why: str) -> None:

@@ -116,7 +116,7 @@ def test_a_member_leaves_at_a_roll_call() -> None:
             link.close()
         else:
             assert len(link.gather(Trailer(), "afterwards")) == 2
-            assert [kind for kind, _ in link.events] == ["left", "epoch"]
+            assert [(kind, facts["step"]) for kind, facts in link.events] == [("left", 5), ("epoch", 5)]
         return present
 
     assert set(regions.run(body).values()) == {(0, 2)}

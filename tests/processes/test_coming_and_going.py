@@ -171,6 +171,12 @@ def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tm
     assert came["base"] <= came["step"] == third["began_at"]
     epochs = [event["members"] for event in events(tmp_path, 0, "epoch")]
     assert epochs == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert {event["step"] for region in range(3) for event in events(tmp_path, region, "epoch")[-1:]} == {
+        came["step"]
+    }
+    assert merged(events(tmp_path, 0, "unread"))[0].to_step == came["step"], "it reads the next one itself"
+    whole = read_run("run", [tmp_path / f"region-{region}.jsonl" for region in range(3)])
+    assert whole.trained[2][-1] == (came["step"], 250)
     assert events(tmp_path, 2, "epoch")[-1]["why"] == "region 2 has come in"
 
 
@@ -249,7 +255,9 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     assert torch.equal(first["weights"], second["weights"])
     [left] = events(tmp_path, 0, "left")
     assert left["region"] == 2
-    [trained] = [event["step"] for event in events(tmp_path, 2, "note") if "region 2 leaves" in event["message"]]
+    [trained] = [
+        event["step"] for event in events(tmp_path, 2, "note") if "region 2 leaves" in event["message"]
+    ]
     whole = read_run("run", [tmp_path / f"region-{region}.jsonl" for region in range(3)])
     assert whole.trained[2] == [(0, trained)]
     assert merged(events(tmp_path, 0, "unread"))[0][:3] == (2, trained, 60)
