@@ -140,20 +140,13 @@ def summarise(run: Run) -> Summary:
     shown = held_out.get(max(held_out, default=0) if best is None else best, {})
     before = held_out.get(0, {})
     shown = {} if shown is before else shown
-    landed = {
-        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == "land"
-    }
-    void = {
-        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == "void"
-    }
+    landed, void = _transfers(events, "land"), _transfers(events, "void")
     reached = [totals(each)[-1] for each in events]
     members = attended(events, run.found)
     return Summary(
         num_regions=run.num_regions,
         inner_steps=run.step,
-        outer_steps=tuple(
-            sum(fragment == each for each, _ in landed) for fragment in range(run.start["num_fragments"])
-        ),
+        outer_steps=tuple(landed[fragment] for fragment in range(run.start["num_fragments"])),
         perplexity_before=before.get("eval_perplexity"),
         perplexity_after=shown.get("eval_perplexity"),
         loss_before=before.get("eval_loss"),
@@ -175,9 +168,17 @@ def summarise(run: Run) -> Summary:
         method=describe(run.start["outer"]),
         not_counted=[words for each in events for words in _not_counted(each)],
         members=sentence(run.found) if run.found else "",
-        num_void=len(void),
+        num_void=void.total(),
         unread=[each.words for each in merged(longest.events)],
     )
+
+
+def _transfers(events: Sequence[Sequence[Event]], kind: str) -> Counter[int]:
+    """How many transfers of each fragment have ended so, in any region."""
+    found = {
+        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == kind
+    }
+    return Counter(fragment for fragment, _ in found)
 
 
 def _there(run: Run, end: float) -> float:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .events import MOST
+
 Spans = Mapping[int, Sequence[tuple[int, int]]]
 """The inner steps from which, and to which, each region did something."""
 
@@ -28,7 +30,7 @@ def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
             and str(region) not in event.get("coasted", {})
             for event in landings
         )
-        until = last if trains_again else math.inf
+        until = last if trains_again else MOST
         rows = found.get(region, ())
         parts = [part for a, b in rows for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
         found[region] = [(a, b) for a, b in parts if a < b]

@@ -17,6 +17,8 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.views import pictures
 from hf_cocodc.views.runs import load
 from hf_cocodc.views.summary import summarise
+from tests.processes.coming_worker import events, trainer
+from tests.processes.test_coming_and_going import TIMEOUT_S, Run
 from tests.training.test_simulation import RECIPE, STEPS, TIMES, TINY
 from tests.views.made import a_resumed_run, a_run, an_elastic_run, write
 
@@ -225,3 +227,32 @@ def test_a_simulation_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixtur
     figures = json.loads((tmp_path / "summary.json").read_text())
     assert said == on_the_page(run / "simulated", tmp_path / "page.html", capsys)
     assert (figures["inner_steps"], figures["tokens"] % (2 * STEPS * 32)) == (STEPS, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_real_regions_that_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Region 2 is killed and comes back, then region 1 leaves."""
+    run = Run(tmp_path, 3, trainer, 200, 0.1, "streaming", 1)
+    run.wait_for_step(2, 9)
+    run.kill(2)
+    run.wait_until_members([0, 1], 0)
+    run.start(2)
+    run.wait_for_join(2)
+    run.ask_to_leave(1, "its machine is needed")
+    run.processes[1].join(TIMEOUT_S)
+    run.results(0, 2)
+    out = tmp_path / "out"
+    report([out / f"region-{region}" for region in range(3)], out, tmp_path / "summary.json")
+    said = rows_of(capsys.readouterr().out)
+    assert said == on_the_page(out, tmp_path / "page.html", capsys)
+    figures = json.loads((tmp_path / "summary.json").read_text())
+    [ended, *_] = events(tmp_path, 0, "finish")
+    assert (figures["inner_steps"], figures["bytes_sent"]) == (200, ended["bytes_sent"])
+    assert figures["blocked_s"] >= ended["blocked_s"]
+    assert (
+        "region 2 lost" in said["regions"]
+        and "region 2 back" in said["regions"]
+        and "region 1 left" in said["regions"]
+    )
+    assert "region 1's data of steps" in said["read by nobody"]
