@@ -267,9 +267,8 @@ class CoCoDCCallback(TrainerCallback):
         control.should_training_stop = True
         if not outer.finished:
             assert self._trainer is not None
-            go_along(
-                self._trainer, outer.inner_step
-            )  # a region that coasted trained fewer steps than the others
+            # a region that coasted trained fewer steps than the others
+            go_along(self._trainer, outer.inner_step)
             control.should_save = outer.verdict == "stop" and outer.endings.word.saved_at < outer.inner_step
             control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
 
