@@ -19,6 +19,7 @@ from tests.toys import batch, llama, params_of
 
 METHODS = {
     "diloco": OuterConfig(sync_interval=4),
+    "eager": OuterConfig(method="eager", sync_interval=4),
     "streaming": OuterConfig(method="streaming", sync_interval=6, num_fragments=2, overlap_steps=2),
 }
 HURRY = "hurry"
