@@ -21,12 +21,14 @@ class Wish(NamedTuple):
         is_exact: whether it was given the path of the checkpoint; else the newest is meant that all regions have.
         step: of the checkpoint at this path; of others, the newest step that counts. 0 if nothing was said.
         has_some: whether its folder has complete checkpoints of the run that wrote there last.
+        is_there: whether this region sees a checkpoint of this step, complete or not.
     """
 
     resumes: bool
     is_exact: bool
     step: int
     has_some: bool
+    is_there: bool
 
 
 def wish_of(wanted: Any, folder: Path) -> Wish:
@@ -41,10 +43,11 @@ def wish_of(wanted: Any, folder: Path) -> Wish:
     """
     has_some = any(disk.unusable(path, hashes=False) is None for path in disk.checkpoints(folder).values())
     if not wanted or wanted is True:
-        return Wish(bool(wanted), False, 0, has_some)
+        return Wish(bool(wanted), False, 0, has_some, False)
     path = Path(wanted)
     step = path.name.removeprefix(disk.PREFIX)
-    return Wish(True, not is_pointer(path, folder), int(step) if step.isdigit() else 0, has_some)
+    is_there = path.is_dir() or (folder / path.name).is_dir()
+    return Wish(True, not is_pointer(path, folder), int(step) if step.isdigit() else 0, has_some, is_there)
 
 
 def common_wish(link: Link, own: Wish) -> Wish:
@@ -53,7 +56,7 @@ def common_wish(link: Link, own: Wish) -> Wish:
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
 
     Raises:
-        CheckpointError: regions are asked for things that do not go together.
+        CheckpointError: regions are asked for things that do not go together, or for a checkpoint that no region has.
     """
     wishes = gather(link, own, "what to begin from")
     resuming = [region for region, wish in wishes.items() if wish.resumes]
@@ -75,13 +78,20 @@ def common_wish(link: Link, own: Wish) -> Wish:
                 f"region {resuming[0]} is to {_in_words(first)}, region {region} is to {_in_words(wish)} though it has "
                 f"checkpoints. {way_out} For a new run use another folder."
             )
+    seen = {wish.step for wish in wishes.values() if wish.is_there}
+    for region, wish in wishes.items():
+        if wish.step and not wish.is_exact and wish.step not in seen:
+            raise CheckpointError(
+                f"region {region} is to resume from {disk.PREFIX}{wish.step}, which no region has. Name one that is there, or let "
+                "regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
+            )
     if not own.resumes:
         logger.warning(
             "region %d was to begin from step 0, and region %d is to resume: all resume.",
             *(link.region, resuming[0]),
         )
     bounds = [wish.step for wish in wishes.values() if wish.step]
-    return Wish(True, first.is_exact, min(bounds, default=0), own.has_some)
+    return own._replace(resumes=True, is_exact=first.is_exact, step=min(bounds, default=0))
 
 
 def _in_words(wish: Wish) -> str:

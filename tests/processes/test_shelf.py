@@ -61,7 +61,7 @@ TOLD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "what newcomers want": (News((Member(1, 3),), "the lease ends"), _news_in),
     "a marker": (_MARKER, _marker_in),
     "no marker": (None, _marker_in),
-    "a wish": (Wish(True, False, 3, True), lambda told: Wish(*told)),
+    "a wish": (Wish(True, False, 3, True, True), lambda told: Wish(*told)),
 }
 KEPT = (DonorLost, LeftBehind)
 ERRORS = (DonorLost("it sends no more"), LeftBehind("gone on"), RegionLostError(1, "lost"), KeyError("x"))

@@ -108,6 +108,38 @@ def test_a_path_in_the_output_folder_goes_back(run: tuple[Path, Tensor], again: 
     assert links(again) == [4]
 
 
+@pytest.mark.parametrize("step", [77, 2])
+def test_a_checkpoint_that_no_region_has_is_refused(step: int, again: Path) -> None:
+    """It does not mean an older one; nothing on the disk changes."""
+
+    def body(region: int, link: Link) -> None:
+        make(again, link).train(resume_from_checkpoint=str(again / f"checkpoint-{step}"))
+
+    with pytest.raises(
+        CheckpointError, match=f"is to resume from checkpoint-{step}, which no region has. Name one that is"
+    ):
+        simulate(body, regions=2)
+    assert links(again) == [4, 8, 12]
+
+
+@pytest.mark.parametrize("named", [12, None])
+def test_one_region_that_has_the_checkpoint_is_enough(
+    named: int | None, run: tuple[Path, Tensor], tmp_path: Path
+) -> None:
+    """Each region has a disk of its own, and region 0's is empty: it takes region 1's checkpoint over."""
+    shutil.copytree(run[0], tmp_path / "disk-1", symlinks=True)
+    shutil.rmtree(tmp_path / "disk-1" / "region-0")
+
+    def body(region: int, link: Link) -> Trainer:
+        home, step = tmp_path / f"disk-{region}", 12 if region else named
+        trainer = make(home, link, save_strategy="no")
+        trainer.train(resume_from_checkpoint=step and str(home / f"checkpoint-{step}"))
+        return trainer
+
+    assert torch.equal(*weights_of(simulate(body, regions=2)))
+    assert [began_at(tmp_path / f"disk-{region}", region) for region in range(2)] == [12, 12]
+
+
 def test_a_region_that_has_lost_its_disk_resumes_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
