@@ -1,11 +1,13 @@
 """Daemon threads that call C++ code: operations of gloo, stores, tensors, and the destructors of all of these.
 
 If such a call returns while the interpreter ends, CPython before 3.14 ends the thread by unwinding its stack, which C++ forbids:
-the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads.
+the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads. One that is
+still in a call after some seconds, because another region holds its end of a connection, sleeps for ever when it returns.
 """
 
 import atexit
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,5 +51,15 @@ def at_rest() -> Iterator[None]:
 def _let_them_end() -> None:
     until = time.monotonic() + _EXIT_S
     threads = [thread for thread in threading.enumerate() if isinstance(thread, NativeThread)]
-    while any(thread.is_alive() and not thread.at_rest for thread in threads) and time.monotonic() < until:
+    while any(thread.is_alive() and not thread.at_rest for thread in threads):
+        if time.monotonic() > until:
+            _sleep_instead_of_aborting()
+            return
         time.sleep(_EXIT_POLL_S)
+
+
+def _sleep_instead_of_aborting() -> None:
+    """A thread whose unwinding C++ stops calls the terminate handler, which is `abort`: let it be `pause` from now on."""
+    with contextlib.suppress(OSError, AttributeError):  # not the C++ library of GCC
+        pause = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
+        ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(pause)

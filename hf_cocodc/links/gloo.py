@@ -24,6 +24,10 @@ from .records import Record
 from .wire import END_OF_TAGS, Wire, died
 
 
+_LEAVE_S = 1.0
+"""Seconds that a link which closes after an error gives its thread to end: at rest it ends at once, in a transfer it may wait."""
+
+
 class GlooLink(DirectLink, FixedSet):
     """Reaches the same lane of every other region.
 
@@ -131,7 +135,8 @@ class GlooLink(DirectLink, FixedSet):
         if reason is None and self._failure is not None:
             reason = str(self._failure)
         self._jobs.put(None)
-        self._thread.join(timeout=0 if reason is not None else self._timeout_s)
+        # after an error, too: connections are closed only once the thread has ended, and others wait at their ends
+        self._thread.join(timeout=_LEAVE_S if reason is not None else self._timeout_s)
         self._presence.close(reason)
         self._wire.close(broken=self._thread.is_alive() or self._failure is not None)
 
