@@ -7,6 +7,7 @@ import importlib
 
 TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not yet handled (see __main__)
 if TYPE_CHECKING:
+    from .errors import RunLeft, RunStopped
     from .integrations.trainer import CoCoDCCallback
     from .meeting.split_world import split_world
     from .recipes.recipe import Recipe
@@ -23,6 +24,8 @@ _HOMES = {
     "OuterOptimizer": ".run.outer_optimizer",
     "Recipe": ".recipes.recipe",
     "RegionConfig": ".settings",
+    "RunLeft": ".errors",
+    "RunStopped": ".errors",
     "region_shard": ".run.shards",
     "simulate": ".training.simulation",
     "split_world": ".meeting.split_world",
@@ -34,6 +37,8 @@ __all__ = [
     "OuterOptimizer",
     "Recipe",
     "RegionConfig",
+    "RunLeft",
+    "RunStopped",
     "region_shard",
     "simulate",
     "split_world",

@@ -14,12 +14,15 @@
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
         `-- RunLeft             exit code 0   this region has left in good order, and the others train on
 
-Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback.
+Every message names the value, the rule and the way out. The command line prints it as one paragraph, without a traceback. A
+script that does not catch RunStopped or RunLeft ends with this paragraph and the exit code, too.
 """
 
 import difflib
 import reprlib
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 
@@ -74,15 +77,39 @@ class DonorLost(LinkError):
 
 
 class RunStopped(CocodcError):
-    """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from."""
+    """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from.
+
+    This is no mistake of the script: if nobody catches it, the script ends with the message and `exit_code`, without a traceback.
+    """
 
     exit_code = 3
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _spare_traceback()
 
 
 class RunLeft(RunStopped):
     """This region has left the run in good order. The others train on, and have what it has trained."""
 
     exit_code = 0
+
+
+def _spare_traceback() -> None:
+    """Let the interpreter end with the message and the exit code of a RunStopped that nobody catches."""
+    before = sys.excepthook
+    if getattr(before, "spares_traceback", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, RunStopped):
+            before(kind, error, trace)
+            return
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(error.exit_code)  # the interpreter takes the code of a SystemExit that its hook raises
+
+    hook.spares_traceback = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -139,6 +139,8 @@ def test_public_names() -> None:
         "OuterOptimizer",
         "Recipe",
         "RegionConfig",
+        "RunLeft",
+        "RunStopped",
         "region_shard",
         "simulate",
         "split_world",

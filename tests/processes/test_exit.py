@@ -103,3 +103,99 @@ def test_a_script_ends_well_whatever_its_threads_do(script: str) -> None:
         [sys.executable, "-c", dedent(script)], env=environment(), capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stderr
+
+
+UNCAUGHT = """
+    import sys
+    from hf_cocodc import RunLeft, RunStopped
+
+    sys.excepthook = lambda kind, error, trace: print("another hook has", error)
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("RunStopped('all regions stopped')", 3, ("", "all regions stopped\n")),
+        ("RunLeft('this region has left')", 0, ("", "this region has left\n")),
+        ("ValueError('a mistake')", 1, ("another hook has a mistake\n", "")),
+    ],
+)
+def test_a_script_that_is_stopped_ends_without_a_traceback(
+    error: str, code: int, said: tuple[str, str]
+) -> None:
+    """With the message and the exit code of the error; the hook of others has the rest."""
+    script = dedent(UNCAUGHT.format(error=error))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, (ended.stdout, ended.stderr)) == (code, said)
+
+
+SIGNALLED = """
+    import os, signal, torch
+    from accelerate import Accelerator
+    from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, RunStopped
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    config = OuterConfig(sync_interval=5, outer_lr=1.0, outer_momentum=0.0)
+    with OuterOptimizer(accelerator, model, optimizer, config, RegionConfig(count=1), max_steps=50) as outer:
+        signal.signal(signal.SIGTERM, lambda *_: outer.ask_to_stop("SIGTERM"))
+        while not outer.should_stop:
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            outer.step()
+            if outer.inner_step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.verdict == "stop"
+        raise RunStopped(f"stopped at step {outer.inner_step}: {outer.why}")
+"""
+
+
+def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
+    """As the README shows it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(SIGNALLED)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("\nstopped at step 8: region 0 was interrupted (SIGTERM)\n"), ended.stderr
+
+
+ABORTS = """
+    import threading, time
+    from datetime import timedelta
+    import torch.distributed as dist
+    from hf_cocodc import threads
+
+    threads._EXIT_S = 0.5
+
+    class SlowToGo:
+        "Keeps the interpreter busy with its own end."
+        def __del__(self, sleep=time.sleep):
+            sleep(3)
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inside = threading.Event()
+
+    def call():
+        inside.set()
+        try:
+            store.wait(["a key that nobody sets"], timedelta(seconds=2))
+        except RuntimeError:
+            pass
+
+    threads.NativeThread(call, "call").start()
+    inside.wait()
+    kept = SlowToGo()
+    raise SystemExit(7)
+"""
+
+
+def test_a_call_that_outlasts_the_patience_of_the_interpreter_does_not_abort_it() -> None:
+    """It returns while the interpreter ends: the exit code is still the script's, and nothing is said of `terminate`."""
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(ABORTS)], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert "terminate" not in ended.stderr
