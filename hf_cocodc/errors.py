@@ -106,7 +106,9 @@ def _spare_traceback() -> None:
             before(kind, error, trace)
             return
         sys.stderr.write(f"{error}\n")
-        raise SystemExit(error.exit_code)  # the interpreter takes the code of a SystemExit that its hook raises
+        raise SystemExit(
+            error.exit_code
+        )  # the interpreter takes the code of a SystemExit that its hook raises
 
     hook.spares_traceback = True  # type: ignore[attr-defined]
     sys.excepthook = hook

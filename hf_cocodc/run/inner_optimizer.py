@@ -126,6 +126,11 @@ class InnerOptimizer:
             any(name in group for name in names) for part in self._parts for group in part.param_groups
         )
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a part of it has made steps, or has loaded the state of some."""
+        return any(getattr(part, "state", None) for part in self._parts)
+
     def note_lr(self) -> None:
         """Remember the learning rate as it is now, for the inner step that has just been made."""
         self._noted = self._lr()

@@ -91,18 +91,21 @@ def load_inner(accelerator: Accelerator, base: Path) -> None:
         )
 
 
-def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> Saved:
-    """Get a base from a member of the run, and let a plain loop continue from it; returns the engine's state.
+def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> tuple[Saved, int]:
+    """Get a base from a member of the run, and let a plain loop continue from it.
+
+    Returns the engine's state, and the number of the run.
 
     Raises:
         LinkError, CheckpointError: see `get_base`.
     """
-    base = get_base(link, accelerator, folder).folder
+    received = get_base(link, accelerator, folder)
+    base = received.folder
     saved = disk.read(base, link.lane)
     load_inner(accelerator, base)
     # global params come with the engine: this is what is not trained, such as buffers
     local_weights.restore(model, base / local_weights.weights_file(link.lane), ())
-    return saved
+    return saved, received.run
 
 
 def advance(accelerator: Accelerator, before: int, after: int, is_new: bool) -> None:

@@ -32,6 +32,7 @@ from .finishing import Finishing
 from .inner_optimizer import InnerOptimizer
 from .joining import advance, inner_of, joins, place_for_bases, read_base
 from .journal import Journal
+from .loaded import agree_on_beginning, forget, in_all
 from .recovery import recover
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
@@ -135,8 +136,14 @@ class OuterOptimizer(Finishing):
         bases = place_for_bases(link, accelerator, journal)
         is_new = joins(link, accelerator)
         is_lone = saved is None and is_new  # nobody else has got a base for it
+        self.started: dict[str, Any] = {}
         if is_lone:
-            saved = read_base(link, accelerator, bare, bases)
+            forget(accelerator)  # a base takes its place
+            saved, run = read_base(link, accelerator, bare, bases)
+            self.started = {"run": run}
+        elif about is None:
+            saved, run = agree_on_beginning(link, accelerator, bare, self._inner, saved)
+            self.started = {"run": run}
         if saved is not None:
             config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
         for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
@@ -155,18 +162,19 @@ class OuterOptimizer(Finishing):
         self._max_steps = max_steps
         self._asked, self._config, self.model = asked, config, bare
         if saved is not None:
-            check(saved, self.settings, link, self.about, self._allowed, bare, is_new)
+            told = saved, self.settings, link, self.about, self._allowed, bare, is_new
+            in_all(link, lambda: check(*told), "whether regions can go on")
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
-        run = run_of(link)
-        self.journal = Journal(path, mark_of(saved, path, run), link.clock)
+        named = run_of(link)
+        self.journal = Journal(path, mark_of(saved, path, named), link.clock)
         self._is_bounded = self._inner.is_bounded or bool(self.about.facts.get("training.max_grad_norm"))
         self.synchronizer = engine_for(bare, config, link, self.journal, saved, self._is_bounded)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
-        told = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, saved, max_steps, *told, run)
+        facts = self.settings, self.about.facts
+        note_start(self.journal, self.synchronizer, saved, max_steps, *facts, named)
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)
@@ -175,7 +183,6 @@ class OuterOptimizer(Finishing):
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
-        self.started: dict[str, Any] = {}
         self.inner: Callable[[], Inner] = partial(inner_of, accelerator)
         self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
         self.takes_over: Callable[[Path], object] = lambda base: None
@@ -285,7 +292,8 @@ class OuterOptimizer(Finishing):
             CheckpointError: it is of another run, or the model holds other weights.
         """
         config = for_rounds(continuing(self._asked, saved.facts.settings), self._max_steps)
-        check(saved, settings(config), self.link, self.about, self._allowed, self.model)
+        told = saved, settings(config), self.link, self.about, self._allowed, self.model
+        in_all(self.link, lambda: check(*told), "whether regions can go on")
         is_alike = layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]
         if is_alike and settings(config) == self.settings:
             self.synchronizer.load_state_dict(saved.state)

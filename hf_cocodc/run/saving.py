@@ -9,7 +9,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..engine.synchronizer import Synchronizer
-from ..errors import CheckpointError
 from ..links.base import Link
 from ..tensors.contents import digests
 from . import checkpoint as disk
@@ -19,6 +18,7 @@ from .checkpoint import Saved
 from .facts import Facts
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
+from .loaded import forget, in_all, refuse_damaged, restore_buffers
 from .shelf import main_says
 from .spent import Spent
 
@@ -121,13 +121,7 @@ def hook_into_saving(
 
     def before_loading(models: Any, input_dir: str) -> None:
         checkpoint = Path(input_dir)
-        wrong = main_says(
-            outer.link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}"
-        )
-        if wrong is not None:
-            raise CheckpointError(
-                f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run."
-            )
+        refuse_damaged(outer.link, accelerator, checkpoint)
         folder[:] = [checkpoint]
         read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
@@ -142,10 +136,12 @@ def hook_into_saving(
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:
-        load_state(*args, **kwargs)
-        file = folder[0] / local_weights.weights_file(outer.link.lane)
-        if file.is_file():  # an older version wrote none
-            local_weights.restore(outer.model, file, local_weights.buffers(outer.model))
+        def load() -> None:
+            load_state(*args, **kwargs)
+            forget(accelerator)  # this outer optimizer sees to it
+            restore_buffers(outer.model, folder[0], outer.link.lane)
+
+        in_all(outer.link, load, "what regions load")
         outer.load(read[0])
 
     hooks = [

@@ -1,6 +1,6 @@
 """A region's script that saves mid-round and trains on to the end, or loads what was saved and does the same.
 
-Arguments: loop | trainer, an output folder, save | load. `go_back` loads in the middle of the run what it has saved itself.
+Arguments: loop | trainer, an output folder, save | load | load first (before the outer optimizer is made). `go_back` loads in the middle of the run what it has saved itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = 4
 CONFIG = OuterConfig(method="streaming", sync_interval=4, num_fragments=2, overlap_steps=2)
 
 
-def with_loop(folder: Path, region: int, loads: bool) -> torch.nn.Module:
+def with_loop(folder: Path, region: int, mode: str) -> torch.nn.Module:
     """A plain loop with a learning rate schedule, dropout and several epochs."""
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
@@ -41,8 +41,10 @@ def with_loop(folder: Path, region: int, loads: bool) -> torch.nn.Module:
     # a loader without a generator of its own takes a number from dropout's whenever it begins, so also where it resumes
     loader = DataLoader(region_shard(Tokens(64)), batch_size=BATCH, shuffle=True, generator=torch.Generator())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    if mode == "load first":
+        accelerator.load_state(str(folder / f"region-{region}"))
     with OuterOptimizer(accelerator, model, optimizer, CONFIG, max_steps=STEPS) as outer:
-        if loads:
+        if mode == "load":
             accelerator.load_state(str(folder / f"region-{region}"))
         epoch, done = divmod(outer.inner_step, len(loader))
         while outer.inner_step < STEPS:
@@ -53,7 +55,7 @@ def with_loop(folder: Path, region: int, loads: bool) -> torch.nn.Module:
                 scheduler.step()
                 optimizer.zero_grad()
                 outer.step()
-                if outer.inner_step == SAVED_AT and not loads:
+                if outer.inner_step == SAVED_AT and mode == "save":
                     accelerator.save_state(str(folder / f"region-{region}"))
                 if outer.inner_step == STEPS:
                     break
@@ -61,8 +63,9 @@ def with_loop(folder: Path, region: int, loads: bool) -> torch.nn.Module:
     return accelerator.unwrap_model(model)
 
 
-def with_trainer(folder: Path, region: int, loads: bool) -> torch.nn.Module:
+def with_trainer(folder: Path, region: int, mode: str) -> torch.nn.Module:
     """Trainer, which does all of this by itself."""
+    loads = mode == "load"
     args = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -165,7 +168,7 @@ def main(kind: str, folder: str, mode: str) -> None:
     torch.set_num_threads(1)
     region, rank = os.environ["HF_COCODC_REGION"], os.environ.get("RANK", "0")
     body = with_trainer if kind == "trainer" else with_loop
-    model = body(Path(folder), int(region), mode == "load")
+    model = body(Path(folder), int(region), mode)
     torch.save({"weights": params_of(model)}, Path(folder) / f"region{region}-rank{rank}.pt")
 
 

@@ -155,7 +155,11 @@ SIGNALLED = """
 def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
     """As the README shows it."""
     ended = subprocess.run(
-        [sys.executable, "-c", dedent(SIGNALLED)], env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", dedent(SIGNALLED)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 3, ended.stderr
     assert "Traceback" not in ended.stderr

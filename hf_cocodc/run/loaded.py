@@ -1,0 +1,181 @@
+"""What `accelerator.load_state` has loaded before there was an outer optimizer: the run goes on from there.
+
+An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore this one method is wrapped
+in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does.
+"""
+
+import functools
+import logging
+import secrets
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from accelerate import Accelerator
+from torch import nn
+
+from ..errors import CheckpointError, LinkError
+from ..links.base import Link
+from ..links.spreading import gather, spread
+from . import checkpoint as disk
+from . import local_weights
+from .checkpoint import Saved
+from .inner_optimizer import InnerOptimizer
+from .manifest import FOLDER
+from .resume import Verdict
+from .shelf import main_says
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NOTHING = -1
+_FOLDERS: "weakref.WeakKeyDictionary[Accelerator, Path]" = weakref.WeakKeyDictionary()
+
+
+class Beginning(NamedTuple):
+    """Where a plain loop begins.
+
+    Attributes:
+        step: of the checkpoint that it goes on from; -1 if there is none.
+        run: a number for the run; the lowest region's counts for all.
+    """
+
+    step: int
+    run: int
+
+
+def _note_folders() -> None:
+    """Let every accelerator note the folder that it has loaded last."""
+    load_state = Accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        folders: list[Path] = []  # Accelerate itself may choose the folder
+        hook = self.register_load_state_pre_hook(lambda models, folder: folders.append(Path(folder)))
+        try:
+            result = load_state(self, *args, **kwargs)
+        finally:
+            hook.remove()
+        _FOLDERS[self] = folders[-1]
+        return result
+
+    Accelerator.load_state = load
+
+
+_note_folders()
+
+
+def forget(accelerator: Accelerator) -> Path | None:
+    """The folder that the accelerator has loaded last, if nobody has asked for it since."""
+    return _FOLDERS.pop(accelerator, None)
+
+
+def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
+    """Check every byte of a checkpoint that Accelerate loads. A collective call of the region's ranks.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
+    if wrong is not None:
+        raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
+
+
+def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
+    """What `attempt` returns, if it fails in no region: a region that has failed keeps none of the others waiting.
+
+    A collective call; messages call it `what`.
+
+    Raises:
+        Exception: what `attempt` has raised here.
+        CheckpointError: it has failed in another region.
+    """
+    failed: Exception | None = None
+    try:
+        result = attempt()
+    except LinkError:
+        raise
+    except Exception as error:
+        failed = error
+    verdicts = gather(link, Verdict(failed is None), what)
+    bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
+    why = b""
+    if bad and len(verdicts) > 1:
+        why = spread(
+            link, bad[0], str(failed or "").encode(), "why a region cannot go on from its checkpoint"
+        )
+    if failed is not None:
+        raise failed
+    if bad:
+        raise CheckpointError(
+            f"region {bad[0]} cannot go on from its checkpoint, so no region does. It says: {why.decode(errors='replace')}"
+        )
+    return result
+
+
+def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
+    """Copy the buffers of a checkpoint into the model: Accelerate loads only those that a state_dict holds."""
+    file = checkpoint / local_weights.weights_file(lane)
+    if file.is_file():  # an older version wrote none
+        local_weights.restore(model, file, local_weights.buffers(model))
+
+
+def agree_on_beginning(
+    link: Link, accelerator: Accelerator, model: nn.Module, inner: InnerOptimizer, saved: Saved | None
+) -> tuple[Saved | None, int]:
+    """What a plain loop goes on from, and a number for its run. A collective call.
+
+    Args:
+        link: reaches the other regions.
+        accelerator: of this region.
+        model: unwrapped. It holds what the accelerator has loaded.
+        inner: the inner optimizer; so does it.
+        saved: what the loop was given to go on from; None for what the accelerator has loaded, if that is of a run of ours.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or regions have loaded different steps.
+    """
+    folder = forget(accelerator)
+
+    def read() -> Saved | None:
+        if saved is not None or not _is_ours(link, accelerator, folder):
+            return saved
+        assert folder is not None
+        refuse_damaged(link, accelerator, folder)
+        found = disk.read(folder, link.lane, checked=True)
+        restore_buffers(model, folder, link.lane)
+        return found
+
+    found = in_all(link, read, "what regions have loaded")
+    own = Beginning(_NOTHING if found is None else found.facts.step, secrets.randbits(48))
+    told = gather(link, own, "where regions begin")
+    first = min(told)
+    for region, other in told.items():
+        if other.step != told[first].step:
+            raise CheckpointError(
+                f"region {first} begins {_in_words(told[first])}, region {region} {_in_words(other)}. Let every region load its "
+                "own checkpoint of one step (accelerator.load_state), or none."
+            )
+    if saved is None and found is not None:
+        logger.info("region %d goes on from %s, at step %d", link.region, folder, found.facts.step)
+    if found is None and folder is None and inner.has_state:
+        logger.warning(
+            "the inner optimizer has made steps before, and this run begins at step 0. If accelerator.load_state has loaded them, "
+            "import OuterOptimizer before that call, or call it after OuterOptimizer(...)."
+        )
+    return found, told[first].run
+
+
+def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
+    """Whether an outer optimizer has saved its part, or begun to, where the accelerator has loaded from."""
+    return main_says(
+        link, accelerator, lambda: folder is not None and (folder / FOLDER).is_dir(), "what was loaded"
+    )
+
+
+def _in_words(beginning: Beginning) -> str:
+    return (
+        "from step 0, without a checkpoint" if beginning.step == _NOTHING else f"from step {beginning.step}"
+    )

@@ -1,0 +1,235 @@
+"""`accelerator.load_state` before and after the outer optimizer is made."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from hf_cocodc import OuterOptimizer, simulate
+from hf_cocodc.errors import CheckpointError
+from hf_cocodc.links.base import Link
+from hf_cocodc.run.journal import read
+from tests.processes.launching import environment
+from tests.processes.worker import Tokens
+from tests.run.test_resuming import STEPS, config
+from tests.toys import llama, params_of
+
+SAVED = 6
+
+
+class Loop:
+    """A plain loop of one region, with dropout; what it is given happens at its inner steps."""
+
+    def __init__(self, link: Link, journal: Path | None = None, **naming: Any) -> None:
+        loaders = DataLoaderConfiguration(use_seedable_sampler=True)
+        project = ProjectConfiguration(**naming)
+        self.accelerator = Accelerator(cpu=True, dataloader_config=loaders, project_config=project)
+        torch.manual_seed(link.region)
+        model = llama(link.region, dropout=0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rows = Tokens(2 * STEPS, seed=link.region)
+        loader = DataLoader(
+            rows, batch_size=2, generator=torch.Generator()
+        )  # it takes none of dropout's numbers
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.link, self.journal = link, journal
+        self.outer: OuterOptimizer
+
+    def begin(self) -> None:
+        given = {"max_steps": STEPS, "link": self.link, "journal": self.journal}
+        self.outer = OuterOptimizer(self.accelerator, self.model, self.optimizer, config(), **given)
+
+    def train(self, until: int = STEPS, then: Callable[[int], None] = lambda step: None) -> Tensor:
+        for batch in self.accelerator.skip_first_batches(self.loader, self.outer.inner_step):
+            self.accelerator.backward(self.model(**batch).loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.step()
+            then(self.outer.inner_step)
+            if self.outer.inner_step == until:
+                break
+        if until == STEPS:
+            self.outer.finish()
+        return params_of(self.accelerator.unwrap_model(self.model))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
+    """Checkpoints of steps 3 and 6, with the names that Accelerate gives and a transfer in flight, and the end of the run."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def body(region: int, link: Link) -> Tensor:
+        home = folder / f"region-{region}"
+        loop = Loop(link, home / "journal.jsonl", project_dir=str(home), automatic_checkpoint_naming=True)
+        loop.begin()
+        return loop.train(then=lambda step: step in (3, SAVED) and loop.accelerator.save_state())
+
+    return folder, simulate(body, regions=2)
+
+
+def of_step(folder: Path, region: int, step: int) -> str:
+    return str(folder / f"region-{region}" / "checkpoints" / f"checkpoint_{(3, SAVED).index(step)}")
+
+
+ORDERS = {
+    "before": lambda loop, load: (load(SAVED), loop.begin()),
+    "after": lambda loop, load: (loop.begin(), load(SAVED)),
+    "before, twice": lambda loop, load: (load(3), load(SAVED), loop.begin()),
+    "before and after": lambda loop, load: (load(3), loop.begin(), load(SAVED)),
+    "before, and trained on": lambda loop, load: (load(3), loop.begin(), loop.train(STEPS - 1), load(SAVED)),
+    "before, by Accelerate's choice": lambda loop, load: (load(None), loop.begin()),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whatever_the_order_the_run_goes_on_bit_for_bit(
+    order: str, saved: tuple[Path, list[Tensor]], tmp_path: Path
+) -> None:
+    """From the checkpoint that was loaded last; the journal goes on, too."""
+    folder = shutil.copytree(saved[0], tmp_path / "run")
+
+    def body(region: int, link: Link) -> tuple[Tensor, list[dict]]:
+        home = folder / f"region-{region}"
+        loop = Loop(link, home / "journal.jsonl", project_dir=str(home), automatic_checkpoint_naming=True)
+
+        def load(step: int | None) -> None:
+            loop.accelerator.load_state(None if step is None else of_step(folder, region, step))
+
+        ORDERS[order](loop, load)
+        assert loop.outer.inner_step == SAVED
+        return loop.train(), read(home / "journal.jsonl")
+
+    for (end, journal), whole in zip(simulate(body, regions=2), saved[1], strict=True):
+        assert torch.equal(end, whole)
+        if order == "before":
+            assert [event["step"] for event in journal if event["kind"] == "resume"] == [SAVED]
+            sends = [event["step"] for event in journal if event["kind"] == "send"]
+            assert sends == sorted(sends)
+
+
+def test_a_checkpoint_counts_for_one_outer_optimizer(saved: tuple[Path, list[Tensor]]) -> None:
+    """The next one begins a new run, with the weights that the model has."""
+
+    def body(region: int, link: Link) -> int:
+        loop = Loop(link)
+        loop.begin()
+        loop.accelerator.load_state(of_step(saved[0], region, SAVED))
+        loop.train()
+        loop.begin()
+        return loop.outer.inner_step
+
+    assert simulate(body, regions=1) == [0]
+
+
+def test_what_accelerate_alone_has_saved_begins_a_new_run(tmp_path: Path) -> None:
+    def body(region: int, link: Link) -> int:
+        loop = Loop(link)
+        loop.accelerator.save_state(str(tmp_path / f"{region}"))
+        loop.accelerator.load_state(str(tmp_path / f"{region}"))
+        loop.begin()
+        return loop.outer.inner_step
+
+    assert simulate(body, regions=2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((SAVED, None), "region 0 begins from step 6, region 1 from step 0, without a checkpoint. Let every"),
+        ((None, SAVED), "region 0 begins from step 0, without a checkpoint, region 1 from step 6. Let every"),
+        ((3, SAVED), "region 0 begins from step 3, region 1 from step 6"),
+    ],
+)
+def test_regions_that_have_loaded_different_steps_are_refused(
+    steps: tuple[int | None, ...], message: str, saved: tuple[Path, list[Tensor]]
+) -> None:
+    def body(region: int, link: Link) -> None:
+        loop, step = Loop(link), steps[region]
+        if step is not None:
+            loop.accelerator.load_state(of_step(saved[0], region, step))
+        loop.begin()
+
+    with pytest.raises(CheckpointError, match=message):
+        simulate(body, regions=2)
+
+
+REFUSED = {
+    "a hash": (CheckpointError, "random_states_0.pkl has 6 bytes"),
+    "another region's": (CheckpointError, "the checkpoint is region 0's, and this is region 1"),
+    "no folder": (ValueError, "folder does not exist"),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "wrong"),
+    [
+        ("before", "a hash"),
+        ("before", "another region's"),
+        *(("after", wrong) for wrong in REFUSED),
+    ],
+)
+def test_what_one_region_cannot_load_is_refused_in_all(
+    when: str, wrong: str, saved: tuple[Path, list[Tensor]], tmp_path: Path
+) -> None:
+    """No region waits for one that has ended: each ends with an error of its own."""
+    folder, said = shutil.copytree(saved[0], tmp_path / "run"), {}
+    if wrong == "a hash":
+        (Path(of_step(folder, 1, SAVED)) / "random_states_0.pkl").write_bytes(b"spoilt")
+
+    def body(region: int, link: Link) -> None:
+        loop = Loop(link)
+        path = of_step(folder, 0 if wrong == "another region's" else region, SAVED)
+        if wrong == "no folder" and region:
+            path += "-none"
+        try:
+            ORDERS[when](loop, lambda step: loop.accelerator.load_state(path))
+        except Exception as error:
+            said[region] = error
+        else:
+            raise AssertionError(f"region {region} goes on")
+
+    simulate(body, regions=2)
+    kind, words = REFUSED[wrong]
+    assert isinstance(said[1], kind)
+    assert words in str(said[1])
+    assert isinstance(said[0], CheckpointError)
+    assert str(said[0]).startswith("region 1 cannot go on from its checkpoint, so no region does. It says: ")
+    assert str(said[0]).endswith(str(said[1]))
+
+
+LATE = """
+    import sys, torch
+    from accelerate import Accelerator
+    import hf_cocodc
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    config = hf_cocodc.OuterConfig(sync_interval=5, outer_lr=1.0, outer_momentum=0.0)
+    accelerator.save_state(sys.argv[1])
+    accelerator.load_state(sys.argv[1])
+    assert "hf_cocodc.run.outer_optimizer" not in sys.modules
+    hf_cocodc.OuterOptimizer(accelerator, model, optimizer, config, hf_cocodc.RegionConfig(count=1)).close()
+"""
+
+
+def test_a_load_that_nobody_could_see_is_said(tmp_path: Path) -> None:
+    """`import hf_cocodc` imports nothing, so a script may load before the class is there."""
+    script = [sys.executable, "-c", dedent(LATE), str(tmp_path)]
+    ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "has made steps before, and this run begins at step 0. If accelerator.load_state" in ended.stderr
