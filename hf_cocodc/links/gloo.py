@@ -23,7 +23,6 @@ from .direct import DirectLink
 from .records import Record
 from .wire import END_OF_TAGS, Wire, died
 
-
 _LEAVE_S = 1.0
 """Seconds that a link which closes after an error gives its thread to end: at rest it ends at once, in a transfer it may wait."""
 

@@ -12,7 +12,7 @@ from ..engine.synchronizer import Synchronizer
 from ..links.base import Link
 from ..tensors.contents import digests
 from . import checkpoint as disk
-from . import local_weights
+from . import local_weights, owner
 from .about import About
 from .checkpoint import Saved
 from .facts import Facts
@@ -32,6 +32,7 @@ class Savable(Protocol):
     settings: dict[str, Any]
     journal: Journal
     finished: bool
+    started: dict[str, Any]
     synchronizer: Synchronizer
 
     @property
@@ -127,10 +128,16 @@ def hook_into_saving(
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result, spent = None, Spent(outer)
-        given = args[0] if args else kwargs.get("output_dir")
-        into = Path(given or accelerator.project_dir or ".")
+        home, run, link = _home_of(accelerator, *args, **kwargs), outer.started.get("run"), outer.link
+        is_shared = home is not None and run is not None and link.most_regions > 1
+        if is_shared:  # before Accelerate writes anything
+            whose = f"whose folder {home} is"
+            main_says(link, accelerator, lambda: owner.claim(home, run, link.region, link.members), whose)
+        into = Path(home or accelerator.project_dir or ".")
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             result = save_state(*args, **kwargs)
+            if is_shared and accelerator.is_main_process:
+                owner.forget_earlier(home, run)
             outer.seal(folder[0])
             outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
         return result
@@ -154,3 +161,14 @@ def hook_into_saving(
         accelerator.save_state, accelerator.load_state = save_state, load_state
 
     return [unwrap, *(hook.remove for hook in hooks)]
+
+
+def _home_of(
+    accelerator: Accelerator, output_dir: str | None = None, *args: Any, **kwargs: Any
+) -> Path | None:
+    """The folder that belongs to the region that calls `save_state` with these arguments; None if they name none."""
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        output_dir = (
+            accelerator.project_dir
+        )  # of all checkpoints: Accelerate makes a new folder in it for each
+    return None if output_dir is None else Path(output_dir)
