@@ -52,8 +52,8 @@ def rendezvous(
     that no longer exists is never met.
 
     Regions of a run that are on the board at the same time are compared at once, even if others are still missing.
-    `wait_for` is called with the regions that have not come yet, whenever they change. `look` is called all the time: what it
-    raises ends the meeting in good order.
+    Both functions are called all the time: `wait_for` with the regions that have not come yet; `look` may raise, which ends the
+    meeting in good order.
 
     Returns:
         The roster: a name unique to this run, and the hellos of all regions.
@@ -64,7 +64,6 @@ def rendezvous(
         RegionLostError: a region did not arrive within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    absent = None
     try:
         meeting = _Meeting(store, run, region, num_regions, hello)
         try:
@@ -72,8 +71,7 @@ def rendezvous(
                 roster = meeting.proceed()
                 if roster is not None:
                     return roster
-                if absent != (absent := meeting.absent()):
-                    wait_for(absent)
+                wait_for(meeting.absent())
                 look()
                 time.sleep(POLL_S)
             raise meeting.missing(timeout_s)

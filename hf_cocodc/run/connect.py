@@ -37,8 +37,9 @@ from .company import Company
 from .hellos import own_hello, show_differences
 from .place import Place, RunTrains, find, watch
 from .ranks import from_main, of_all
-from .status import tell, tell_whom_we_await
+from .status import tell
 from .supported import is_sharded, lanes_of, refuse_fixed
+from .waiting import Waiting, announce
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +126,11 @@ def connect(
         check(store)
         name = _name_of(regions, about)
         name = name if stage is None else f"{name}, stage {lane}"
-        roster = rendezvous(store, name, region, count, mine, regions.start_timeout_s, tell_whom_we_await)
+        wait_s = regions.start_timeout_s
+        waiting = Waiting(region, name, regions.store, wait_s)
+        roster = rendezvous(store, name, region, count, mine, wait_s, waiting)
         hosts = ", ".join(str(each.get("host")) for each in roster.hellos)
-        logger.info("all %d regions of run %r have met: %s", count, name, hosts)
+        announce("all %d regions of run %r have met: %s", count, name, hosts)
         show_differences(roster.hellos)
         return roster.run
 
@@ -210,19 +213,20 @@ def _connect_elastic(
         record, roster = find(place), None
         if record is None:
             hello, wait_s = dict(place.hello), regions.start_timeout_s
+            waiting = Waiting(region, name, regions.store, wait_s)
             try:
                 roster = rendezvous(
-                    *(place.store(), name, region, count, hello, wait_s, tell_whom_we_await, watch(place))
+                    *(place.store(), name, region, count, hello, wait_s, waiting, watch(place))
                 )
             except RunTrains as found:
                 record = found.record
         if record is not None:
             words = f"joins run {name!r}, which trains at step {max(each.step for each in record.members)}"
-            logger.info("region %d %s", region, words)
+            announce("region %d %s", region, words)
             tell("joining the run", news=words)
             return Company.joined(place, record)
         assert roster is not None
-        logger.info("all %d regions of run %r have met", count, name)
+        announce("all %d regions of run %r have met", count, name)
         show_differences(roster.hellos)
         return Company.met(place, roster.run)
 

@@ -162,8 +162,8 @@ def agree_on_beginning(
         logger.info("region %d goes on from %s, at step %d", link.region, folder, found.facts.step)
     if found is None and folder is None and inner.has_state:
         logger.warning(
-            "the inner optimizer has made steps before, and this run begins at step 0. If accelerator.load_state has loaded them, "
-            "import OuterOptimizer before that call, or call it after OuterOptimizer(...)."
+            "the inner optimizer has made steps before, and this run begins at step 0. If accelerator.load_state has loaded "
+            "them, import OuterOptimizer before that call, or call it after OuterOptimizer(...)."
         )
     return found, told[first].run
 

@@ -27,6 +27,7 @@ from ..settings import RegionConfig
 from .donor import Offer
 from .hellos import show_differences
 from .status import tell
+from .waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,9 @@ def find(place: Place) -> live.Record | None:
     Raises:
         MeetingError: it is to join, and there is no run.
     """
-    until = time.monotonic() + place.regions.start_timeout_s
+    wait_s = place.regions.start_timeout_s
+    until = time.monotonic() + wait_s
+    waiting = Waiting(place.region, place.name, str(place.regions.store), wait_s)
     while True:
         record = alive(place)
         if record is not None or not place.regions.join:
@@ -146,6 +149,7 @@ def find(place: Place) -> live.Record | None:
                 f"no run {place.name!r} trains at the store {place.regions.store}, and this region is to join one. Start the run "
                 "first, or give its name (regions.run, --run); to begin a new run, start without --join."
             )
+        waiting.say("a run to join")
         time.sleep(_AGAIN_S)
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,6 @@ def tell(doing: str, news: str = "", **facts: Any) -> None:
         said = {"doing": doing, "since": time.time(), "news": _news, **facts}
         half.write_text(json.dumps(said), encoding="utf-8")
         os.replace(half, path)
-
-
-def tell_whom_we_await(regions: Sequence[int]) -> None:
-    """Say that this region waits for others."""
-    tell("waiting for " + " and ".join(f"region {region}" for region in regions))
 
 
 def forget() -> None:

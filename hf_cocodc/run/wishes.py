@@ -82,8 +82,8 @@ def common_wish(link: Link, own: Wish) -> Wish:
     for region, wish in wishes.items():
         if wish.step and not wish.is_exact and wish.step not in seen:
             raise CheckpointError(
-                f"region {region} is to resume from {disk.PREFIX}{wish.step}, which no region has. Name one that is there, or let "
-                "regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
+                f"region {region} is to resume from {disk.PREFIX}{wish.step}, which no region has. Name one that is there, or "
+                "let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
             )
     if not own.resumes:
         logger.warning(

@@ -1,6 +1,7 @@
 """A region's script that saves mid-round and trains on to the end, or loads what was saved and does the same.
 
-Arguments: loop | trainer, an output folder, save | load | load first (before the outer optimizer is made). `go_back` loads in the middle of the run what it has saved itself.
+Arguments: loop | trainer, an output folder, save | load | load first. The last one loads before the outer optimizer is made.
+`go_back` loads in the middle of the run what it has saved itself.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,9 @@ def test_of_regions_that_save_at_once_one_does(tmp_path: Path) -> None:
 
         def save(region: int, folder: Path = folder, barrier: Any = barrier, own: list = own) -> None:
             barrier.wait()
-            try:
+            with contextlib.suppress(CheckpointError):
                 claim(folder, 7, region, range(4))
                 own.append(region)
-            except CheckpointError as error:
-                assert "of this run saves: they would overwrite each other" in str(error)
 
         threads = [threading.Thread(target=save, args=(region,)) for region in range(4)]
         for each in threads:

@@ -1,0 +1,104 @@
+"""What a script sees while its region waits for others, and when they have met."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc.errors import MeetingError, RegionLostError
+from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.run import waiting
+from hf_cocodc.run.connect import connect
+from tests.processes.launching import environment
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.3)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == waiting.__name__]
+
+
+@pytest.mark.parametrize("more", [{}, {"min": 1}], ids=["fixed", "elastic"])
+def test_a_region_says_again_and_again_for_whom_it_waits(
+    more: dict, soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = serve_store("127.0.0.1")
+    address = f"127.0.0.1:{store.port}"
+    regions = RegionConfig(region=0, count=3, store=address, run="mine", start_timeout_s=2.0, **more)
+    with pytest.raises(RegionLostError, match="region 1 and region 2 did not arrive within 2 s"):
+        connect(Accelerator(cpu=True), torch.nn.Linear(2, 2), OuterConfig(), regions, None)
+    said = warnings(caplog)
+    assert len(said) > 1
+    for line in said:
+        assert re.fullmatch(
+            rf"region 0 has waited \d s for region 1 and region 2 \(run 'mine' at the store {address}\)\. It waits \d s more "
+            r"\(regions.start_timeout_s\)\.",
+            line,
+        )
+
+
+def test_a_region_that_is_to_join_says_that_there_is_no_run(
+    soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_cocodc.run.place._AGAIN_S", 0.1)
+    store = serve_store("127.0.0.1")
+    address = f"127.0.0.1:{store.port}"
+    regions = RegionConfig(
+        region=1, count=2, store=address, run="mine", start_timeout_s=1.0, min=1, join=True
+    )
+    with pytest.raises(MeetingError, match="no run 'mine' trains"):
+        connect(Accelerator(cpu=True), torch.nn.Linear(2, 2), OuterConfig(), regions, None)
+    assert "region 1 has waited 0 s for a run to join (run 'mine'" in warnings(caplog)[0]
+
+
+MEETS = """
+    import logging, sys, threading, torch
+    from accelerate import Accelerator
+    from hf_cocodc import OuterConfig, RegionConfig
+    from hf_cocodc.meeting.store import serve_store
+    from hf_cocodc.run.connect import connect
+
+    {setting}
+    store = serve_store("127.0.0.1")
+    accelerator = Accelerator(cpu=True)
+
+    def meet(region):
+        regions = RegionConfig(region=region, count=2, store=f"127.0.0.1:{{store.port}}", run="mine")
+        links.append(connect(accelerator, torch.nn.Linear(2, 2), OuterConfig(), regions, None))
+
+    links = []
+    other = threading.Thread(target=meet, args=(1,))
+    other.start()
+    meet(0)
+    other.join()
+    for link in links:
+        link.close("enough")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_seen"),
+    [
+        ("", True),
+        ("logging.basicConfig(level=logging.WARNING)", False),
+        ("logging.basicConfig(level=20)", True),
+    ],
+    ids=["no logging", "warnings only", "information"],
+)
+def test_a_script_sees_that_its_regions_have_met(setting: str, is_seen: bool) -> None:
+    """Without any set-up of logging; who has set it up sees what he asked for."""
+    script = [sys.executable, "-c", dedent(MEETS).format(setting=setting)]
+    ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ("all 2 regions of run 'mine' have met: " in ended.stderr) == is_seen
