@@ -58,7 +58,11 @@ class CoCoDCCallback(TrainerCallback):
     Each region writes under `{output_dir}/region-{r}`. `evaluate()`, `predict()` and `save_model()` use the global weights.
     `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region.
     Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second Ctrl-C, or a SIGTERM 5 s later, ends this
-    process at once.
+    process at once. `train` then raises RunStopped. A script that does not catch it ends with its message and exit code 3.
+
+    Other callbacks see local weights while the model trains, and the global weights in `on_train_end`. A moving average that is
+    to be equal in all regions is one of global weights: update it inside `callback.outer.global_weights()`, at the same inner
+    steps in all regions. An average of local weights is each region's own, and so is a model that takes it.
 
     Args:
         config: the method and its settings; or a `Method` with a name, for a method of your own.

@@ -62,8 +62,9 @@ class OuterOptimizer(Finishing):
         # without an exception, finish() has been called here: the model holds the global weights
 
     `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)` loads it, transfers
-    in flight included; `outer.inner_step` says where the loop must continue. Regions save and load at the same inner step,
-    each in its own folder.
+    in flight included, before or after the outer optimizer is made; `outer.inner_step` says where the loop must continue.
+    Regions save and load at the same inner step, each in its own folder: a second region of the run that saves into a folder
+    is refused.
 
     Args:
         accelerator: of this region; its processes are the region's ranks.
@@ -98,7 +99,8 @@ class OuterOptimizer(Finishing):
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
         HandshakeError: regions disagree.
-        CheckpointError: `saved` is of another run, or the model holds other weights.
+        CheckpointError: `saved`, or what the accelerator has loaded, is damaged, of another run, or of another step than the
+            other regions' checkpoints; or the model holds other weights.
         LinkError: the store or a region cannot be reached in time.
     """
 
@@ -307,12 +309,15 @@ class OuterOptimizer(Finishing):
         self.endings.continue_from(self.inner_step)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model holds the global weights inside the block; see `Synchronizer.global_weights`."""
-        return self.synchronizer.global_weights()
+        """The model holds the global weights inside the block; see `Synchronizer.global_weights`.
+
+        At the end of a run it holds them already: the block changes nothing then.
+        """
+        return contextlib.nullcontext() if self.finished else self.synchronizer.global_weights()
 
     def own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The same without asking the other regions: with eager updates each region has its own global weights."""
-        return self.synchronizer.global_weights(averaged=False)
+        return contextlib.nullcontext() if self.finished else self.synchronizer.global_weights(averaged=False)
 
     def __enter__(self) -> "OuterOptimizer":
         return self

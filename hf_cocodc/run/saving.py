@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,15 +129,17 @@ def hook_into_saving(
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
         result, spent = None, Spent(outer)
-        home, run, link = _home_of(accelerator, *args, **kwargs), outer.started.get("run"), outer.link
-        is_shared = home is not None and run is not None and link.most_regions > 1
-        if is_shared:  # before Accelerate writes anything
-            whose = f"whose folder {home} is"
-            main_says(link, accelerator, lambda: owner.claim(home, run, link.region, link.members), whose)
-        into = Path(home or accelerator.project_dir or ".")
+        given = args[0] if args else kwargs.get("output_dir")
+        into = Path(given or accelerator.project_dir or ".")
+        home, run, link = _home_of(accelerator, *args, **kwargs), outer.started.get("run", 0), outer.link
+        if link.most_regions == 1 or not run:
+            home = None  # nobody else can save there, or be told apart
+        if home is not None:  # before Accelerate writes anything
+            mine = partial(owner.claim, home, run, link.region, link.members)
+            main_says(link, accelerator, mine, f"whose folder {home} is")
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             result = save_state(*args, **kwargs)
-            if is_shared and accelerator.is_main_process:
+            if home is not None and accelerator.is_main_process:
                 owner.forget_earlier(home, run)
             outer.seal(folder[0])
             outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
