@@ -106,9 +106,8 @@ def _spare_traceback() -> None:
             before(kind, error, trace)
             return
         sys.stderr.write(f"{error}\n")
-        raise SystemExit(
-            error.exit_code
-        )  # the interpreter takes the code of a SystemExit that its hook raises
+        # the interpreter takes the exit code of a SystemExit that its hook raises
+        raise SystemExit(error.exit_code)
 
     hook.spares_traceback = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -34,7 +34,7 @@ _NOTHING = -1
 _FOLDERS: "weakref.WeakKeyDictionary[Accelerator, Path]" = weakref.WeakKeyDictionary()
 
 
-class Beginning(NamedTuple):
+class Origin(NamedTuple):
     """Where a plain loop begins.
 
     Attributes:
@@ -58,7 +58,8 @@ def _note_folders() -> None:
             result = load_state(self, *args, **kwargs)
         finally:
             hook.remove()
-        _FOLDERS[self] = folders[-1]
+        if folders:
+            _FOLDERS[self] = folders[-1]
         return result
 
     Accelerator.load_state = load
@@ -149,7 +150,7 @@ def agree_on_beginning(
         return found
 
     found = in_all(link, read, "what regions have loaded")
-    own = Beginning(_NOTHING if found is None else found.facts.step, secrets.randbits(48))
+    own = Origin(_NOTHING if found is None else found.facts.step, secrets.randbits(48))
     told = gather(link, own, "where regions begin")
     first = min(told)
     for region, other in told.items():
@@ -175,7 +176,5 @@ def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
     )
 
 
-def _in_words(beginning: Beginning) -> str:
-    return (
-        "from step 0, without a checkpoint" if beginning.step == _NOTHING else f"from step {beginning.step}"
-    )
+def _in_words(origin: Origin) -> str:
+    return "from step 0, without a checkpoint" if origin.step == _NOTHING else f"from step {origin.step}"

@@ -21,8 +21,8 @@ from tests.processes.launching import environment
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "FIRST_S", 0.2)
-    monkeypatch.setattr(waiting, "AGAIN_S", 0.3)
+    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
