@@ -9,7 +9,6 @@ from ..auto import too_few_rounds
 from ..bench.report import Report, Row
 from ..resolve import lost_steps, settings
 from ..settings import OuterConfig
-from ..views.spending import duration
 from ..views.summary import describe
 from .choice import foremost
 from .course import Course
@@ -153,3 +152,14 @@ def _steps(count: int) -> str:
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False)]
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(75.25), duration(4000)
+    ('75.2 s', '1 h 06 min')
+    """
+    if seconds < 600:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"

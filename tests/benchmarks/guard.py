@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import logging
 import math
 import pydoc_data.topics
@@ -52,8 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparseloco": {},
     "topk": {"method": "diloco", "codec": "topk", "error_feedback": True, "outer_momentum": 0.6},
 }
-TEXTS = [Path(module.__file__).read_text() for module in (argparse, pydoc_data.topics, threading)]
-HEALTHY = {
+TEXTS = [inspect.getsource(module) for module in (argparse, pydoc_data.topics, threading)]
+HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
     "spike x 10": (4, {"spike": 10.0}),
     "spike x 20": (3, {"spike": 20.0}),
     "decay to 0": (3, {"decays": True}),
@@ -141,7 +142,7 @@ class Watcher:
         self.alarms, self.young, self.known, self.now = 0, list[float](), list[float](), list[float]()
         self._traffic, self._account = outer.synchronizer._traffic, outer.synchronizer.account
         self._landed, self._remember = self._account.landed, self._traffic._guarding.remember
-        self._account.landed = self.landed  # type: ignore[method-assign]
+        self._account.landed = self.landed  # type: ignore[method-assign, assignment]
         self._traffic._guarding.remember = self.remember  # type: ignore[method-assign]
 
     def landed(self, *args: Any) -> None:
@@ -183,15 +184,15 @@ def train(
     torch.manual_seed(seed)
     model: nn.Module = llama(seed, layers=2, dtype=dtype)
     if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     params = [param for param in model.parameters() if param.requires_grad]
     inner: torch.optim.Optimizer = (
         torch.optim.SGD(params, lr=1.0, momentum=0.9) if sgd else torch.optim.AdamW(params, lr=1e-3)
     )
     accelerator = Accelerator(cpu=True)
     model, inner = accelerator.prepare(model, inner)
-    config = OuterConfig(**{"method": method, "sync_interval": SYNC, "guard": guard} | SETTINGS[method])
-    outer = OuterOptimizer(accelerator, model, inner, config, max_steps=STEPS, link=link)
+    settings: dict[str, Any] = {"method": method, "sync_interval": SYNC, "guard": guard} | SETTINGS[method]
+    outer = OuterOptimizer(accelerator, model, inner, OuterConfig(**settings), max_steps=STEPS, link=link)
     outer.synchronizer._traffic._is_bounded = True  # gradients are clipped below: Trainer would say so
     watcher, is_wrong = Watcher(outer), fault is not None and region in wrong
     while outer.inner_step < STEPS and not outer.should_stop:
