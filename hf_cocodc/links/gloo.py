@@ -137,7 +137,8 @@ class GlooLink(DirectLink, FixedSet):
         # after an error, too: connections are closed only once the thread has ended, and others wait at their ends
         self._thread.join(timeout=_LEAVE_S if reason is not None else self._timeout_s)
         self._presence.close(reason)
-        self._wire.close(broken=self._thread.is_alive() or self._failure is not None)
+        broken = self._thread.is_alive() or self._failure is not None
+        self._wire.close(broken, at_once=reason is not None)
 
     def _see_all(self, store: dist.Store) -> None:
         """Connect the presence of this region to that of all others."""

@@ -200,12 +200,18 @@ class Wire:
         self._pace(pairs.values())
         return self._view(pairs, range(base_tag, base_tag + num_tags), connections, label)
 
-    def close(self, broken: bool) -> None:
-        """Release the connections. Broken ones are kept for ever, see `abandon`. Waits for those that are being closed."""
+    def close(self, broken: bool, at_once: bool = False) -> None:
+        """Release the connections. Broken ones are kept for ever, see `abandon`. Waits for those that are being closed.
+
+        `at_once`: other regions may wait at their ends, and views still hold this one.
+        """
         with self._lock:
             pairs, self._pairs = list(self._pairs.values()), {}
         if broken:
             abandon(pairs)
+        elif at_once:
+            for pair in pairs:
+                self._close(pair)
         until = time.monotonic() + _CLOSING_S
         for closing in self._closing:  # the interpreter must not end meanwhile
             closing.join(max(until - time.monotonic(), 0.0))

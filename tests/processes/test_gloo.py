@@ -142,6 +142,22 @@ def test_a_region_that_leaves_says_why() -> None:
     assert "region 1 left while region 0 waited for the end of the run: KeyboardInterrupt at step 7" in said
 
 
+def test_a_region_that_leaves_frees_the_threads_of_others() -> None:
+    """Its process may live on for long. A thread that waited there would outlast the patience of the other's interpreter."""
+
+    def body(region: int, link: GlooLink) -> None:
+        if region:
+            link.close("it cannot load its checkpoint")
+            return
+        with pytest.raises(RegionLostError, match="it cannot load its checkpoint"):
+            meet(link)
+        link.close("the other region left")
+        link._thread.join(15)
+        assert not link._thread.is_alive()
+
+    run_over_gloo(2, body)
+
+
 def test_a_closed_link_refuses_at_once() -> None:
     """Nobody waits on a link that was closed."""
 
