@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -328,11 +327,11 @@ def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> 
     """How many connections the first regions agreed on is unknown to a region that comes later."""
     store, wires = serve_store("127.0.0.1"), {region: Wire(region, timeout_s=20.0) for region in range(3)}
     found = at_once(*(lambda r=region: wires[r].connect_all(2, "run", store) for region in range(2)))
-    assert found == [1, 1]
+    assert found[0] == found[1]
     for region in range(2):
         link(wires, region, 2, f"{region}-2", store)
     assert {wire.view(range(3), 0).connections for wire in wires.values()} == {pairs.MAX_CONNECTIONS}
-    assert wires[0].view(range(2), 0, connections=found[0]).connections == 1
+    assert wires[0].view(range(2), 0, connections=found[0]).connections == found[0]
 
 
 def test_a_region_that_does_not_come_is_named() -> None:
@@ -355,10 +354,6 @@ def num_sockets() -> int:
 
 
 def _threads() -> set[str]:
-    """Gloo's threads."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            if "gloo" in task.joinpath("comm").read_text():
-                found.add(task.name)
-    return found
+    """Threads that are not of Python: older releases of torch give those of gloo no name."""
+    pythons = {str(each.native_id) for each in threading.enumerate()}
+    return {task.name for task in Path("/proc/self/task").iterdir()} - pythons
