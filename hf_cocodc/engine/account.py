@@ -86,6 +86,7 @@ class Account:
 
     Args:
         record: keeps events.
+        region: this region.
 
     Attributes:
         num_fragments: number of fragments; this many landings are a round.
@@ -93,11 +94,11 @@ class Account:
         report: figures at the last landing, most of them since the start of the run, for people and for trackers.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, region: int = 0) -> None:
         self.num_fragments = 1
         self.totals = Totals()
         self.report: dict[str, float] = {}
-        self._record = record
+        self._record, self._region = record, region
         self._is_told = False
 
     def go_on(self, own: Totals) -> None:
@@ -215,7 +216,8 @@ class Account:
             f"outer.guard leaves all finite outer gradients as they are: {why}. A region whose numbers are wrong but finite is "
             "not noticed. Values that are not finite are."
         )
-        logger.warning(message)
+        if self._region == arrival.members[0]:  # the others would say the same
+            logger.warning(message)
         self._record("note", step=step, message=message)
 
     def counts_less(self, step: int, fragment: int, region: int, norm: float, ordinary: float) -> None:

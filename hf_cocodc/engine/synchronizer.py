@@ -74,7 +74,7 @@ class Synchronizer:
         self.method = method
         self.link = link
         self._model = model
-        self.measured, self.account = Measurements(link.clock()), Account(record)
+        self.measured, self.account = Measurements(link.clock()), Account(record, link.region)
         self._record = record
         counting = digest_interval, weights, guard, is_bounded
         self._traffic = Traffic(method, link, device, self.measured, self.account, *counting)

@@ -11,6 +11,7 @@ from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
 from ..errors import RunStopped
 from ..links.trailer import Ending
+from ..parts.guard import lower_median
 from ..settings import OuterConfig
 from .endings import Endings
 from .inner_optimizer import InnerOptimizer
@@ -91,8 +92,8 @@ def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
         if each.far_losses >= most:
             return (
                 f"the training losses of the regions were far above what they had been, in {each.far_losses} rounds in a row: "
-                f"the model is ruined, or has other data. Their median was {each.losses[-1]:.3g} before. Go back to an earlier "
-                "checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
+                f"the model is ruined, or has other data. Their median was {lower_median(each.losses):.3g} before. Go back to an "
+                "earlier checkpoint with a lower learning rate; outer.guard=none trains on whatever the losses"
             )
     return ""
 

@@ -212,6 +212,7 @@ def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
     fates = Counter(str(event["regions"].get(region)) for event in run if event["kind"] == "guard")
     said = [f"sat {sat_out} transfers out"] if sat_out else []
     said += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
+    said += [f"made {fates['void']} means void"] if fates["void"] else []
     anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
     said += [f"began anew after step {', '.join(anew)}"] if anew else []
     return [f"region {region} {listed(said)}"] if said else []

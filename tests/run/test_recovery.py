@@ -10,11 +10,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from hf_cocodc import OuterConfig, OuterOptimizer
+from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
+from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import read
 from hf_cocodc.views.runs import read_run
 from hf_cocodc.views.summary import summarise
@@ -116,6 +117,65 @@ def test_one_of_two_young_regions_with_a_wrong_learning_rate_stops_both(tmp_path
         assert outer.why in [event["message"] for event in journal if event["kind"] == "note"]
     ours, theirs = (params_of(outer.synchronizer._model) for outer in outers)
     assert torch.equal(ours, theirs), "a run that resumes here begins with the global params in both"
+    lines = summarise(read_run("run", journals)).lines(tmp_path, [])
+    assert [line.split(maxsplit=2)[2] for line in lines if line.startswith("not counted")] == [
+        "region 1 made 3 means void"
+    ]
+
+
+def test_losses_far_above_what_they_were_stop_all_regions(tmp_path: Path) -> None:
+    """Whatever made the model so bad, and whatever regions do when one ends: the run does not end as if it were well."""
+
+    def body(region: int, link: Link) -> tuple[OuterOptimizer, int]:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.zeros(8)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        regions = RegionConfig(when_one_ends="finish")
+        config = OuterConfig(method="diloco", sync_interval=2, outer_lr=0.7, outer_momentum=0.0)
+        outer = OuterOptimizer(accelerator, model, optimizer, config, regions, max_steps=40, link=link)
+        while outer.inner_step < 40 and not outer.should_stop:
+            model.vectors()[0].data.add_(1e-3)
+            outer.step(3.0 if outer.inner_step < 20 else 9.5)
+        outer.finish()
+        return outer, len(outer.synchronizer.fragments[0].losses)
+
+    for outer, remembered in run_in_lockstep(2, body):
+        assert (outer.verdict, outer.finished) == ("stop", False)
+        assert outer.inner_step == 26, "three rounds later"
+        assert "were far above what they had been, in 3 rounds in a row" in outer.why
+        assert "Their median was 3 before" in outer.why
+        assert remembered == 10, "such losses are no new normal"
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_steps_that_nothing_bounds_are_not_judged(
+    is_clipped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGD, and one region a million times too far. Only Trainer says that it clips gradients."""
+
+    def body(region: int, link: Link) -> OuterOptimizer:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.zeros(8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        about = About(facts={"training.max_grad_norm": 1.0 if is_clipped else 0.0})
+        config = OuterConfig(method="diloco", sync_interval=2)
+        outer = OuterOptimizer(
+            *(accelerator, model, optimizer, config),
+            **{"max_steps": 40, "link": link, "about": about, "journal": tmp_path / f"region-{region}.jsonl"},
+        )
+        while outer.inner_step < 40 and not outer.should_stop:
+            far = 1e6 if region == 1 and outer.inner_step == 30 else 1.0
+            model.vectors()[0].data.add_(1e-3 * far)
+            outer.step()
+        return outer
+
+    with caplog.at_level(logging.WARNING):
+        run_in_lockstep(2, body)
+    events = read(tmp_path / "region-1.jsonl")
+    assert ("guard" in [event["kind"] for event in events]) == is_clipped
+    said = "outer.guard leaves all finite outer gradients as they are: the inner optimizer of region 0 and region 1"
+    assert caplog.text.count(said) == (not is_clipped)
+    assert sum(said in event.get("message", "") for event in events) == (not is_clipped)
 
 
 def test_a_region_with_a_wrong_learning_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
