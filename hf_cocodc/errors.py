@@ -113,14 +113,22 @@ def _spare_traceback() -> None:
     sys.excepthook = hook
 
 
+_MOST_LISTED = 800
+"""Characters of known names that a message lists. Of more it gives the number: nobody reads a list without its middle."""
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name: the closest known name, and all known names.
+    """The end of a message about an unknown name: the closest known name, and all known names if they are few.
 
     >>> nearest("dilcoo", ["diloco", "streaming"])
     " Did you mean 'diloco'? Known: diloco, streaming."
+    >>> nearest("lama", ["llama", *(f"model_{number}" for number in range(300))])
+    " Did you mean 'llama'? There are 301 known names."
     """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(sorted(known))}."
+    names = ", ".join(sorted(known))
+    said = f"Known: {names}." if len(names) <= _MOST_LISTED else f"There are {len(known)} known names."
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" {said}"
 
 
 _VALUES = reprlib.Repr()

@@ -24,17 +24,22 @@ Symbols in the docstrings below:
 - Nesterov(Theta, g; eta_o, mu): one step of SGD with Nesterov momentum from Theta with the gradient g.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .errors import InputError
-from .parts import choose, closings, merges, outer, schedules
-from .parts.closings import Closing
-from .parts.codecs.base import Codec
-from .parts.fragments import Pattern
-from .parts.merges import Merge
-from .parts.outer import OuterTransform
-from .parts.schedules import Schedule
+from . import parts
+from .parts import rules, schedules
+
+if TYPE_CHECKING:
+    from .parts.closings import Closing
+    from .parts.codecs.base import Codec
+    from .parts.fragments import Pattern
+    from .parts.merges import Merge
+    from .parts.outer import OuterTransform
+    from .parts.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +89,16 @@ def diloco(
     transfers in a round. With overlap_steps > 0 training goes on during a transfer; this needs a merge that keeps the
     inner steps made meanwhile.
     """
-    choose.check_overlap(overlap_steps, sync_interval)
-    chosen = choose.merge(merge)
-    if overlap_steps and not chosen.keeps_local_steps:
-        raise InputError(
-            f"outer.overlap_steps={overlap_steps} with merge=replace would throw away the steps made during a "
-            "transfer. Use merge=additive or merge=compensate, or overlap_steps=0."
-        )
+    rules.check(locals())
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, overlap_steps),
-        codec=choose.codec(codec, error_feedback, rank, mean=mean),
-        outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=chosen,
-        closing=closings.one_more_round,
+        codec=parts.choose.codec(codec, error_feedback, rank, mean=mean),
+        outer=parts.outer.chain(
+            nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
+        ),
+        merge=parts.choose.merge(merge),
+        closing=parts.closings.one_more_round,
     )
 
 
@@ -130,15 +131,16 @@ def streaming(
     form a fragment of their own. Blocks of different sizes (dense and MoE layers) are spread evenly over the fragments. In
     the 4-bit format 64 values share one scale; the paper gives no number.
     """
-    choose.check_overlap(overlap_steps, sync_interval)
-    chosen = choose.merge(merge, choose.mixing_alpha(mixing_alpha, overlap_steps))
+    rules.check(locals())
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.staggered(sync_interval, overlap_steps),
-        codec=choose.codec(codec, error_feedback, rank, mean=mean),
-        outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=chosen,
-        closing=closings.one_more_round,
+        codec=parts.choose.codec(codec, error_feedback, rank, mean=mean),
+        outer=parts.outer.chain(
+            nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
+        ),
+        merge=parts.choose.merge(merge, rules.mixing_alpha(mixing_alpha, overlap_steps)),
+        closing=parts.closings.one_more_round,
     )
 
 
@@ -168,16 +170,19 @@ def eager(
     Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count
     as zero.
     """
+    rules.check(locals())
     schedule = schedules.every if num_fragments == 1 else schedules.staggered
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedule(sync_interval, sync_interval, primed=True),
-        codec=choose.codec(codec, error_feedback, rank),
-        outer=outer.chain(
-            eager=outer.eager(), nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)
+        codec=parts.choose.codec(codec, error_feedback, rank),
+        outer=parts.outer.chain(
+            eager=parts.outer.eager(),
+            nesterov=parts.outer.nesterov(outer_momentum),
+            lr=parts.outer.scale(outer_lr),
         ),
-        merge=merges.replace(),
-        closing=closings.other_parts,
+        merge=parts.merges.replace(),
+        closing=parts.closings.other_parts,
     )
 
 
@@ -216,19 +221,20 @@ def co2(
     gamma_t is the learning rate of round t-1, whose outer gradient lands: the rate travels with the transfer, and is thus
     equal in all regions. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
-    penalty = {} if staleness_penalty == "none" else {"penalty": choose.penalty(staleness_penalty)}
+    rules.check(locals())
+    penalty = {} if staleness_penalty == "none" else {"penalty": parts.choose.penalty(staleness_penalty)}
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.every(sync_interval, sync_interval),
-        codec=choose.codec(codec, error_feedback, rank, mean=mean),
-        outer=outer.chain(
-            per_lr=outer.scale(lambda info: 1 / info.round_lr if info.round_lr else 0.0),
+        codec=parts.choose.codec(codec, error_feedback, rank, mean=mean),
+        outer=parts.outer.chain(
+            per_lr=parts.outer.scale(lambda info: 1 / info.round_lr if info.round_lr else 0.0),
             **penalty,
-            momentum=outer.momentum(outer_momentum, choose.clip(clip_momentum, sync_interval)),
-            lr=outer.scale(lambda info: outer_lr * info.round_lr),
+            momentum=parts.outer.momentum(outer_momentum, parts.choose.clip(clip_momentum, sync_interval)),
+            lr=parts.outer.scale(lambda info: outer_lr * info.round_lr),
         ),
-        merge=merges.replace(),
-        closing=closings.one_more_round,
+        merge=parts.merges.replace(),
+        closing=parts.closings.one_more_round,
     )
 
 
@@ -262,13 +268,16 @@ def dilocox(
     rounds; each pipeline stage has its own. The outer learning rate and momentum are DiLoCo's; we have seen none in the
     paper. Nothing lands at the end of the first round: theta then goes on unchanged.
     """
+    rules.check(locals())
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.rounds(sync_interval),
-        codec=choose.codec(codec, error_feedback, rank, adaptive_rank=True, mean=mean),
-        outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=merges.replace(),
-        closing=closings.one_more_round,
+        codec=parts.choose.codec(codec, error_feedback, rank, adaptive_rank=True, mean=mean),
+        outer=parts.outer.chain(
+            nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
+        ),
+        merge=parts.merges.replace(),
+        closing=parts.closings.one_more_round,
     )
 
 
@@ -310,28 +319,23 @@ def cocodc(
     Differs from the paper: by default lambda is scaled for each tensor (compensation=fixed is the printed form). By default
     split_rows makes fragments even, because T_s is the time of any fragment. mixing_alpha has an effect only with merge=mix.
     """
-    if overlap_steps != "auto":
-        choose.check_overlap(overlap_steps, sync_interval)
-    if sends_per_interval is not None and not num_fragments <= sends_per_interval <= sync_interval:
-        raise InputError(
-            f"outer.sends_per_interval={sends_per_interval} must lie between outer.num_fragments={num_fragments} (each "
-            f"fragment is sent at least once) and outer.sync_interval={sync_interval} (at most one send per inner step)."
-        )
-    chosen = choose.merge(
-        merge, choose.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
-    )
+    rules.check(locals())
     return Method(
-        fragments=choose.pattern(fragment_pattern, num_fragments, split_rows),
+        fragments=parts.choose.pattern(fragment_pattern, num_fragments, split_rows),
         schedule=schedules.adaptive(
             sync_interval,
             None if overlap_steps == "auto" else int(overlap_steps),
             utilization,
             sends_per_interval,
         ),
-        codec=choose.codec(codec, error_feedback, rank, mean=mean),
-        outer=outer.chain(nesterov=outer.nesterov(outer_momentum), lr=outer.scale(outer_lr)),
-        merge=chosen,
-        closing=closings.one_more_round,
+        codec=parts.choose.codec(codec, error_feedback, rank, mean=mean),
+        outer=parts.outer.chain(
+            nesterov=parts.outer.nesterov(outer_momentum), lr=parts.outer.scale(outer_lr)
+        ),
+        merge=parts.choose.merge(
+            merge, rules.mixing_alpha(mixing_alpha, overlap_steps), compensation, compensation_strength
+        ),
+        closing=parts.closings.one_more_round,
     )
 
 

@@ -1,11 +1,17 @@
 """Methods newer than the six of `methods.py`, composed of the same parts. The symbols are those explained there."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from . import parts
 from .methods import METHODS, Method, diloco
-from .parts import choose, outer
-from .parts.codecs.base import Codec
+from .parts import rules
+
+if TYPE_CHECKING:
+    from .parts.codecs.base import Codec
 
 
 def sparseloco(
@@ -38,6 +44,7 @@ def sparseloco(
     (`codecs.topk_2bit`). sync_interval and outer_lr are among those that the authors' code uses. num_fragments and overlap_steps
     go beyond the paper, as with DiLoCo.
     """
+    rules.check(locals())
     base = diloco(
         sync_interval=sync_interval,
         num_fragments=num_fragments,
@@ -48,8 +55,8 @@ def sparseloco(
     )
     return dataclasses.replace(
         base,
-        codec=choose.codec(codec, error_feedback, rank, mean=mean, decay=feedback_decay, top_k=top_k),
-        outer=outer.chain(lr=outer.scale(outer_lr)),
+        codec=parts.choose.codec(codec, error_feedback, rank, mean=mean, decay=feedback_decay, top_k=top_k),
+        outer=parts.outer.chain(lr=parts.outer.scale(outer_lr)),
     )
 
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from . import parts
 from .errors import InputError, short, shown
 from .methods import Method
 from .newer import known
-from .parts import choose, own
-from .parts.fragments import kept
+from .parts import rules
 from .parts.guard import Guard
 from .settings import OuterConfig
 from .settings.outer import AUTO, FOLLOWING, GUARD
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
     ("rank", "codec", ("lowrank",)),
-    ("top_k", "codec", choose.SPARSE),
+    ("top_k", "codec", rules.SPARSE),
     ("feedback_decay", "error_feedback", (True,)),
     ("mixing_alpha", "merge", ("mix",)),
     ("compensation", "merge", ("compensate",)),
@@ -71,7 +71,7 @@ def _composer(config: OuterConfig) -> _Composer:
         faults = {
             "no name": not chosen.name,
             "a name of ours": chosen.name in ours,
-            "the form MODULE:NAME": own.is_own(chosen.name),
+            "the form MODULE:NAME": rules.is_own(chosen.name),
         }
         for fault in (words for words, holds in faults.items() if holds):
             raise InputError(
@@ -79,15 +79,18 @@ def _composer(config: OuterConfig) -> _Composer:
                 "dataclasses.replace(method, name='my-method')."
             )
         return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
-    if not own.is_own(chosen):
+    if not rules.is_own(chosen):
         raise InputError(
             f"outer.method={shown(chosen)} must be text or a Method. Known: {', '.join(ours)}; or MODULE:NAME, of your own."
         )
-    where, thing = f"outer.method={shown(chosen)}", own.found("outer.method", chosen)
+    where, thing = f"outer.method={shown(chosen)}", parts.own.found("outer.method", chosen)
     if isinstance(thing, Method):
         return _Composer(chosen, {}, lambda: thing, is_own=True)
     return _Composer(
-        chosen, own.takes(where, thing), lambda **given: own.made(where, thing, given), is_own=True
+        chosen,
+        parts.own.takes(where, thing),
+        lambda **given: parts.own.made(where, thing, given),
+        is_own=True,
     )
 
 
@@ -96,7 +99,7 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
     options: dict[str, Any] = config.options or {}  # type: ignore[assignment]
     mine = {name: value for name, value in options.items() if name in takes}
     others = {name: value for name, value in options.items() if name not in takes}
-    known = own.options_of_codec(config.codec) if others and own.is_own(config.codec) else {}
+    known = parts.own.options_of_codec(config.codec) if others and rules.is_own(config.codec) else {}
     for name, value in others.items():
         if name not in known:
             taken = ", ".join([*takes, *known]) or "nothing"
@@ -107,14 +110,43 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
     return mine, others
 
 
+def check(config: OuterConfig) -> None:
+    """Check the settings before torch is imported. Methods and codecs of a user's own have modules: `from_config` checks them.
+
+    Raises:
+        InputError: like `from_config`.
+    """
+    if isinstance(config.method, Method) or rules.is_own(config.method):
+        return
+    composer = _composer(config)
+    _check(composer, config.given())
+    if not rules.is_own(config.codec):
+        _options(config, composer.takes)
+
+
 def from_config(config: OuterConfig) -> Method:
     """The method that `config` describes. Until the rounds are known (`auto.for_rounds`), what is `auto` has its paper's value.
 
     Raises:
         InputError: the method or a part is unknown, the method does not use a setting, or two values contradict each other.
     """
-    composer = _composer(config)
-    takes, given = composer.takes, config.given()
+    composer, given = _composer(config), config.given()
+    _check(composer, given)
+    mine, for_codec = _options(config, composer.takes)
+    given = {name: value for name, value in given.items() if name not in FOLLOWING or value != AUTO}
+    if rules.is_own(given.get("codec")):
+        given["codec"] = parts.own.codec(given["codec"], for_codec)
+    method = composer.compose(**given, **mine)
+    if not isinstance(method, Method):
+        raise InputError(
+            f"outer.method={composer.name} returns {short(repr(method))}, and no Method (see hf_cocodc/methods.py)."
+        )
+    return dataclasses.replace(method, name=composer.name) if composer.is_own else method
+
+
+def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
+    """Check the settings that are given, and those of one of our methods with its defaults."""
+    takes = composer.takes
     for name, value in given.items():
         if name not in takes:
             way_out = "choose a method that uses it"
@@ -125,19 +157,10 @@ def from_config(config: OuterConfig) -> Method:
                 f"outer.{name}={shown(value)} has no meaning for method={composer.name}. {uses} "
                 f"Remove outer.{name} (--set outer.{name}=null), or {way_out}."
             )
-    mine, for_codec = _options(config, takes)
     if not composer.is_own:
         _check_together(takes, given)
+        rules.check({**takes, **given})
     _check_auto(composer, given)
-    given = {name: value for name, value in given.items() if name not in FOLLOWING or value != AUTO}
-    if own.is_own(given.get("codec")):
-        given["codec"] = own.codec(given["codec"], for_codec)
-    method = composer.compose(**given, **mine)
-    if not isinstance(method, Method):
-        raise InputError(
-            f"outer.method={composer.name} returns {short(repr(method))}, and no Method (see hf_cocodc/methods.py)."
-        )
-    return dataclasses.replace(method, name=composer.name) if composer.is_own else method
 
 
 def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -151,13 +174,6 @@ def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
                 f"outer.{name}={shown(given[name])} has an effect only with outer.{part}={values}, "
                 f"but outer.{part} is {settings[part]}. Remove outer.{name} (--set outer.{name}=null), or {other}."
             )
-    num_fragments = settings.get("num_fragments", 1)
-    if settings["sync_interval"] < num_fragments:
-        raise InputError(
-            f"outer.sync_interval={settings['sync_interval']} is smaller than outer.num_fragments="
-            f"{num_fragments}, but each fragment is sent once every sync_interval inner steps. "
-            "Raise sync_interval or lower num_fragments."
-        )
 
 
 def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
@@ -190,24 +206,24 @@ def settings(config: OuterConfig) -> dict[str, object]:
         found["weights"] = config.weights
     if config.guard not in (None, GUARD):
         found["guard"] = config.guard
-    has_own_codec = own.is_own(config.codec)
+    has_own_codec = rules.is_own(config.codec)
     if composer.is_own or has_own_codec:
         mine, for_codec = _options(config, composer.takes)
-        known = own.options_of_codec(str(config.codec)) if has_own_codec else {}
+        known = parts.own.options_of_codec(str(config.codec)) if has_own_codec else {}
         named = {**known, **for_codec, **found, **mine}
-        found = {_in_recipe(name): own.told(value) for name, value in named.items()}
+        found = {_in_recipe(name): parts.own.told(value) for name, value in named.items()}
         method = from_config(config)
-        parts = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
+        slots = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
         found |= {
-            f"{PART}{name}": own.described(getattr(method, name))
-            for name in (parts if composer.is_own else ["codec"])
+            f"{PART}{name}": parts.own.described(getattr(method, name))
+            for name in (slots if composer.is_own else ["codec"])
         }
     if composer.is_own:
         return found
     if found.get("mean") == BEFORE["mean"]:
         del found["mean"]
     if "mixing_alpha" in found:
-        found["mixing_alpha"] = choose.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
+        found["mixing_alpha"] = rules.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
     idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}
     return {name: value for name, value in found.items() if name not in idle}
 
@@ -245,7 +261,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
     """
-    function = own.found("outer.method", method) if own.is_own(method) else known().get(method)
+    function = parts.own.found("outer.method", method) if rules.is_own(method) else known().get(method)
     lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
     number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
     return None if number is None else (lines[0].partition(":")[0], number[0])
@@ -285,7 +301,7 @@ def method_of(config: OuterConfig, written: Mapping[str, Any], layout: Sequence[
     method, ours = from_config(config), settings(config)
     if any(value_in(written, name) != value_in(ours, name) for name in OF_FRAGMENTS):
         return method
-    return dataclasses.replace(method, fragments=kept(layout, method.fragments))
+    return dataclasses.replace(method, fragments=parts.fragments.kept(layout, method.fragments))
 
 
 def value_in(written: Mapping[str, Any], name: str) -> Any:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, nearest, shown
+from ..errors import InputError
+from . import rules
 from .info import MergeInfo, Piece
 
 
@@ -86,7 +87,6 @@ def mix(alpha: float) -> Merge:
 
 _MAX_CURVATURE = 10.0
 """Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
-COMPENSATIONS = ("adaptive", "additive", "fixed", "lr_normalized")
 
 
 def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
@@ -117,8 +117,7 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     Raises:
         InputError: the mode is unknown, or the strength is negative.
     """
-    if mode not in COMPENSATIONS:
-        raise InputError(f"outer.compensation={shown(mode)} is not known.{nearest(mode, COMPENSATIONS)}")
+    rules.one_of("compensation", mode, rules.COMPENSATIONS)
     if strength < 0:
         raise InputError(
             f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +26,6 @@ _OURS = __name__.partition(".")[0]
 _LIBRARIES = {_OURS, "torch", "numpy", *sys.stdlib_module_names}
 """Packages of which regions compare no source: this one's version they compare, and these may be other versions."""
 _CODEC = ("init", "converse", "wire_bytes")
-
-
-def is_own(name: object) -> TypeGuard[str]:
-    """Whether a setting names something of a user's own.
-
-    >>> is_own("my_module:my_method"), is_own("diloco")
-    (True, False)
-    """
-    return isinstance(name, str) and ":" in name
 
 
 def found(setting: str, name: str) -> Any:

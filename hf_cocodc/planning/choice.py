@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import InputError, shown
 from ..methods import METHODS
 from ..newer import known
-from ..parts.choose import CODECS, mixing_alpha
+from ..parts.rules import CODECS, mixing_alpha
 from ..resolve import from_config
 from ..resolve import settings as _settings
 from ..settings import OuterConfig
@@ -32,7 +32,7 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
     Raises:
         InputError: the recipe has a method or a codec of a user's own, which is not forecast.
     """
-    for name, ours in (("method", list(known())), ("codec", [*CODECS, "lowrank"])):
+    for name, ours in (("method", list(known())), ("codec", list(CODECS))):
         given = getattr(recipe, name)
         if given is not None and given not in ours:
             raise InputError(
@@ -49,7 +49,7 @@ def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
             base = OuterConfig(method=method, sync_interval=interval, **general)
         takes = settings(base)
         own = takes["codec"]
-        for codec in (*CODECS, "lowrank"):
+        for codec in CODECS:
             if codec == "fp16" != own:
                 continue  # as large as bf16
             if codec in LOSSY and codec != own and "error_feedback" not in takes:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..errors import CocodcError, InputError, reason, shown
+from ..errors import CocodcError, InputError, nearest, reason, shown
 from ..recipes.recipe import Recipe
 
 MUON = "muon"
@@ -112,10 +112,15 @@ def model(recipe: Recipe, vocab_size: int) -> Any:
 
 def config(recipe: Recipe, vocab_size: int) -> Any:
     """The config of a recipe's model: from the recipe, or the one that belongs to trained weights."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     section = recipe.model
     if section.config is not None:
+        kind = section.config["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise InputError(
+                f"model.config.model_type={shown(kind)} is not known.{nearest(kind, list(CONFIG_MAPPING))}"
+            )
         with blaming("model.config"):
             return AutoConfig.for_model(**{"vocab_size": vocab_size, **section.config})
     with blaming(f"model.name_or_path={shown(section.name_or_path)}"):

@@ -5,20 +5,20 @@ touching a GPU, and reports what the libraries say.
 """
 
 import contextlib
-import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any
 
 import psutil
 
-from ..errors import InputError, nearest, reason, short, shown
-from ..recipes.reading import converted
+from ..errors import InputError, reason, shown
 from ..recipes.recipe import Recipe
 from . import building
 from .building import blaming
+from .fields import known_fields
+from .rules import check_sections
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
 
@@ -40,26 +40,15 @@ def check(recipe: Recipe) -> None:
     """
     from transformers import TrainingArguments
 
-    from ..newer import INNER
     from ..resolve import from_config
 
+    check_sections(recipe)
     from_config(recipe.outer)
-    inner = INNER.get(str(recipe.outer.method))
-    if inner is not None and recipe.training.get("optim") != inner:
-        raise InputError(
-            f"outer.method={recipe.outer.method} is DiLoCo with {inner} inside, but training.optim is "
-            f"{recipe.training.get('optim', 'not given')}. Set training.optim={inner}, or outer.method=diloco with the same "
-            "outer settings."
-        )
-    _known_fields("training", recipe.training, TrainingArguments)
-    if recipe.data.streaming and recipe.training.get("max_steps", -1) <= 0:
-        raise InputError(
-            "data.streaming=true: a stream has no length. Set training.max_steps to the number of inner steps."
-        )
+    known_fields("training", recipe.training, TrainingArguments)
     if recipe.peft is not None:
         from peft import LoraConfig
 
-        _known_fields("peft", recipe.peft, LoraConfig)
+        known_fields("peft", recipe.peft, LoraConfig)
 
 
 def preflight(recipe: Recipe, regions_here: int = 1) -> None:
@@ -103,20 +92,6 @@ def on_meta(recipe: Recipe) -> Any:
             "loaded. Name its base model, and describe the adapter in the section peft."
         )
     return model
-
-
-_ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
-"""Types that Trainer and PEFT take besides those of their hints."""
-
-
-def _known_fields(section: str, given: dict[str, Any], kind: type) -> None:
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    hints = get_type_hints(kind)
-    for key, value in given.items():
-        if key not in known:
-            close = nearest(key, known).split(" Known:")[0]
-            raise InputError(f"unknown key {section}.{short(key)}.{close} Use a field of {kind.__name__}.")
-        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}", is_ours=False)
 
 
 def _arguments(recipe: Recipe) -> Any:

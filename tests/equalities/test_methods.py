@@ -19,7 +19,7 @@ from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.info import MergeInfo, Piece
 from hf_cocodc.parts.merges import Merge
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
-from hf_cocodc.resolve import from_config
+from hf_cocodc.resolve import check, from_config
 from hf_cocodc.resolve import settings as settings_of
 from hf_cocodc.run.trees import put_together, take_apart
 from hf_cocodc.settings import OuterConfig
@@ -379,6 +379,9 @@ def test_streaming_mixes_as_its_paper_does(given_: dict[str, Any], alpha: float)
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(given_: dict[str, Any], message: str) -> None:
-    """The reason and the way out are said."""
-    with pytest.raises(ValueError, match=message):
+    """The reason and the way out are said, before anything is composed."""
+    with pytest.raises(ValueError, match=message) as refused:
         from_config(OuterConfig(**given_))
+    with pytest.raises(ValueError) as before:
+        check(OuterConfig(**given_))
+    assert str(before.value) == str(refused.value)

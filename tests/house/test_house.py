@@ -150,8 +150,9 @@ def test_public_names() -> None:
         assert getattr(hf_cocodc, name).__name__ == name
 
 
-def test_importing_the_package_is_free() -> None:
-    """`import hf_cocodc` imports neither torch nor transformers nor datasets; each is loaded when first used."""
-    code = "import sys, hf_cocodc; print([m for m in ('torch', 'transformers', 'datasets', 'accelerate') if m in sys.modules])"
+@pytest.mark.parametrize("module", ["hf_cocodc", "hf_cocodc.resolve", "hf_cocodc.training.rules"])
+def test_importing_the_package_is_free(module: str) -> None:
+    """Neither the package nor the rules for settings import torch, transformers or datasets."""
+    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'datasets', 'accelerate') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -48,7 +48,10 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model.config.num_key_value_heads=3", "model.config: the model cannot compute: "),
         ("model.config.attention_dropout=5.0", "the model cannot compute: dropout probability"),
         ("model.config.hidden_act=gellu", "model.config: 'gellu' is not known"),
-        ("model.config.model_type=lama", "model.config: Unrecognized model identifier"),
+        (
+            "model.config.model_type=lama",
+            "model.config.model_type='lama' is not known. Did you mean 'llama'?",
+        ),
         ("training.report_to=wandbb", "training.report_to: wandbb is not supported"),
         ("training.report_to=mlflow", "training.report_to: MLflowCallback requires mlflow"),
         ("training.learning_rate=.nan", ".nan is not a number"),
@@ -59,7 +62,9 @@ def _no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
             "training.optim=schedule_free_adamw",
             "training.optim=schedule_free_adamw keeps two sets of weights",
         ),
-        ("training.lr_scheduler_type=cosin", "training: cosin is not a valid SchedulerType"),
+        ("training.lr_scheduler_type=cosin", "'cosin' is not known. Did you mean 'cosine'? Known: "),
+        ("training.optim=adamw_tocrh", "'adamw_tocrh' is not known. Did you mean 'adamw_torch'? Known: "),
+        ("training.optim=moun", "'moun' is not known. Did you mean 'muon'?"),
         ("training.lr_scheduler_kwargs={nope: 1}", "unexpected keyword argument 'nope'"),
         ("training.per_device_train_batch_size=0", "training: batch_size should be a positive integer"),
         ("training.per_device_eval_batch_size=-1", "training: batch_size should be a positive integer"),
@@ -155,7 +160,7 @@ def test_no_weights_no_data_and_no_device(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "init", never)
     preflight.preflight(Recipe.load(RECIPE, named))
     for missing in ("model", "tokenizer"):
-        with pytest.raises(InputError, match=rf"{missing}.name_or_path='/nowhere': .*nowhere"):
+        with pytest.raises(InputError, match=rf"{missing}.name_or_path='/nowhere': there is no such"):
             preflight.preflight(Recipe.load(RECIPE, [*named, f"{missing}.name_or_path=/nowhere"]))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"model.name_or_path="):
