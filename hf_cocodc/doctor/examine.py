@@ -1,6 +1,7 @@
 """Looks at a machine for a recipe, in the order in which a run would find out."""
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -73,8 +74,7 @@ def _recipe(
     try:
         preflight(recipe, here)
     except InputError as error:
-        command = "hf-cocodc recipe keys    # then correct the recipe, or add --set KEY=VALUE"
-        yield Finding("recipe", WRONG, str(error), command)
+        yield Finding("recipe", WRONG, str(error), _mended(str(error)))
         return None
     yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
     need = _needs(patient)
@@ -86,6 +86,14 @@ def _recipe(
     yield line
     yield from held_out(recipe)
     return data
+
+
+def _mended(message: str) -> str:
+    """The command that mends a recipe: with the first --set that a message names; of several ways out it is the simplest."""
+    named = re.search(r"--set [\w.]+=[\w.-]*\w", message)
+    if named is not None:
+        return f"hf-cocodc train RECIPE {named[0]}"
+    return "hf-cocodc recipe keys    # then correct the recipe, or add --set KEY=VALUE"
 
 
 def _needs(patient: Patient) -> Needs | None:

@@ -111,6 +111,7 @@ def _arguments(recipe: Recipe) -> Any:
             self._n_gpu, self.distributed_state = 0, None
             return torch.device("cpu")
 
+    _refuse_format(recipe)
     with _without_cuda():
         args = building.arguments(recipe, Arguments)
     refuse_arguments(args, recipe.evaluation.on)
@@ -137,6 +138,25 @@ def _arguments(recipe: Recipe) -> Any:
                 multiprocessing_context=start_method,
             )
     return args
+
+
+def _refuse_format(recipe: Recipe) -> None:
+    """Refuse a number format that this machine does not train in. Trainer ignores fp16 on a CPU, or its region fails."""
+    given, by_choice = recipe.training, bool(recipe.training.get("use_cpu"))
+    if not by_choice and _has_accelerator():
+        return
+    why = "training.use_cpu=true trains on the CPU" if by_choice else "this machine has no GPU"
+    if given.get("fp16"):
+        raise InputError(
+            f"training.fp16=true needs a GPU, but {why}. Compute in float32 (--set training.fp16=false), or in bfloat16 (--set "
+            "training.fp16=false --set training.bf16=true --set training.use_cpu=true)."
+        )
+    for name in ("bf16", "bf16_full_eval"):
+        if given.get(name) and not by_choice:
+            raise InputError(
+                f"training.{name}=true needs a GPU, but {why}. To compute in float32: --set training.{name}=false. To compute in "
+                "bfloat16 on the CPU: --set training.use_cpu=true."
+            )
 
 
 def _optimizer(args: Any, model: Any, ours: Any) -> None:
@@ -304,7 +324,7 @@ def _has_accelerator() -> bool:
     import torch
 
     kind = torch.accelerator.current_accelerator()  # the one that torch was built for
-    return kind is not None and (kind.type != "cuda" or torch.cuda.device_count() > 0)
+    return torch.cuda.device_count() > 0 or (kind is not None and kind.type != "cuda")
 
 
 @contextlib.contextmanager

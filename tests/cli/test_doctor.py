@@ -56,6 +56,15 @@ def test_what_is_wrong_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "must divide" in ended.out or "divisible" in ended.out or "heads" in ended.out
 
 
+def test_the_command_mends_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bf16 without a GPU: the keys of a recipe say nothing of it."""
+    monkeypatch.setattr("hf_cocodc.training.preflight._has_accelerator", lambda: False)
+    assert main(["doctor", "quickstart/diloco", "--set", "training.bf16=true"]) == 2
+    assert "$ hf-cocodc train RECIPE --set training.bf16=false\n" in capsys.readouterr().out
+
+
 def test_a_store_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a machine that nobody knows; what else is seen is said too."""
     wrong = ["--set", "outer.codec=bf17", "--store", "no-such-machine.invalid:1", "--region", "0"]

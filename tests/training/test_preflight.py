@@ -105,6 +105,30 @@ def test_what_a_region_would_find_after_half_a_minute(
 
 
 @pytest.mark.parametrize(
+    ("has_gpu", "overrides", "message"),
+    [
+        (False, ["fp16=true"], "needs a GPU, but this machine has no GPU. .*--set training.fp16=false"),
+        (True, ["fp16=true", "use_cpu=true"], "needs a GPU, but training.use_cpu=true trains on the CPU"),
+        (False, ["bf16=true"], "--set training.bf16=false. .* on the CPU: --set training.use_cpu=true"),
+        (False, ["bf16_full_eval=true"], "--set training.bf16_full_eval=false"),
+        (False, ["bf16=true", "use_cpu=true"], None),
+        (True, ["fp16=true"], None),
+    ],
+)
+def test_a_number_format_that_needs_a_gpu(
+    has_gpu: bool, overrides: list[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is refused on a CPU, with the format to take instead: Trainer ignores fp16 there without a word."""
+    monkeypatch.setattr(preflight, "_has_accelerator", lambda: has_gpu)
+    recipe = Recipe.load(RECIPE, [f"training.{each}" for each in overrides])
+    if message is None:
+        preflight._refuse_format(recipe)
+    else:
+        with pytest.raises(InputError, match=message):
+            preflight.preflight(recipe)
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["peft.r=4", "peft.init_lora_weights=pissa"],
@@ -112,7 +136,7 @@ def test_what_a_region_would_find_after_half_a_minute(
         ["peft.r=4", "peft.use_dora=true", "peft.target_modules=all-linear"],
         ["training.optim=adafactor", "training.lr_scheduler_type=reduce_lr_on_plateau"],
         ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs={min_lr: 1e-5}"],
-        ["training.fp16=true", "training.max_steps=-1", "model.dtype=bfloat16"],
+        ["training.bf16=true", "training.use_cpu=true", "training.max_steps=-1", "model.dtype=bfloat16"],
         ["model.config={model_type: mamba, hidden_size: 16, num_hidden_layers: 1}"],
         ["model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1}"],
         ["training.full_determinism=true", "training.report_to=[]", "training.dataloader_num_workers=2"],
