@@ -10,6 +10,7 @@ from ruamel.yaml.composer import MaxDepthExceededError
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.scanner import Scanner, ScannerError
 
 from ..errors import InputError, short, shown
 
@@ -54,6 +55,7 @@ def read_yaml(text: str, where: str) -> Any:
         raise InputError(f"{where}: it is longer than {MAX_BYTES // 1024} KiB, too long for a recipe.")
     parser = YAML(typ="safe", pure=True)
     parser.Constructor = _Constructor
+    parser.Scanner = _Scanner
     parser.max_depth = MAX_DEPTH
     parser.composer.warn_double_anchors = False  # YAML allows it
     try:
@@ -82,12 +84,23 @@ def _refusal(problem: str, node: Node) -> ConstructorError:
     return ConstructorError(None, None, problem, node.start_mark)
 
 
+class _Scanner(Scanner):
+    """ruamel's scanner for YAML 1.2 alone: of versions that it does not know it raises anything."""
+
+    def scan_yaml_directive_value(self, start_mark: Any) -> Any:
+        try:
+            version = super().scan_yaml_directive_value(start_mark)
+        except ValueError:  # thousands of digits
+            version = None
+        if version != (1, 2):
+            raise ScannerError(None, None, "a recipe is YAML 1.2; remove the %YAML line", start_mark)
+        return version
+
+
 class _Constructor(SafeConstructor):
     """ruamel's safe constructor for the values that a recipe may hold."""
 
     def construct_document(self, node: Node) -> Any:
-        if self.resolver.processing_version != (1, 2):
-            raise _refusal("a recipe is YAML 1.2; remove the %YAML line", node)
         self._sizes: dict[int, int] = {}
         self._size(node)
         return super().construct_document(node)
