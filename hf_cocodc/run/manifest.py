@@ -152,6 +152,8 @@ def wrong_in(checkpoint: Path, folder: str) -> str | None:
 
 def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
     """What is wrong with the files of the global model, or with all others; cards, which only people read, never count."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:

@@ -254,6 +254,11 @@ def test_without_its_last_mark_a_checkpoint_is_half_written(checkpoint: Path) ->
         resume(checkpoint)
 
 
+def test_a_folder_that_is_not_there_is_no_half_written_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        resume(tmp_path / "checkpoint-4")
+
+
 def test_a_later_format_is_refused(checkpoint: Path) -> None:
     mark = checkpoint / state.COMPLETE
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": state.FORMAT + 1}))
