@@ -53,14 +53,18 @@ class Report:
         return [f"{self.title}: {setting}", "", table[0], rule, *table[1:], "", *self.notes]
 
 
-def write(path: Path, reports: Sequence[Report]) -> None:
-    """Write reports as JSON: an object with `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
+def content(reports: Sequence[Report]) -> dict[str, Any]:
+    """Reports as JSON can express them: `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
     found = [asdict(report) for report in reports]
     for each in found:
         del each["formats"]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    content = {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": found}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": found}
+
+
+def write(path: Path, reports: Sequence[Report]) -> None:
+    """Write the `content` of reports to a file."""
+    path.write_text(json.dumps(content(reports), indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -70,10 +74,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
         ValueError: it holds no reports.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not (isinstance(content, dict) and isinstance(content.get("reports"), list)):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not (isinstance(found, dict) and isinstance(found.get("reports"), list)):
         raise ValueError(f"{path} holds no reports of a benchmark")
-    return [{**each, "machine": content.get("machine")} for each in content["reports"]]
+    return [{**each, "machine": found.get("machine")} for each in found["reports"]]
 
 
 def machine() -> Row:

@@ -3,13 +3,14 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..meeting.secret import secret_of
+from ..methods import METHODS
+from ..parts.rules import CODECS
 from ..settings import RegionConfig
-from .checks import add_secret, check, check_memory, check_writable
+from .checks import STDOUT, add_json, add_secret, check, check_memory, check_writable, write_json
 
 # bytes of memory for each parameter or value, measured
 _OUTER_BYTES = 145
@@ -23,7 +24,6 @@ def register(subparsers: Any) -> None:
         help="measure a link, a codec or an outer step before you rent GPUs",
         description="Measure the cost of each part on this machine and on your own links, compared with the best that the "
         "hardware can do.",
-        allow_abbrev=False,
     )
     benches = parser.add_subparsers(required=True, metavar="WHAT")
     outer = _add(benches, "outer", "the outer step, compared with a copy of the same bytes", _outer)
@@ -51,7 +51,9 @@ def register(subparsers: Any) -> None:
         default=5,
         help="number of measurements; the result is their median (default: 5)",
     )
-    codec.add_argument("--only", nargs="+", metavar="CODEC", help="codecs to measure (default: all)")
+    codec.add_argument(
+        "--only", nargs="+", metavar="CODEC", help=f"codecs to measure: {', '.join(CODECS)} (default: all)"
+    )
     _add_link(benches)
     _add_wan(benches)
 
@@ -68,7 +70,9 @@ def _add_link(benches: Any) -> None:
     link.add_argument(
         "--megabytes", type=float, default=64, help="size of the fp32 tensor, in 10^6 bytes (default: 64)"
     )
-    link.add_argument("--codec", default="fp32", help="codec of the transfer (default: fp32)")
+    link.add_argument(
+        "--codec", default="fp32", help=f"codec of the transfer: {', '.join(CODECS)} (default: fp32)"
+    )
     link.add_argument(
         "--connections",
         default="auto",
@@ -115,7 +119,10 @@ def _add_wan(benches: Any) -> None:
     )
     _add_rate_limit(wan)
     wan.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="methods to train with (default: all methods)"
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help=f"methods to train with: {', '.join(METHODS)} (default: all of them)",
     )
     wan.add_argument(
         "--steps", type=int, default=240, help="inner steps of each region, for each method (default: 240)"
@@ -136,16 +143,14 @@ def _add_rate_limit(parser: argparse.ArgumentParser) -> None:
 def _add(
     benches: Any, name: str, what: str, measure: Callable[[argparse.Namespace], Iterable], more: str = ""
 ) -> argparse.ArgumentParser:
-    parser = benches.add_parser(
-        name, help=what, description=f"Measure {what}. {more}".strip(), allow_abbrev=False
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser = benches.add_parser(name, help=what, description=f"Measure {what}. {more}".strip())
+    add_json(parser, "the results")
     parser.set_defaults(run=_report, measure=measure, parser=parser)
     return parser
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..bench.report import write
+    from ..bench.report import content
 
     if options.json is not None:
         check_writable("--json", options.json)
@@ -153,8 +158,10 @@ def _report(options: argparse.Namespace) -> int:
     for report in options.measure(options):
         print("\n".join(report.lines()), end="\n\n", flush=True)
         reports.append(report)
-        if options.json is not None:
-            write(options.json, reports)
+        if options.json != STDOUT:  # what has been measured stays, however the next measurement ends
+            write_json(options, content(reports))
+    if options.json == STDOUT:
+        write_json(options, content(reports))
     return 0
 
 

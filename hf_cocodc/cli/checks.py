@@ -1,14 +1,72 @@
 """Checks of options, before anything heavy is imported or measured. Each error names the option."""
 
 import argparse
+import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ..errors import InputError, short
+from ..recipes.recipe import Recipe
 from ..settings import ENV_SECRET
+from ..training.rules import check_sections
+
+STDOUT = Path("-")
+"""The file of --json that stands for the standard output. Everything else that a command says then goes to stderr."""
+
+
+def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch.
+
+    Raises:
+        InputError: the recipe cannot be read, or cannot work.
+    """
+    recipe = Recipe.load(options.recipe, [*options.overrides, *overrides])
+    check_sections(recipe)
+    return recipe
+
+
+def renamed(now: str) -> type[argparse.Action]:
+    """The action of an option that has had another name: it is refused, and the message says what it is called `now`."""
+
+    class Refusal(argparse.Action):
+        def __call__(self, parser: Any, options: Any, values: Any, option_string: str | None = None) -> None:
+            parser.error(f"{option_string} is called {now} now.")
+
+    return Refusal
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json, which becomes `options.json`: None, a file, or `STDOUT`."""
+    parser.add_argument(
+        "--json",
+        type=_file,
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help=f"also write {what} to this file; - for the standard output",
+    )
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("name a FILE, or - for the standard output")
+    return Path(text)
+
+
+def write_json(options: argparse.Namespace, content: Any) -> None:
+    """Write to the file of --json; nothing if it is not given."""
+    if options.json is None:
+        return
+    text = json.dumps(content, indent=1) + "\n"
+    if options.json == STDOUT:
+        options.stdout.write(text)
+    else:
+        options.json.write_text(text, encoding="utf-8")
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +96,8 @@ def check_memory(flag: str, value: float, num_bytes: float) -> None:
 
 def check_writable(flag: str, path: Path) -> None:
     """Check that a file can be written, without changing it."""
+    if path == STDOUT:
+        return
     try:
         is_new = not os.path.lexists(path)  # a link whose file is not there yet stays
         path.open("ab").close()

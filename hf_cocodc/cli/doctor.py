@@ -2,17 +2,15 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from .checks import add_secret, check, check_writable
+from .checks import add_json, add_secret, check, check_writable, write_json
 from .joining import name_of
 from .part import part_of
 
@@ -27,7 +25,6 @@ def register(subparsers: Any) -> None:
         "data, network, store. Each line is ok, warn or wrong, with a command that mends it ('-': not known here). Doctors of "
         "several regions compare at the store what they find; with --wait they also call each other. Nothing is trained. The "
         "exit code is 2 if something is wrong.",
-        allow_abbrev=False,
     )
     add_recipe(parser)
     parser.add_argument(
@@ -45,7 +42,7 @@ def register(subparsers: Any) -> None:
         help="seconds to wait for the doctors of the other regions, to call them (default: 0, only compare)",
     )
     add_secret(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was found to this file")
+    add_json(parser, "what was found")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -58,9 +55,6 @@ def run(options: argparse.Namespace) -> int:
     part.check(may_join=True)
     if options.wait and (part.region is None or part.recipe.regions.store is None):
         raise InputError("--wait waits for the doctors of other regions: it needs --region and --store.")
-    here = part.recipe.regions
-    regions = dataclasses.replace(here, secret_file=options.secret_file or here.secret_file)
-    recipe = dataclasses.replace(recipe, regions=regions)
     from ..doctor.examine import Patient, examine
     from ..doctor.findings import WRONG, lines
 
@@ -69,17 +63,18 @@ def run(options: argparse.Namespace) -> int:
             print(f"... {words}", file=sys.stderr, flush=True)
 
     found = []
-    for each in examine(Patient(recipe, part.region, name_of(recipe), options.wait), tell):
+    for each in examine(Patient(part.recipe, part.region, name_of(part.recipe), options.wait), tell):
         print("\n".join(lines(each)), flush=True)
         found.append(each)
-    if options.json is not None:
-        content = {
+    write_json(
+        options,
+        {
             "hf_cocodc": __version__,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "region": part.region,
             "findings": [dataclasses.asdict(each) for each in found],
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        },
+    )
     wrong = [each.topic for each in found if each.level == WRONG]
     if wrong:
         print(f"wrong: {', '.join(dict.fromkeys(wrong))}", file=sys.stderr)

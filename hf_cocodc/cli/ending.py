@@ -2,12 +2,12 @@
 
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
-def report(folders: Sequence[Path], output: Path, json_file: Path | None = None) -> None:
+def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     """Print the summary of the regions that write to `folders`, and draw their picture into `output`.
 
     Of a run that goes on without a lost region, at least one region must have finished: else there is nothing to report but that
@@ -16,7 +16,9 @@ def report(folders: Sequence[Path], output: Path, json_file: Path | None = None)
     Args:
         folders: one per region, region 0's first.
         output: the folder of the run. What other commands have trained of it there counts, too.
-        json_file: also write the figures of the summary to this file.
+
+    Returns:
+        The figures of the summary; None if there is none.
     """
     from ..views.journals import NAME
     from ..views.runs import read_run
@@ -30,7 +32,7 @@ def report(folders: Sequence[Path], output: Path, json_file: Path | None = None)
         print(
             f"left the run before its end: {', '.join(folder.name for folder in folders)}. The others train on."
         )
-        return
+        return None
     summary = summarise(run)
     print("\n".join(summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
@@ -40,5 +42,4 @@ def report(folders: Sequence[Path], output: Path, json_file: Path | None = None)
         print(f"picture               {output / 'run.png'}")
     else:
         print("picture               none; to get one, run: pip install 'hf-cocodc[plots]'")
-    if json_file is not None:
-        json_file.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n", encoding="utf-8")
+    return dataclasses.asdict(summary)

@@ -92,8 +92,8 @@ def way_back(options: argparse.Namespace, region: int, address: str | None) -> s
     words = ["hf-cocodc", "train", options.recipe]
     words += [word for override in options.overrides for word in ("--set", override)]
     words += ["--join", "--region", str(region), "--store", address or "HOST:PORT"]
-    if options.run_name is not None:
-        words += ["--run", options.run_name]
+    for flag, given in (("--run", options.run_name), ("--secret-file", options.secret_file)):
+        words += [] if given is None else [flag, given]
     return shlex.join([*words, *(["--", *options.launcher] if options.launcher else [])])
 
 

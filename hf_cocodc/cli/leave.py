@@ -17,7 +17,6 @@ def register(subparsers: Any) -> None:
         description="Ask a region to leave a run. It sends what it has trained, the others take that in and train on without it, "
         "and its process ends with exit code 0. It can come back (hf-cocodc train --join). Only in runs with regions.min or "
         "regions.on_loss=continue.",
-        allow_abbrev=False,
     )
     parser.add_argument("--region", type=int, required=True, help="number of the region")
     add_place(parser)

@@ -7,14 +7,61 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 from .. import __version__
 from ..errors import CocodcError, short, shown
 from ..settings import quiet_torch
 from . import bench, doctor, leave, plan, recipe, report, simulate, status, store, train
+from .checks import STDOUT
 
 COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench)
+
+
+EXIT_CODES = """\
+exit codes:
+  0    done; or this region has left in good order, and the others train on
+  1    the link, the store or another region failed while training
+  2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
+       is full; or regions that differ, or cannot meet
+  3    all regions have stopped together, with a checkpoint to resume from
+  130  interrupted with Ctrl-C; 143 by SIGTERM
+"""
+_MOST_CHARACTERS = 600
+"""Of what argparse says: it repeats an argument as it is, however long."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help ends with the exit codes, and whose errors have a bounded length."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False, epilog=EXIT_CODES, formatter_class=_Formatter)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(short(message, _MOST_CHARACTERS))
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps everything but the exit codes, and says that --json needs a FILE: without one, `add_json` tells of it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXIT_CODES else super()._fill_text(text, width, indent)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return "FILE" if action.dest == "json" else super()._format_args(action, default_metavar)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    made = _Parser(
+        prog="hf-cocodc",
+        description="Low-communication training across regions, for the Hugging Face stack.",
+    )
+    made.add_argument("--version", action="version", version=f"hf-cocodc {__version__}")
+    subparsers = made.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.register(subparsers)
+    return made
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -23,24 +70,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     argparse itself accepts -- only directly after the recipe, not after options that follow the recipe.
     """
     dashes = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        prog="hf-cocodc",
-        description="Low-communication training across regions, for the Hugging Face stack.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"hf-cocodc {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.register(subparsers)
-    options, unknown = parser.parse_known_args(argv[:dashes])
+    options, unknown = parser().parse_known_args(argv[:dashes])
     if unknown:
-        options.parser.error(f"unrecognized arguments: {short(' '.join(unknown))}")
+        options.parser.error(_split_override(argv[:dashes]) or f"unrecognized arguments: {' '.join(unknown)}")
     options.launcher = list(argv[dashes + 1 :])
     if options.launcher and options.run not in (train.run, plan.run):
         options.parser.error(
             "only hf-cocodc train and plan take arguments after --, because only they start accelerate launch. Remove them."
         )
     return options
+
+
+def _split_override(argv: Sequence[str]) -> str | None:
+    """What to say of a --set whose value is an argument of its own; None if there is none."""
+    for flag, key, value in zip(argv, argv[1:], argv[2:], strict=False):
+        if flag == "--set" and "=" not in key and not value.startswith("--"):
+            key, value = short(key), short(value)
+            return f"--set {key} {value} must be one argument: --set {key}={value}"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)
             quiet_torch()
-            code = options.run(options)
+            options.stdout = sys.stdout
+            with _text_beside(options):
+                code = options.run(options)
         finally:
             sys.stdout.flush()  # also after --help, or a failure would come up only after this function
         return code
@@ -68,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return interrupted.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _text_beside(options: argparse.Namespace) -> contextlib.AbstractContextManager:
+    """Inside the block, stdout is free for JSON if --json wants it: text goes to stderr."""
+    wants_json = getattr(options, "json", None) == STDOUT
+    return contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext()
 
 
 def _complain(message: str) -> None:

@@ -60,7 +60,7 @@ class Part:
 
 
 def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> Part:
-    """The part that --region, --store and --run give this machine; the environment says what they leave out.
+    """The part that --region, --store, --run and --secret-file give this machine; the environment says what they leave out.
 
     Raises:
         InputError: they contradict the recipe or the environment.
@@ -74,6 +74,9 @@ def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> 
         check_alone(region, store)
     name = here.run if options.run_name is None else options.run_name
     join = join or here.joins(os.environ)
-    regions = dataclasses.replace(here, count=told or 1, store=store, run=name, join=join or None)
+    secret = options.secret_file or here.secret_file
+    regions = dataclasses.replace(
+        here, count=told or 1, store=store, run=name, join=join or None, secret_file=secret
+    )
     regions.name_of_run(os.environ)
     return Part(dataclasses.replace(recipe, regions=regions), region, told is not None)

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError, nearest, short
 from ..recipes.arguments import add_recipe
-from ..recipes.recipe import Recipe
-from .checks import check, check_writable
+from .checks import add_json, check, check_writable, recipe_of, write_json
 
 T = TypeVar("T")
 
@@ -27,7 +26,6 @@ def register(subparsers: Any) -> None:
         description="Forecast a recipe over a link, with every method and codec: utilisation, waiting, bytes, staleness, memory, "
         "time; and find the settings that reach --target with the least staleness. It trains nothing, unless --measure is given; "
         "then arguments after -- go to accelerate launch.",
-        allow_abbrev=False,
     )
     add_recipe(parser)
     parser.add_argument("--rtt-ms", type=float, help="round trip of the link in ms")
@@ -42,7 +40,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--congestion",
-        help="TCP congestion control of the regions, cubic or bbr (default: the setting of this machine)",
+        help=f"TCP congestion control of the regions: {', '.join(CONGESTIONS)} (default: the setting of this machine)",
     )
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an inner step of a region")
     parser.add_argument(
@@ -61,7 +59,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="show the table with all rows, not only the ten that matter"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the whole table to this file")
+    add_json(parser, "the whole table")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -72,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.exists():
         raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
-    recipe = Recipe.load(options.recipe, options.overrides)
+    recipe = recipe_of(options)
+    from ..bench.report import content
     from ..planning import choice, measured, speeds, table, written
     from ..planning.flights import LinkFigures
     from ..planning.forecast import Subject, codecs_of
@@ -104,10 +103,7 @@ def run(options: argparse.Namespace) -> int:
     words = table.in_words(subject, chosen, str(recipe.outer.method), options.target)
     shown = report if options.all else table.short(report, forecasts, recipe.outer)
     print("\n".join([*shown.lines(), "", *words]))
-    if options.json is not None:
-        from ..bench.report import write
-
-        write(options.json, [report])
+    write_json(options, content([report]))
     if options.write is not None:
         if chosen is None:
             raise InputError(f"--write {short(options.write)}: there are no settings to write; see above.")

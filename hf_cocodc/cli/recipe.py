@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, shown
+from ..newer import known
 from .checks import check
 
 
@@ -14,7 +15,6 @@ def register(subparsers: Any) -> None:
         "recipe",
         help="write a first recipe, or list all keys",
         description="Write a first recipe for a model and a data set, or list the keys that recipes may have.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="new|keys")
     new = commands.add_parser(
@@ -22,7 +22,6 @@ def register(subparsers: Any) -> None:
         help="write a recipe with a comment on each line",
         description="Write a recipe for a model and a data set, with a comment on each line. It trains as it is on a machine "
         "like this one: bf16 is true if this machine has a GPU for it.",
-        allow_abbrev=False,
     )
     new.add_argument("file", help="file to write; - for the terminal")
     new.add_argument(
@@ -36,7 +35,9 @@ def register(subparsers: Any) -> None:
     new.add_argument("--data-name", help="configuration of the data set, for example wikitext-103-raw-v1")
     new.add_argument("--text-column", default="text", help="column with the text (default: text)")
     new.add_argument("--eval-split", default="test", help="held-out split (default: test)")
-    new.add_argument("--method", default="streaming", help="method (default: streaming)")
+    new.add_argument(
+        "--method", default="streaming", help=f"method: {', '.join(known())} (default: streaming)"
+    )
     new.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
     new.add_argument("--steps", type=int, default=1000, help="inner steps of each region (default: 1000)")
     new.add_argument("--lora", action="store_true", help="train an adapter instead of all parameters")
@@ -45,7 +46,6 @@ def register(subparsers: Any) -> None:
         "keys",
         help="list all keys of a recipe",
         description="List all keys of a recipe: default or kind of value, and meaning.",
-        allow_abbrev=False,
     )
     keys.add_argument("--markdown", action="store_true", help="as a list in Markdown")
     keys.set_defaults(run=_keys, parser=keys)

@@ -19,7 +19,6 @@ def register(subparsers: Any) -> None:
         description="Write one HTML page about one run, or about several runs side by side, from the journals of their regions: "
         "losses, a timeline of regions and transfers, what the time went into, bandwidth, staleness, norms, settings. Runs may "
         "still train. The page needs no network and has no script. Folders with regions of one run make one run.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "folders",

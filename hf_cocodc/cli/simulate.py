@@ -4,13 +4,11 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
-from ..recipes.recipe import Recipe
-from .checks import check, check_writable
+from .checks import add_json, check, check_writable, recipe_of, renamed, write_json
 from .ending import report
 from .labels import Labelled
 
@@ -20,52 +18,57 @@ def register(subparsers: Any) -> None:
         "simulate",
         help="train all regions of a recipe in one process",
         description="Train all regions of a recipe in one process, where they take turns. The results are exactly those of a "
-        "real run, except where a schedule follows measured times (cocodc does, and dilocox at a low rank). With --step-time, "
-        "--latency and --bandwidth, the command also simulates how long steps and transfers take. Everything is written to "
+        "real run, except where a schedule follows measured times (cocodc does, and dilocox at a low rank). With --step-s, "
+        "--rtt-ms and --rate-mbit, the command also simulates how long steps and transfers take. Everything is written to "
         "OUTPUT_DIR/simulated.",
-        allow_abbrev=False,
     )
     add_recipe(parser)
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's regions.count)")
+    parser.add_argument("--step-s", type=float, metavar="S", help="simulated seconds of an inner step")
+    parser.add_argument("--rtt-ms", type=float, metavar="MS", help="simulated round trip of the link in ms")
     parser.add_argument(
-        "--step-time", type=float, metavar="S", help="simulated time of an inner step, in seconds"
+        "--rate-mbit", type=float, metavar="MBIT", help="simulated rate at which a region sends, in Mbit/s"
     )
-    parser.add_argument(
-        "--latency", type=float, metavar="S", help="simulated one-way latency of the link, in seconds"
-    )
-    parser.add_argument(
-        "--bandwidth", type=float, metavar="MBIT", help="simulated rate at which a region sends, in Mbit/s"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the summary to this file")
+    for old, now in (
+        ("--step-time", "--step-s"),
+        ("--latency", "--rtt-ms (a round trip in ms: twice the latency)"),
+        ("--bandwidth", "--rate-mbit"),
+    ):
+        parser.add_argument(old, nargs="?", action=renamed(now), help=argparse.SUPPRESS)
+    add_json(parser, "the summary")
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable("--json", options.json)
-    overrides = ["training.disable_tqdm=true", *options.overrides]
+    overrides = ["training.disable_tqdm=true"]
     if options.regions is not None:
         overrides.append(f"regions.count={options.regions}")
-    times = (options.step_time, options.latency, options.bandwidth)
+    times = (options.step_s, options.rtt_ms, options.rate_mbit)
     if any(given is not None for given in times):
         if None in times:
-            raise InputError("--step-time, --latency and --bandwidth go together: give all three or none.")
-        check("--step-time", options.step_time, 1e-9)
-        check("--latency", options.latency, 0)
-        check("--bandwidth", options.bandwidth, 1e-3)
-    recipe = Recipe.load(options.recipe, overrides)
+            raise InputError("--step-s, --rtt-ms and --rate-mbit go together: give all three or none.")
+        check("--step-s", options.step_s, 1e-9)
+        check("--rtt-ms", options.rtt_ms, 0)
+        check("--rate-mbit", options.rate_mbit, 1e-3)
+    recipe = recipe_of(options, overrides)
     from ..training.preflight import preflight  # torch takes seconds to import
     from ..training.simulation import VirtualLink, simulate, simulated_dir
 
     preflight(recipe, recipe.regions.count or 1)
     link = None
-    if options.step_time is not None:
-        bandwidth = options.bandwidth * 1e6 / 8
-        link = VirtualLink(step_time_s=options.step_time, latency_s=options.latency, bandwidth=bandwidth)
+    if options.step_s is not None:
+        link = VirtualLink(
+            step_time_s=options.step_s,
+            latency_s=options.rtt_ms / 2 / 1e3,
+            bandwidth=options.rate_mbit * 1e6 / 8,
+        )
     with _labelled_output():
         trainers = simulate(recipe, link=link)
     output = simulated_dir(recipe)
-    report([output / f"region-{region}" for region in range(len(trainers))], output, options.json)
+    figures = report([output / f"region-{region}" for region in range(len(trainers))], output)
+    write_json(options, figures)
     return 0
 
 

@@ -2,13 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MeetingError
 from ..meeting.secret import secret_of
 from ..settings import RegionConfig
-from .checks import add_secret
+from .checks import add_json, add_secret, check_writable, write_json
 
 if TYPE_CHECKING:
     from ..meeting.live import Record
@@ -27,10 +26,9 @@ def register(subparsers: Any) -> None:
         description="Show who takes part in the runs at a store, how far each region is, and who waits for whom. Only runs that "
         "go on without a lost region (regions.min, regions.on_loss=continue) say so at their store. What it shows of a region is "
         "some seconds old. How far a region is behind is shown only where it is more than regions make in that time.",
-        allow_abbrev=False,
     )
     add_place(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, one line per run")
+    add_json(parser, "the figures, a list of runs,")
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -47,8 +45,12 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    for record in running(reach(options.store, options.secret_file), options.store, options.run_name):
-        print(json.dumps(as_figures(record)) if options.json else "\n".join(lines(record)))
+    if options.json is not None:
+        check_writable("--json", options.json)
+    records = running(reach(options.store, options.secret_file), options.store, options.run_name)
+    for record in records:
+        print("\n".join(lines(record)))
+    write_json(options, [as_figures(record) for record in records])
     return 0
 
 

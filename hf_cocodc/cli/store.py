@@ -17,7 +17,6 @@ def register(subparsers: Any) -> None:
         help="run the store where regions meet",
         description="Run the store where regions meet, until you press Ctrl-C. Every region must be able to reach the store. It "
         "carries no training traffic. One store can serve many runs, also at the same time.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--host",

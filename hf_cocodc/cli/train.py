@@ -17,6 +17,7 @@ from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import RegionConfig, warn_alone
+from .checks import add_secret, recipe_of
 from .display import Display
 from .ending import report
 from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
@@ -42,7 +43,6 @@ def register(subparsers: Any) -> None:
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions, each with its own accelerate launch. "
         "With --region and --store, this machine runs only one region. Arguments after -- go to accelerate launch.",
-        allow_abbrev=False,
     )
     add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
@@ -67,19 +67,21 @@ def register(subparsers: Any) -> None:
         help="enter a run that is training, or come back to it: as --region, or else as the lowest number that is free; needs "
         "--store, and regions.min or regions.on_loss=continue in every region",
     )
+    add_secret(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
-    recipe = Recipe.load(options.recipe, overrides)
+    recipe = recipe_of(options)
     part = part_of(recipe, options, options.join)
     recipe, region, count, has_company = part.recipe, part.region, part.count, part.has_company
     store, join = recipe.regions.store, bool(recipe.regions.join)
     if store is not None:
         overrides.append(f"regions.store={json.dumps(store)}")  # [::1]:29650 is no text in YAML
-    if options.run_name is not None:
-        overrides.append(f"regions.run={json.dumps(options.run_name)}")
+    for key, given in (("run", options.run_name), ("secret_file", options.secret_file)):
+        if given is not None:
+            overrides.append(f"regions.{key}={json.dumps(given)}")
     if join:
         refuse_to_join(options.resume, store)
     if options.launcher and region is None and count > 1 and not join:
@@ -107,10 +109,6 @@ def run(options: argparse.Namespace) -> int:
         preflight(recipe, 1 if join else len(regions))
     if not part.is_told:
         warn_alone()
-    server = serve_store("127.0.0.1") if store is None and has_company else None
-    address = f"127.0.0.1:{server.port}" if server is not None else store
-    if server is not None and recipe.regions.elastic:
-        print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
     join = join or comes_back
     if join:
         options.resume = False  # a region that joins takes the others' state
@@ -119,6 +117,10 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
+    server = serve_store("127.0.0.1") if store is None and has_company else None
+    address = f"127.0.0.1:{server.port}" if server is not None else store
+    if server is not None and recipe.regions.elastic:
+        print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
     with contextlib.ExitStack() as ended:
         if join and region is None:
             assert address is not None

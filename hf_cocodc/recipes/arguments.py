@@ -5,7 +5,9 @@ import argparse
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and `--set`, which become `options.recipe` and `options.overrides`."""
-    parser.add_argument("recipe", help="recipe: a YAML file, or quickstart/METHOD")
+    parser.add_argument(
+        "recipe", help="recipe: a YAML file, or one that comes with the package: quickstart/METHOD"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 import hf_cocodc
-from hf_cocodc import settings
+from hf_cocodc import newer, settings
 from hf_cocodc.cli import train
 from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
-from hf_cocodc.errors import InputError
+from hf_cocodc.errors import CocodcError, InputError
+from hf_cocodc.methods import METHODS
+from hf_cocodc.parts import rules
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.training import launch
@@ -50,6 +52,7 @@ def test_only_train_starts_a_launcher(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_regions_share_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evenly; more regions than GPUs would train on the CPU without a word, and are refused with the ways out."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     env: dict[str, str] = {}
@@ -117,19 +120,26 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
             ["train", "diloco.yaml", "--set", "regions.count=10000000"],
             "of 10000000 region(s) on this machine",
         ),
+        (
+            [
+                *("train", "diloco.yaml", "--set", "tokenizer.builtin=null"),
+                *("--set", "tokenizer.name_or_path=/nowhere/x"),
+            ],
+            "tokenizer.name_or_path='/nowhere/x': there is no such folder or file.",
+        ),
         (["train", "diloco.yaml", "--run", ""], "regions.run='' must have 1 .. 100 characters"),
         (["simulate", "diloco.yaml", "--regions", "10000000"], "of 10000000 region(s) on this machine"),
         (
-            ["simulate", "diloco.yaml", "--step-time", "nan", "--latency", "0", "--bandwidth", "1"],
-            "--step-time nan",
+            ["simulate", "diloco.yaml", "--step-s", "nan", "--rtt-ms", "0", "--rate-mbit", "1"],
+            "--step-s nan",
         ),
         (
-            ["simulate", "diloco.yaml", "--step-time", "1", "--latency", "inf", "--bandwidth", "1"],
-            "--latency inf",
+            ["simulate", "diloco.yaml", "--step-s", "1", "--rtt-ms", "inf", "--rate-mbit", "1"],
+            "--rtt-ms inf",
         ),
         (
-            ["simulate", "diloco.yaml", "--step-time", "1", "--latency", "0", "--bandwidth", "0"],
-            "--bandwidth 0",
+            ["simulate", "diloco.yaml", "--step-s", "1", "--rtt-ms", "0", "--rate-mbit", "0"],
+            "--rate-mbit 0",
         ),
     ],
 )
@@ -163,6 +173,33 @@ def test_output_that_cannot_be_written(words: list[str]) -> None:
     assert found.stderr == "error: the output cannot be written: No space left on device.\n"
 
 
+PLANNED = ["--rtt-ms", "40", "--rate-mbit", "40", "--step-s", "1"]
+WRONG_SETTINGS = [
+    ("diloco", "outer.method=dilcoo"),
+    ("diloco", "outer.overlap_steps=30"),
+    ("diloco", "outer.overlap_steps=3"),
+    ("diloco", "outer.overlap_steps=auto"),
+    ("diloco", "outer.num_fragments=2"),
+    ("diloco", "outer.fragment_pattern=hole"),
+    ("diloco", "outer.codec=int7"),
+    ("diloco", "outer.codec=topk"),
+    ("diloco", "outer.error_feedback=true"),
+    ("diloco", "outer.rank=5"),
+    ("diloco", "outer.mean=middle"),
+    ("diloco", "outer.outer_lr=auto"),
+    ("diloco", "outer.options={k: 3}"),
+    ("streaming", "outer.sync_interval=3"),
+    ("cocodc", "outer.compensation=adaptiv"),
+    ("cocodc", "outer.sends_per_interval=1000"),
+    ("co2", "outer.staleness_penalty=0.5"),
+    ("co2", "outer.clip_momentum=off"),
+    ("muloco", "training.optim=sgd"),
+    ("diloco", "regions.timeout_s=-1"),
+    ("diloco", "regions.min=5"),
+]
+"""Recipes, and a change that cannot work."""
+
+
 def test_no_command_imports_torch_before_it_needs_it(tmp_path: Path) -> None:
     """Help and most mistakes come at once: torch and transformers take seconds to import."""
     (tmp_path / "typo.yaml").write_text("modell: 5\n")
@@ -175,10 +212,13 @@ def test_no_command_imports_torch_before_it_needs_it(tmp_path: Path) -> None:
             ["train", "typo.yaml"],
             ["train", "picture.yaml"],
         ),
-        *(["simulate", "typo.yaml"], ["simulate", "picture.yaml", "--step-time", "nan"]),
+        *(["simulate", "typo.yaml"], ["simulate", "picture.yaml", "--step-s", "nan"]),
         *(["train", str(RECIPES / "co2.yaml"), "--region", "7"], ["store", "--port", "99999"]),
         *(["bench", "outer", "--millions", "0"], ["bench", "codec", "--json", "no/such/file"]),
         *(["bench", "link", "--regions", "0"], ["bench", "outer", "--millions", "99999999"]),
+        *(["train", str(RECIPES / f"{name}.yaml"), "--set", override] for name, override in WRONG_SETTINGS),
+        *([name, "quickstart/diloco", "--set", "outer.merge=mixx"] for name in ("train", "simulate")),
+        ["plan", "quickstart/co2", *PLANNED, "--set", "outer.staleness_penalty=0.5"],
     ]
     script = f"""
 import sys
@@ -197,6 +237,93 @@ for words in {words!r}:
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["train", "diloco.yaml", "--set", "outer.sync_interval", "10"],
+            "--set outer.sync_interval 10 must be one argument: --set outer.sync_interval=10",
+        ),
+        (
+            ["doctor", "--set", "outer.rank", "10", "diloco.yaml"],
+            "must be one argument: --set outer.rank=10",
+        ),
+        (["simulate", "x.yaml", "--latency", "0.05"], "--latency is called --rtt-ms (a round trip in ms"),
+        (["simulate", "x.yaml", "--step-time=1"], "--step-time is called --step-s now"),
+        (["simulate", "x.yaml", "--bandwidth"], "--bandwidth is called --rate-mbit now"),
+        (
+            ["status", "--store", "h:1", "--json"],
+            "argument --json: name a FILE, or - for the standard output",
+        ),
+    ],
+)
+def test_a_wrong_spelling_is_told_the_right_one(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that was right in an older version, and one that people try."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "diloco.yaml", "--region", "9" * 60_000],
+        ["train", "diloco.yaml", "--" + "a" * 60_000],
+        ["train", "diloco.yaml", "--set", "a" * 60_000, "b" * 60_000],
+        ["a" * 60_000],
+        ["train", "muloco.yaml", "--set", f"training.optim={'a' * 60_000}"],
+        ["train", "diloco.yaml", "--set", f"training.optim={'a' * 60_000}"],
+        ["train", "diloco.yaml", "--set", f"outer.codec={'a' * 60_000}"],
+        ["train", "diloco.yaml", "--set", f"model.config.model_type={'a' * 60_000}"],
+    ],
+    ids=lambda words: " ".join(words)[:60],
+)
+def test_a_refusal_is_short(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long the value is that it names."""
+    monkeypatch.chdir(RECIPES)
+    try:
+        code: Any = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert len(capsys.readouterr().err) < 2500
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "wan", "--help"]])
+def test_help_lists_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """All that an error of this package can have."""
+
+    def of(kind: type[CocodcError]) -> set[int]:
+        return {kind.exit_code}.union(*map(of, kind.__subclasses__()))
+
+    with pytest.raises(SystemExit):
+        main(words)
+    _, _, listed = capsys.readouterr().out.partition("exit codes:\n")
+    codes = {int(line.split()[0]) for line in listed.splitlines() if line[:3].strip()}
+    assert codes == of(CocodcError) | {130}
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["bench", "link", "--help"], rules.CODECS),
+        (["bench", "codec", "--help"], rules.CODECS),
+        (["bench", "wan", "--help"], METHODS),
+        (["recipe", "new", "--help"], newer.known()),
+    ],
+)
+def test_help_lists_the_choices(words: list[str], known: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an option that takes some names only."""
+    with pytest.raises(SystemExit):
+        main(words)
+    assert ", ".join(known) in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_name_of_the_run_that_the_environment_contradicts(

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_cocodc.cli.main import main
-from hf_cocodc.meeting.sealed import SEAL, check
+from hf_cocodc.cli.joining import way_back
+from hf_cocodc.cli.main import main, parse
+from hf_cocodc.errors import InputError
+from hf_cocodc.meeting.sealed import SEAL, check, mark, sealed
 from hf_cocodc.meeting.secret import Keys
 from hf_cocodc.meeting.store import connect_store, serve_store
+from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import ENV_SECRET
 
 SECRET, OTHER = "the secret of a run", "the secret of another"
@@ -160,3 +163,26 @@ def test_status_with_the_secret(file: str, capsys: pytest.CaptureFixture[str]) -
     assert f"no run trains at {address}" in capsys.readouterr().err
     assert main(["status", "--store", address, "--secret-file", f"{file}.none"]) == 2
     assert "cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_train_takes_the_file_as_its_store_does(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store knows the command by it, and its regions get it."""
+    given: list[str] = []
+
+    def start(recipe: Recipe, path: str, overrides: list[str], *args: object, **kwargs: object) -> None:
+        given.extend(overrides)
+        raise InputError("that is all")
+
+    monkeypatch.setattr("hf_cocodc.training.launch.start", start)
+    server = serve_store("127.0.0.1")
+    mark(sealed(server, Keys.from_secret(SECRET)))
+    words = ["train", "quickstart/diloco", "--region", "1", "--store", f"127.0.0.1:{server.port}"]
+    assert main(words) == 2
+    assert "was begun with a secret, and this process has none" in capsys.readouterr().err
+    assert main([*words, "--secret-file", file]) == 2
+    assert "that is all" in capsys.readouterr().err
+    assert Recipe.load("quickstart/diloco", given).regions.secret_file == file
+    options = parse([*words, "--secret-file", file])
+    assert f"--store h:1 --secret-file {file}" in way_back(options, 1, "h:1")

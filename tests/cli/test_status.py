@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,9 @@ def test_status_shows_lag_waits_and_donors() -> None:
     assert lines(few)[2] == "step        412; nothing has landed yet"
 
 
-def test_status_of_the_runs_at_a_store(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_the_runs_at_a_store(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of all of them, or of one; as JSON, too."""
     records = [RECORD, replace(RECORD, name="other")]
     publishers = [
@@ -60,8 +63,13 @@ def test_status_of_the_runs_at_a_store(address: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "run         mine\n" in said
     assert "run         other\n" in said
-    assert main(["status", "--store", address, "--run", "mine", "--json"]) == 0
-    [figures] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(["status", "--store", address, "--run", "mine", "--json", "-"]) == 0
+    said = capsys.readouterr()
+    [figures] = json.loads(said.out)
+    assert "run         mine\n" in said.err
+    assert main(["status", "--store", address, "--run", "mine", "--json", str(tmp_path / "found.json")]) == 0
+    assert json.loads((tmp_path / "found.json").read_text())[0]["name"] == "mine"
+    assert "run         mine\n" in capsys.readouterr().out
     assert (figures["name"], figures["epoch"], figures["members"][2]["behind"]) == ("mine", 2, 32)
     assert main(["leave", "--store", address, "--region", "2"]) == 2
     assert "several runs train at" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 from hf_cocodc import simulate
 from hf_cocodc.cli.labels import Labelled
 from hf_cocodc.cli.main import main
+from hf_cocodc.errors import InputError
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.export import SAVED
 from hf_cocodc.run.journal import read
@@ -26,7 +27,7 @@ TINY = [
     *(f"training.max_steps={STEPS}", "training.logging_steps=1", "training.save_strategy=no"),
     *("training.warmup_steps=0", "outer.sync_interval=2"),
 ]
-TIMES = ["--step-time", str(STEP_S), "--latency", "1", "--bandwidth", "1"]
+TIMES = ["--step-s", str(STEP_S), "--rtt-ms", "2000", "--rate-mbit", "1"]
 
 
 def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_own(
@@ -66,6 +67,19 @@ def test_a_simulation_tells_simulated_time_under_names_and_in_a_folder_of_its_ow
     [*_, last] = [event for event in events if event["kind"] == "log"]
     assert 0 < last["outer/compute_utilization"] < 1
     assert (tmp_path / "run" / "simulated" / "run.png").is_file()
+
+
+def test_a_round_trip_is_twice_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has the units of `plan`: ms and Mbit/s."""
+    links = []
+
+    def simulated(recipe: object, link: VirtualLink) -> None:
+        links.append(link)
+        raise InputError("that is all")
+
+    monkeypatch.setattr("hf_cocodc.training.simulation.simulate", simulated)
+    assert main(["simulate", RECIPE, "--step-s", "0.1", "--rtt-ms", "100", "--rate-mbit", "50"]) == 2
+    assert links == [VirtualLink(step_time_s=0.1, latency_s=0.05, bandwidth=50e6 / 8)]
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_simulation(
