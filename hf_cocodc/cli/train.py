@@ -17,6 +17,7 @@ from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import RegionConfig, warn_alone
+from . import dry
 from .checks import add_secret, recipe_of
 from .display import Display
 from .ending import report
@@ -68,6 +69,11 @@ def register(subparsers: Any) -> None:
         "--store, and regions.min or regions.on_loss=continue in every region",
     )
     add_secret(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print what would be started, and start and write nothing",
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -101,11 +107,12 @@ def run(options: argparse.Namespace) -> int:
     from ..training.preflight import preflight
 
     if store is not None and has_company:
-        check(connect_store(store, recipe.regions.timeout_s, keys))  # before anything is loaded
+        # before anything is loaded; a run that is only tried does not begin a store
+        check(connect_store(store, recipe.regions.timeout_s, keys), begins=not options.dry_run)
     comes_back = (
         store is not None and region is not None and recipe.regions.elastic and trains(recipe, store, region)
     )
-    if not comes_back:  # one that comes back is missed: its own process checks the recipe
+    if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
         preflight(recipe, 1 if join else len(regions))
     if not part.is_told:
         warn_alone()
@@ -117,6 +124,13 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         overrides.append("training.resume_from_checkpoint=true")
     machine = launch.machine_of(options.launcher)
+    if options.dry_run:
+        if join and region is None:
+            assert store is not None
+            regions = [dry.free_number(recipe, store)]
+        planned = launch.launches(recipe, options.recipe, overrides, regions, store, options.launcher)
+        dry.show(recipe, planned, machine, options.resume)
+        return 0
     server = serve_store("127.0.0.1") if store is None and has_company else None
     address = f"127.0.0.1:{server.port}" if server is not None else store
     if server is not None and recipe.regions.elastic:

@@ -54,6 +54,25 @@ def hold(path: Path) -> Iterator[None]:
                 os.close(descriptor)
 
 
+def refuse_held(path: Path) -> None:
+    """Check that no other process holds a lock. Takes none, and writes nothing.
+
+    Raises:
+        InputError: another process holds it, or its file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(_refusal(path, file.read(4096).decode("utf-8", errors="replace"))) from None
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+
+
 def _take(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

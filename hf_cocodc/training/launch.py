@@ -148,6 +148,45 @@ def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[Callable[
         yield lambda folder: held[folder].close()
 
 
+@dataclass(frozen=True)
+class Launch:
+    """How a region is started: the folder where it writes, what its environment adds to ours, and its command."""
+
+    region: int
+    folder: Path
+    env: dict[str, str]
+    command: list[str]
+
+
+def launches(
+    recipe: Recipe,
+    recipe_path: str,
+    overrides: Sequence[str],
+    regions: Sequence[int],
+    store: str | None,
+    launcher_args: Sequence[str] = (),
+) -> list[Launch]:
+    """How `accelerate launch -m hf_cocodc.train` is started for each of `regions` on this machine. Starts nothing.
+
+    Raises:
+        InputError: this machine has GPUs, but fewer than regions.
+    """
+    found = []
+    for place, region in enumerate(regions):
+        env = {
+            ENV_REGION: str(region),
+            ENV_REGIONS: str(recipe.regions.count or 1),
+            REGIONS_HERE: str(len(regions)),
+            **({} if store is None else {ENV_STORE: store}),
+        }
+        arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
+        sets = [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
+        command += ["-m", "hf_cocodc.train", recipe_path, *sets]
+        found.append(Launch(region, output_dir(recipe) / f"region-{region}", env, command))
+    return found
+
+
 def start(
     recipe: Recipe,
     recipe_path: str,
@@ -159,46 +198,38 @@ def start(
     outlive_us: bool = False,
     machine: int = 0,
 ) -> list[RegionProcess]:
-    """Start `accelerate launch -m hf_cocodc.train` for each of `regions`. Their output goes to `region-{r}/log.txt`.
+    """Start what `launches` describes. The output of each region goes to `region-{r}/log.txt`.
 
     A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
-    count = recipe.regions.count or 1
+    planned = launches(recipe, recipe_path, overrides, regions, store, launcher_args)
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
     atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []
     with contextlib.ExitStack() as unless_all_start:
         unless_all_start.callback(stop, started)
-        for place, region in enumerate(regions):
-            folder = output_dir(recipe) / f"region-{region}"
-            folder.mkdir(parents=True, exist_ok=True)
-            status = statuses / f"region-{region}.json"
+        for each in planned:
+            each.folder.mkdir(parents=True, exist_ok=True)
+            status = statuses / f"region-{each.region}.json"
             env = {
                 **os.environ,
-                ENV_REGION: str(region),
-                ENV_REGIONS: str(count),
-                REGIONS_HERE: str(len(regions)),
+                **each.env,
                 ENV_STATUS: str(status),
                 ENV_COMMAND: str(os.getpid()),
                 ENV_OUTLIVES: str(int(outlive_us)),
             }
-            if store is not None:
-                env[ENV_STORE] = store
-            arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
-            sets = [
-                part
-                for override in (*overrides, "training.disable_tqdm=true")
-                for part in ("--set", override)
-            ]
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
-            command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-            log = _open_log(folder / f"{log_name(machine)}.txt", resume or bool(recipe.regions.join))
+            log = _open_log(each.folder / f"{log_name(machine)}.txt", resume or bool(recipe.regions.join))
             log_begins_at = log.tell()
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                each.command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
-            started.append(RegionProcess(region, folder, process, log, log_begins_at, status))
+            started.append(RegionProcess(each.region, each.folder, process, log, log_begins_at, status))
         unless_all_start.pop_all()
     return started
 
@@ -211,7 +242,7 @@ def _open_log(path: Path, continues: bool) -> IO[bytes]:
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """Default arguments for accelerate: an equal share of this machine's GPUs, or one CPU process.
+    """Default arguments for accelerate: an equal share of this machine's GPUs, or one CPU process; `env` gets what they need.
 
     Raises:
         InputError: this machine has GPUs, but fewer GPUs than regions.
@@ -219,7 +250,10 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
     import torch
 
     common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    devices = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    visible = {**os.environ, **env}.get("CUDA_VISIBLE_DEVICES")
+    devices = (",".join(map(str, range(torch.cuda.device_count()))) if visible is None else visible).split(
+        ","
+    )
     share = len(devices) // places
     if torch.cuda.is_available() and share == 0:
         raise InputError(
@@ -228,7 +262,8 @@ def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[st
             "CUDA_VISIBLE_DEVICES= hf-cocodc train ..."
         )
     if not torch.cuda.is_available():
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // places)))
+        if "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // places))
         return [*common, "--cpu", "--num_processes", "1"]
     env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[place * share : (place + 1) * share])
     return [

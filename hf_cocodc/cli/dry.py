@@ -1,0 +1,79 @@
+"""`hf-cocodc train --dry-run`: what a command would train and start, after all its checks."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from ..recipes.recipe import Recipe
+from ..training.rules import outer_in_words
+from .joining import name_of
+from .status import reach, running
+
+if TYPE_CHECKING:
+    from ..training.launch import Launch
+
+
+def free_number(recipe: Recipe, address: str) -> int:
+    """The lowest number that no member of the recipe's run has; it is not claimed.
+
+    Raises:
+        InputError: the run does not train, or has as many regions as it may have.
+    """
+    [record] = running(reach(address, recipe.regions.secret_file), address, name_of(recipe))
+    free = [each for each in range(record.most) if each not in record.regions]
+    if not free:
+        raise InputError(
+            f"run {record.name!r} has as many regions as it may have (regions.max={record.most}). Start this one again when "
+            "another has left, or raise regions.max when you start the run anew."
+        )
+    return free[0]
+
+
+def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: bool) -> None:
+    """Check the folders as a run would, and print what it would do. Writes nothing.
+
+    Raises:
+        InputError: a folder cannot be written, or another run has it.
+    """
+    from ..doctor.facts import disk
+    from ..run.lock import refuse_held, region_lock
+    from ..training.launch import log_name
+
+    for each in planned:
+        place = disk(each.folder)
+        if not place.is_writable:
+            raise InputError(
+                f"{each.folder} cannot be written: {place.folder} is not yours to write. Change training.output_dir, or make "
+                "the folder writable."
+            )
+        refuse_held(each.folder / "cocodc" / f"{log_name(machine)}.lock")
+        if machine == 0:
+            refuse_held(region_lock(each.folder))
+    regions = recipe.regions
+    start = "the newest checkpoint that is good in every region, if there is one" if resumes else "step 0"
+    store = "one that this command starts" if (regions.count or 1) > 1 else "none"
+    rows = [
+        (
+            "would train",
+            f"region {', '.join(str(each.region) for each in planned)} of {regions.count or 1}",
+        ),
+        ("from", "the state of the regions that train" if regions.join else start),
+        ("steps", str(recipe.training.get("max_steps", "by training.num_train_epochs"))),
+        ("outer", outer_in_words(recipe)),
+        ("store", regions.store or store),
+        *(("folder", str(each.folder)) for each in planned),
+        *(("command", _command(each)) for each in planned),
+    ]
+    print("\n".join(f"{name:<13}{value}" for name, value in rows))
+    print("nothing was started or written; without --dry-run the command starts this")
+
+
+def _command(launch: "Launch") -> str:
+    """A command that a shell would run in the same way."""
+    env = [
+        f"{name}={shlex.quote(value)}" for name, value in launch.env.items() if os.environ.get(name) != value
+    ]
+    return " ".join([*env, shlex.join([Path(launch.command[0]).name, *launch.command[1:]])])

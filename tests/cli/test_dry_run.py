@@ -1,0 +1,128 @@
+"""`hf-cocodc train --dry-run` makes the checks of a run, says what it would start, and leaves no trace."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.cli.main import main
+from hf_cocodc.errors import InputError
+from hf_cocodc.meeting import live
+from hf_cocodc.meeting.sealed import SEAL
+from hf_cocodc.meeting.store import SteadyStore, serve_store
+from hf_cocodc.run.lock import hold, region_lock
+from hf_cocodc.settings import ENV_STORE
+from hf_cocodc.training import launch
+from tests.meeting.records import RECORD, process
+from tests.meeting.waiting import eventually
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[launch.Launch]:
+    """What commands would start without --dry-run; the test runs in an empty folder."""
+    found: list[launch.Launch] = []
+
+    def start(*arguments: Any, **more: Any) -> None:
+        found.extend(launch.launches(*arguments[:6]))
+        raise InputError("this is a test")
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def train(*words: str) -> int:
+    return main(["train", "quickstart/diloco", "--set", "training.output_dir=out", *words])
+
+
+def test_it_names_the_commands_that_a_run_starts(
+    started: list[launch.Launch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the settings, with their defaults; nothing is started or written."""
+    assert train("--resume", "--dry-run", "--set", "regions.count=3") == 0
+    said = capsys.readouterr().out
+    assert "would train  region 0, 1, 2 of 3\n" in said
+    assert "from         the newest checkpoint that is good in every region" in said
+    assert "method=diloco, sync_interval=20, num_fragments=1" in said
+    assert "folder       out/region-2" in said
+    assert not started and not list(tmp_path.iterdir())
+    shown = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.startswith("command")]
+    assert train("--resume", "--set", "regions.count=3") == 2
+    for line, each in zip(shown, started, strict=True):
+        words = shlex.split(line)
+        at = words.index("-m")
+        assert words[at:] == each.command[1:]
+        assert {
+            **dict(word.split("=", 1) for word in words[: at - 1]),
+            ENV_STORE: each.env[ENV_STORE],
+        } == each.env
+
+
+def test_it_refuses_what_a_run_refuses(
+    started: list[launch.Launch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A value, a region without a store, a folder in use: in the same words."""
+    wrong: list[list[str]] = [
+        ["--set", "training.optim=nonsense"],
+        ["--region", "1"],
+        ["--join"],
+        ["--", "--multi_gpu"],
+    ]
+    for words in wrong:
+        said = []
+        for more in ([], ["--dry-run"]):
+            assert train(*more, *words) == 2
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1] != ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_refuses_a_folder_that_another_run_has(
+    started: list[launch.Launch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = region_lock(tmp_path / "out" / "region-1")
+    with hold(lock):
+        before = lock.read_bytes()
+        assert train("--dry-run") == 2
+        assert "out/region-1 is in use by process" in capsys.readouterr().err
+        assert lock.read_bytes() == before
+    assert train("--dry-run") == 0
+
+
+def test_it_leaves_the_store_as_it_is(
+    started: list[launch.Launch],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It does not begin it, and claims no number there; it says which number a region that joins would take."""
+    monkeypatch.setattr(live, "BEAT_S", 0.05)
+    server = serve_store()
+    address = f"127.0.0.1:{server.port}"
+    assert train("--dry-run", "--region", "1", "--store", address) == 0
+    assert f"store        {address}\n" in capsys.readouterr().out
+    assert not server.check([SEAL])
+    joins = [
+        "--join",
+        "--store",
+        address,
+        "--set",
+        "regions.min=1",
+        "--set",
+        "regions.max=5",
+        "--run",
+        "mine",
+    ]
+    assert train("--dry-run", *joins) == 2
+    assert "no run named 'mine' trains at" in capsys.readouterr().err
+    publisher = live.Publisher(SteadyStore(address), "mine", process(0), lambda: RECORD)
+    eventually(lambda: len(live.names(SteadyStore(address))) == 1)
+    keys = server.num_keys()
+    assert train("--dry-run", *joins) == 0
+    said = capsys.readouterr().out
+    free = min(set(range(RECORD.most)) - set(RECORD.regions))
+    assert f"would train  region {free} of 2\n" in said and "--set regions.join=true" in said
+    assert server.num_keys() == keys
+    publisher.close()
