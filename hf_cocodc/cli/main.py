@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TextIO
 from .. import __version__
 from ..errors import CocodcError, short, shown
 from ..settings import quiet_torch
-from . import bench, doctor, leave, plan, recipe, report, simulate, status, store, train
+from . import bench, completion, doctor, leave, plan, recipe, report, simulate, status, store, train
 from .checks import STDOUT
 
-COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench)
+COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench, completion)
 
 
 EXIT_CODES = """\

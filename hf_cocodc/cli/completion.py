@@ -1,0 +1,52 @@
+"""`hf-cocodc completion`: a script with which a shell completes commands, options and files."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+SHELLS = ("bash", "zsh", "tcsh")
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""What shtab calls the completion of files; here, because only this command needs shtab."""
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "completion",
+        help="print a script for completion in a shell",
+        description="Print a script with which a shell completes the commands, options and files of hf-cocodc. Needs "
+        "hf-cocodc[completion]. For bash: hf-cocodc completion bash > ~/.local/share/bash-completion/completions/hf-cocodc. For "
+        "zsh: the same for zsh, into a file _hf-cocodc in a folder of $fpath.",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        raise InputError(
+            "completion needs the package shtab. Install it: pip install 'hf-cocodc[completion]'."
+        ) from error
+    from .main import parser
+
+    root = parser()
+    _complete_files(root)
+    print(shtab.complete(root, options.shell))
+    return 0
+
+
+def _complete_files(parser: argparse.ArgumentParser) -> None:
+    """Mark every argument that is a file or a folder, in all commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_files(command)
+        elif action.dest in _OF_FILES or action.type is Path or action.metavar == "FILE":
+            action.complete = _FILES  # type: ignore[attr-defined]
+
+
+_OF_FILES = ("recipe", "file")
+"""Arguments that are files, but may also be a word."""
