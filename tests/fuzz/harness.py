@@ -21,6 +21,8 @@ PATIENCE_S = 120
 
 STARTS = (
     "hf_cocodc.training.launch.sole_writer",
+    "hf_cocodc.cli.dry.show",
+    "hf_cocodc.planning.speeds.measure",
     "hf_cocodc.training.simulation.run_in_lockstep",
     "hf_cocodc.doctor.examine.examine",
     "hf_cocodc.meeting.store.serve_store",
@@ -86,7 +88,10 @@ def fault(words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     except Started:
         return None
     except SystemExit as end:  # argparse's own errors, and --help
-        return None if end.code in (0, 2) else f"exit code {end.code}"
+        if end.code not in (0, 2):
+            return f"exit code {end.code}"
+        *_, said = errors.getvalue().splitlines() or [""]  # behind the usage
+        return f"argparse said {len(said)} characters" if len(said) > MOST_WORDS else None
     except Hung:
         return f"it took more than {PATIENCE_S} s"
     except BaseException:

@@ -154,6 +154,44 @@ VALUES = [
         "{r: 4}",
     ),
 ]
+DIRECTIVES = [
+    *(
+        "%YAML 1.2",
+        "%YAML 1.1",
+        "%YAML 1.3",
+        "%YAML 1.0",
+        "%YAML 9.9",
+        "%YAML 0.1",
+        "%YAML 1",
+        "%YAML",
+        "%YAML x",
+    ),
+    *(
+        "%YAML 1." + "9" * 5000,
+        "%YAML 1.2 1.3",
+        "%YAML 1.2\n%YAML 1.2",
+        "%YAML 1.2 # a comment",
+        "%YAML -1.2",
+    ),
+    *(
+        "%TAG ! x:",
+        "%TAG !! x:",
+        "%TAG !e! tag:x,2000:",
+        "%TAG ! " + "x" * 60_000,
+        "%TAG ! a\n%TAG ! b",
+        "%TAG",
+    ),
+    *(
+        "%TAG ! x:\n%YAML 1.3",
+        "%FOO bar",
+        "%",
+        "%" + "x" * 60_000,
+        "\ufeff%YAML 1.3",
+        "...",
+        "...\n%YAML 1.3",
+    ),
+]
+"""Lines before a document in YAML."""
 ENVIRONMENTS = [
     {},
     {"HF_COCODC_REGION": "0"},
@@ -163,7 +201,8 @@ ENVIRONMENTS = [
     {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": "nowhere"},
     {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": "127.0.0.1:1"},
     {"HF_COCODC_STORE": "h:99999"},
-    {"HF_COCODC_RUN": "r" * 1000},
+    {"HF_COCODC_RUN": "r" * 60_000},
+    {"HF_COCODC_STORE": "h" * 60_000},
     {"HF_COCODC_SECRET": "short"},
 ]
 WORDS = [
@@ -195,7 +234,8 @@ WORDS = [
         "/dev/zero",
     ),
     *(
-        "a" * 5000,
+        "a" * 60_000,
+        "--" + "a" * 60_000,
         "\udcff",
         "",
         " ",
@@ -229,7 +269,7 @@ NUMBERS = [
         "010",
         "1_000",
     ),
-    *("9" * 30, "9" * 5000, "", "x", "0x10", "\u0663"),
+    *("9" * 30, "9" * 5000, "9" * 60_000, "", "x", "0x10", "\u0663"),
 ]
 ADDRESSES = [
     *_ADDRESSES,
@@ -239,17 +279,40 @@ ADDRESSES = [
     "a" * 300 + ":1",
     "",
 ]
-FILES = ["out.json", "no/such/folder/x.json", ".", "/proc/x", "/dev/full", "a" * 300, "", "\udcff"]
-NAMES = ["fp32", "int8", "lowrank", "topk", "diloco", "co2", "wg0", "bbr", "auto", "many", "", "x" * 5000]
+FILES = [
+    "out.json",
+    "-",
+    "x" * 60_000,
+    "no/such/folder/x.json",
+    ".",
+    "/proc/x",
+    "/dev/full",
+    "a" * 300,
+    "",
+    "\udcff",
+]
+NAMES = ["fp32", "int8", "lowrank", "topk", "diloco", "co2", "wg0", "bbr", "auto", "many", "", "x" * 60_000]
 _BENCH = {"--json": FILES, "--repeat": NUMBERS}
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "train": {"--region": NUMBERS, "--store": ADDRESSES, "--resume": [], "--run": NAMES},
+    "train": {
+        **{"--region": NUMBERS, "--store": ADDRESSES, "--resume": [], "--join": [], "--run": NAMES},
+        **{"--secret-file": FILES, "--dry-run": []},
+    },
+    "plan": {
+        **dict.fromkeys(
+            ("--rtt-ms", "--rate-mbit", "--loss", "--step-s", "--regions", "--target"),
+            [*NUMBERS, "1", "1", "1"],
+        ),
+        **{"--link": FILES, "--json": FILES, "--write": FILES, "--congestion": NAMES},
+    },
+    "status": {"--store": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--json": FILES},
+    "leave": {"--store": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--region": NUMBERS},
     "doctor": {
         **{"--region": NUMBERS, "--store": ADDRESSES, "--run": NAMES, "--wait": NUMBERS},
         **{"--secret-file": FILES, "--json": FILES},
     },
     "simulate": {
-        **dict.fromkeys(("--regions", "--step-time", "--latency", "--bandwidth"), NUMBERS),
+        **dict.fromkeys(("--regions", "--step-s", "--rtt-ms", "--rate-mbit", "--latency"), NUMBERS),
         **{"--json": FILES},
     },
     "store": {
@@ -274,6 +337,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
 }
 
 
+_WITH_RECIPE = ("train", "plan", "doctor", "simulate")
+
+
 def damaged_recipe(number: int) -> Case:
     """A recipe with one to four damages to its bytes, lines or values; or a good one that extends such a recipe."""
     chance = random.Random(f"recipe {number}")
@@ -296,7 +362,7 @@ def wrong_set(number: int) -> Case:
     chance = random.Random(f"set {number}")
     words = ["train", str(chance.choice(QUICKSTARTS))]
     for _ in range(chance.choice((1, 1, 2, 3))):
-        words += ["--set", _set(chance)]
+        words += _set(chance)
     return words, {}
 
 
@@ -305,13 +371,13 @@ def wrong_arguments(number: int) -> Case:
     chance = random.Random(f"arguments {number}")
     command = chance.choice(list(OPTIONS))
     words = command.split() if chance.random() < 0.95 else [chance.choice(WORDS)]
-    if command in ("train", "doctor", "simulate") and chance.random() < 0.9:
+    if command in _WITH_RECIPE and chance.random() < 0.9:
         words.append(str(chance.choice(QUICKSTARTS)))
     for _ in range(chance.choice((0, 1, 1, 2, 3, 6))):
         if chance.random() < 0.1:
             words.append(chance.choice(WORDS))
-        elif command in ("train", "doctor", "simulate") and chance.random() < 0.3:
-            words += ["--set", _set(chance)]
+        elif command in _WITH_RECIPE and chance.random() < 0.3:
+            words += _set(chance)
         else:
             option, values = chance.choice(list(OPTIONS[command].items()))
             words += (
@@ -321,12 +387,16 @@ def wrong_arguments(number: int) -> Case:
     return words, chance.choice(ENVIRONMENTS) if chance.random() < 0.3 else {}
 
 
-def _set(chance: random.Random) -> str:
+def _set(chance: random.Random) -> list[str]:
+    """A --set, sometimes with a value that is an argument of its own."""
     key = chance.choice(_keys())
     if chance.random() < 0.1:
         key = _damage_bytes(key.encode(), chance).decode("utf-8", "surrogateescape")
     equals = chance.choice(("=", "=", "=", "=", "=", "", " = "))
-    return key + equals + chance.choice(NUMBERS if chance.random() < 0.3 else VALUES)
+    value = chance.choice(NUMBERS if chance.random() < 0.3 else VALUES)
+    if chance.random() < 0.1:
+        value = f"{chance.choice(DIRECTIVES)}\n---\n{value}"
+    return ["--set", key, value] if chance.random() < 0.05 else ["--set", key + equals + value]
 
 
 KINDS: dict[str, tuple[Callable[[int], Case], int]] = {
@@ -363,7 +433,7 @@ def _damage_bytes(content: bytes, chance: random.Random) -> bytes:
 def _damage_lines(content: bytes, chance: random.Random) -> bytes:
     lines = content.split(b"\n")
     at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
-    how = chance.randrange(6)
+    how = chance.randrange(7)
     if how == 0:
         del lines[at]
     elif how == 1:
@@ -374,6 +444,9 @@ def _damage_lines(content: bytes, chance: random.Random) -> bytes:
         lines[at] = b" " * chance.choice((1, 2, 40)) + lines[at]
     elif how == 4:
         lines[at] = lines[at].lstrip()
+    elif how == 5:
+        directive = chance.choice(DIRECTIVES).encode()
+        lines.insert(0 if chance.random() < 0.8 else at, directive + chance.choice((b"", b"\n---", b"\n---")))
     else:
         key = chance.choice(_keys()).rpartition(".")[2]
         indent = chance.choice(("", "  ", "  ", "  "))
