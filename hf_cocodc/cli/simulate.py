@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     recipe = recipe_of(options, overrides)
     from ..training.preflight import preflight  # torch takes seconds to import
     from ..training.simulation import VirtualLink, simulate, simulated_dir
+    from ..training.train import end
 
     preflight(recipe, recipe.regions.count or 1)
     link = None
@@ -64,8 +66,12 @@ def run(options: argparse.Namespace) -> int:
             latency_s=options.rtt_ms / 2 / 1e3,
             bandwidth=options.rate_mbit * 1e6 / 8,
         )
-    with _labelled_output():
-        trainers = simulate(recipe, link=link)
+    try:
+        with _labelled_output():
+            trainers = simulate(recipe, link=link)
+    except KeyboardInterrupt:
+        # a region is a thread that trains on: the end of the interpreter would abort it inside C++
+        end(128 + signal.SIGINT)
     output = simulated_dir(recipe)
     figures = report([output / f"region-{region}" for region in range(len(trainers))], output)
     write_json(options, figures)

@@ -52,8 +52,14 @@ def run(options: argparse.Namespace) -> int:
     from ..meeting.sealed import mark, sealed
     from ..meeting.store import serve_store
 
-    server = serve_store(options.host, options.port)
-    mark(sealed(server, keys))
-    print(f"store listening on {options.host}:{server.port}; press Ctrl-C to end it", flush=True)
-    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    ends = {signal.SIGINT, signal.SIGTERM}
+    # sigwait takes only signals that are blocked; threads of the store are to block them, too
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    try:
+        server = serve_store(options.host, options.port)
+        mark(sealed(server, keys))
+        print(f"store listening on {options.host}:{server.port}; press Ctrl-C to end it", flush=True)
+        signal.sigwait(ends)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 0

@@ -157,3 +157,35 @@ sys.exit(main())
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "in good order\n", "")
+
+
+def test_ctrl_c_ends_a_simulation() -> None:
+    """Its regions are threads inside C++ code then: the process aborted, or did not end."""
+    script = """
+import os, signal, sys, torch
+from hf_cocodc.cli.main import main
+from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.training import preflight, simulation
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets a command in the background ignore it
+def train(region, link):
+    large = torch.zeros(1000, 1000)
+    os.kill(os.getpid(), signal.SIGINT)
+    while True:
+        large @ large
+simulation.simulate = lambda recipe, link: run_in_lockstep(2, train)
+preflight.preflight = lambda recipe, regions: None
+sys.exit(main(["simulate", "quickstart/diloco"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_store_ends_in_good_order(sent: signal.Signals) -> None:
+    """SIGTERM killed it, and was ignored where it was the first process of a container."""
+    command = [sys.executable, "-m", "hf_cocodc", "store", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        assert store.stdout.readline().startswith("store listening on")
+        store.send_signal(sent)
+        assert store.wait(60) == 0
