@@ -127,6 +127,8 @@ def test_another_member_writes_while_the_lowest_does_not(
         time.sleep(live.BEAT_S / 2)
     assert set(calls) == {0}
     lowest.close()
+    last = store.peek(live._key("a/run"))
+    eventually(lambda: second._found == third._found == last)
     # the second one writes after two beats without a change, the third after three
     now[0] += 2.5 * live.BEAT_S
     eventually(lambda: writer() == 1)
