@@ -216,7 +216,7 @@ def test_a_recipe_names_it() -> None:
         InputError, match="muloco is DiLoCo with muon inside, but training.optim is not given"
     ):
         check(Recipe.load("quickstart/diloco", ["outer.method=muloco"]))
-    with pytest.raises(InputError, match="but training.optim is sgd. Set training.optim=muon"):
+    with pytest.raises(InputError, match="but training.optim is 'sgd'. Set training.optim=muon"):
         check(Recipe.load("quickstart/muloco", ["training.optim=sgd"]))
     preflight(Recipe.load("quickstart/diloco", ["training.optim=muon"]))
     written = Recipe.from_dict(read_yaml(starter("m", "d", method="muloco"), "the recipe"))
