@@ -28,7 +28,7 @@ SHORT_RUN: dict[str, dict[str, float]] = {
     "sparseloco": {"outer_lr": 1.4},
     "muloco": {"outer_lr": 1.0, "outer_momentum": 0.4},
 }
-"""By method: what `auto` means."""
+"""By method: what `auto` means; the paper's values for a method that is not here."""
 
 MEDIUM_RUN = 60
 MEDIUM: dict[str, dict[str, float]] = {"diloco": {"outer_lr": 0.7, "outer_momentum": 0.6}}
@@ -36,6 +36,8 @@ MEDIUM: dict[str, dict[str, float]] = {"diloco": {"outer_lr": 0.7, "outer_moment
 
 _MEMORIES = 24
 """A momentum may be too much in runs of at most so many times the rounds that it remembers, 1 / (1 - momentum)."""
+_DELAYED = ("eager", "co2", "dilocox")
+"""A delay of one round is worse with momentum: these warn in runs of any length."""
 _TOO_FAR = 1.5
 """It is, if with it an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
 
@@ -90,7 +92,7 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
         return None
     rounds, memory = rounds_of(config, max_steps), 1 / (1 - momentum)
     better = values_for(method, rounds)
-    is_short = 0 <= rounds <= min(round(_MEMORIES * memory), MEASURED)
+    is_short = rounds >= 0 and (method in _DELAYED or rounds <= min(round(_MEMORIES * memory), MEASURED))
     if not momentum or not is_short or lr * memory < _TOO_FAR * _reach(better):
         return None
     values = " and ".join(f"outer.{name}={value:g}" for name, value in better.items())
@@ -106,8 +108,11 @@ def _reach(values: Mapping[str, float]) -> float:
 
 
 def values_for(method: str, rounds: int) -> dict[str, Any]:
-    """What `auto` means in a run of a method of this package with so many rounds."""
-    return {**SHORT_RUN[method], **(MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {})}
+    """What `auto` means in a run of a method with so many rounds."""
+    papers = {
+        name: value for name, value in settings(OuterConfig(method=method)).items() if name in FOLLOWING
+    }
+    return {**papers, **SHORT_RUN.get(method, {}), **(MEDIUM.get(method, {}) if rounds >= MEDIUM_RUN else {})}
 
 
 def in_words(method: str, name: str) -> str:

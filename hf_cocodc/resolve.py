@@ -35,7 +35,13 @@ PART = "part."
 
 OF_FRAGMENTS = ("num_fragments", "fragment_pattern", "split_rows", "part.fragments")
 """Settings that say what travels together."""
-BEFORE = {"split_rows": False, "weights": "equal", "mean": "average"}
+BEFORE = {
+    "split_rows": False,
+    "weights": "equal",
+    "mean": "average",
+    "on_nonfinite": "restart",
+    "nonfinite_rounds": 3,
+}
 """What older versions did that did not have these settings yet; as `weights` and `mean` do, where a checkpoint says nothing of
 them."""
 
@@ -202,8 +208,9 @@ def settings(config: OuterConfig) -> dict[str, object]:
     composer = _composer(config)
     found: dict[str, Any] = {"method": composer.name, **composer.takes, **config.given()}
     found["digest_interval"] = config.digest_interval
-    if config.weights != BEFORE["weights"]:
-        found["weights"] = config.weights
+    for name in ("weights", "on_nonfinite", "nonfinite_rounds"):
+        if getattr(config, name) != BEFORE[name]:
+            found[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         found["guard"] = config.guard
     has_own_codec = rules.is_own(config.codec)

@@ -209,8 +209,8 @@ class Account:
         if verdict.outside == NOT_BOUNDED:
             free = " and ".join(f"region {region}" for region, each in told if not each.is_bounded)
             why = (
-                f"the inner optimizer of {free} does not bound its steps (SGD's follow the gradient), and Trainer's "
-                "max_grad_norm does not clip them"
+                f"the inner optimizer of {free} does not bound its steps (SGD's follow the gradient), and nobody clips gradients "
+                "(Trainer's max_grad_norm, accelerator.clip_grad_norm_)"
             )
         message = (
             f"outer.guard leaves all finite outer gradients as they are: {why}. A region whose numbers are wrong but finite is "

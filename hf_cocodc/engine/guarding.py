@@ -55,21 +55,30 @@ class Guarding:
         return rules.share(self._guard, limit, norm), limit
 
     def remember(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
-        """A transfer has landed: it is part of what is ordinary from now on, unless it was void or most regions stood still."""
+        """A transfer has landed: it is part of what is ordinary from now on, unless it was out of the ordinary itself."""
+        trailers = arrival.trailers
+        counted = [each for each in trailers if each.weight]
+        trained = [each for each in trailers if each.weight or each.trained_at == each.inner_step]
+        # where every region that has trained is excluded, nothing lands either
+        is_void = not arrival.is_finite or (bool(trained) and not counted)
+        fragment.voids = fragment.voids + 1 if is_void else 0
         if self._guard is None:
             return
         verdict = self.verdict(transfer.ordinary, arrival)
-        fragment.voids = fragment.voids + 1 if not arrival.is_finite else 0
         told = zip(arrival.members, verdict.fates, strict=False)
         fragment.far_regions = tuple(region for region, fate in told if fate)
-        losses = [each.loss for each in arrival.trailers if each.weight and not math.isnan(each.loss)]
-        loss = rules.lower_median(losses) if losses else math.nan
-        is_far = bool(losses) and rules.is_far(loss, fragment.losses)
-        fragment.far_losses = fragment.far_losses + 1 if is_far else 0
-        if losses and not is_far and math.isfinite(loss):
+        known = [each.loss for each in trained if not math.isnan(each.loss)]
+        # regions whose losses were known, and now are not numbers, have lost their model
+        loss = rules.lower_median(known) if known else math.inf
+        is_far = bool(trained) and rules.is_far(loss, fragment.losses)
+        if trained:
+            fragment.far_losses = fragment.far_losses + 1 if is_far else 0
+        if is_void or verdict.outside:
+            return
+        if known and not is_far and math.isfinite(loss) and not any(verdict.fates):
             fragment.losses = self._kept(fragment.losses, loss)
-        now = rules.agreed(_said(arrival.trailers), verdict, self._guard)
-        if now is None or not arrival.is_finite or not now[0]:
+        now = rules.agreed(_said(trailers), verdict, self._guard)
+        if now is None or not now[0]:
             return
         norm, rate = now
         fragment.norms = self._kept(fragment.norms, norm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..links.base import Link
+from ..parts.guard import Ordinary
 from ..tensors.flat import tensors_in
 from .compatibility import HISTORIES
 from .fragment import FragmentState
@@ -24,8 +25,8 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Mea
     told of it.
     """
     what = f"the lowest region's global params of fragment {fragment.fragment.index}"
-    at_sends = [transfer.global_params for transfer in fragment.in_flight]
-    flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *at_sends)}
+    sent = [transfer.global_params for transfer in fragment.in_flight]
+    flats = {id(each): each for each in (fragment.global_params, *tensors_in(fragment.outer), *sent)}
     for flat in flats.values():
         on_host = flat.cpu()
         link.broadcast(on_host, what)
@@ -35,10 +36,14 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Mea
         *(fragment.fragment.index, link.parties[0]),
     )
     index, histories = fragment.fragment.index, [list(getattr(fragment, name)) for name in HISTORIES]
+    at_sends = [number for transfer in fragment.in_flight for number in transfer.ordinary]
     counts = fragment.voids, fragment.far_losses, *map(len, histories)
-    told = iter(_told(link, [*_numbers_in(fragment.outer), measured.change[index], *counts], what))
+    numbers = [*_numbers_in(fragment.outer), measured.change[index], *at_sends, *counts]
+    told = iter(_told(link, numbers, what))
     fragment.outer = _with_numbers(fragment.outer, told)
     measured.correct(index, next(told))
+    for transfer in fragment.in_flight:
+        transfer.ordinary = Ordinary(next(told), next(told))
     fragment.voids, fragment.far_losses, *lengths = map(int, told)
     for name, values, length in zip(HISTORIES, histories, lengths, strict=True):
         setattr(fragment, name, _told(link, [*values, *[0.0] * length][:length], what))

@@ -118,7 +118,7 @@ def begin_anew(fragments: Sequence[FragmentState]) -> None:
     """Give up the local params for the global ones, and count anew the rounds that do not count."""
     for fragment in fragments:
         take_global(fragment)
-        fragment.nonfinite_rounds = fragment.voids = 0
+        fragment.nonfinite_rounds = 0
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ method, codec, outer transform or merge. Its tensors are flat fp32, on the host 
 in place, only through `FragmentState`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -47,7 +47,7 @@ class Synchronizer:
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: a region's share in a mean: equal, steps or tokens (`Shares`).
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
-        is_bounded: whether the inner optimizer bounds a step, so that the guard can judge.
+        is_bounded: returns whether the inner optimizer bounds a step, so that the guard can judge.
         state: from `state_dict`, to continue with the model's parameters as they are.
         device: device of global params, outer state and transfers; what the link and codecs need is on the host.
 
@@ -67,7 +67,7 @@ class Synchronizer:
         digest_interval: int = 10,
         weights: str = "equal",
         guard: Guard | None = None,
-        is_bounded: bool = True,
+        is_bounded: Callable[[], bool] = lambda: True,
         state: dict[str, Any] | None = None,
         device: torch.device = HOST,
     ) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ class Traffic:
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: what shares in the means follow (`Shares`).
         guard: from which norm on outer gradients count less; None: every region counts as it says.
-        is_bounded: whether the inner optimizer bounds a step (`InnerOptimizer.is_bounded`).
+        is_bounded: returns whether the inner optimizer bounds a step (`InnerOptimizer.is_bounded`).
 
     Attributes:
         inner_step: inner steps made so far.
@@ -66,7 +66,7 @@ class Traffic:
         digest_interval: int,
         weights: str,
         guard: Guard | None,
-        is_bounded: bool,
+        is_bounded: Callable[[], bool],
     ) -> None:
         self._method, self._link = method, link
         self._measured, self._account = measured, account
@@ -140,7 +140,7 @@ class Traffic:
                 admits=self._link.admits,
                 norm=norm,
                 carried=carried if math.isfinite(carried) else sys.float_info.max,
-                is_bounded=self._is_bounded,
+                is_bounded=self._is_bounded(),
                 trained_at=self.trained_at,
                 **word._asdict(),
             )

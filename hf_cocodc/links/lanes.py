@@ -1,5 +1,6 @@
 """The link of one rank of a sharded region (FSDP2): every rank has its own lane."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -95,8 +96,10 @@ class LaneLink(FixedSet):
         names = Trailer._fields
         rows = torch.tensor([list(trailer) for trailer in arrival.trailers], dtype=torch.float64)
         signs = torch.tensor([_SETTLED.get(name, 0.0) for name in names], dtype=torch.float64)
+        rows = torch.where(rows.isnan(), -math.inf, rows)  # a loss that is unknown: no maximum is one with it
         settled = self._reduce(torch.where(signs == 0, 0.0, rows * signs).flatten(), dist.ReduceOp.MAX)
         rows = torch.where(signs == 0, rows, settled.view_as(rows) * signs)
+        rows = torch.where(rows == -math.inf, math.nan, rows)
         trailers = tuple(from_numbers(Trailer, dict(zip(names, row, strict=True))) for row in rows.tolist())
         sums = self.total(torch.tensor([arrival.bytes_sent, arrival.square], dtype=torch.float64)).tolist()
         return arrival._replace(trailers=trailers, bytes_sent=int(sums[0]), square=sums[1])
@@ -108,7 +111,7 @@ class LaneLink(FixedSet):
 
 
 _SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm"), 1.0),
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm", "loss"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""

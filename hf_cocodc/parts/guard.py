@@ -145,14 +145,14 @@ def judge(guard: Guard | None, known: Ordinary, said: Sequence[Said]) -> Verdict
         now = lower median of the norms of this transfer;  K = what is ordinary at the lowest rate (`Ordinary.at`)
         L = max(K, now)
         norm > drop L: weight 0 ;  norm > clip L: weight w clip L / norm ;  divisor: the sum of w over those not dropped
-        the mean is void if now > drop K, or if its norm > 10 (clip L + the largest of what is carried)
+        the mean is void if regions differ and now > drop K, or if its norm > 10 (clip L + the largest of what is carried)
 
-    The norms of this transfer count beside the history, so that what all regions do together is not taken for a fault of
-    one: to a degree. What is far above the history is no new normal, but a majority that is wrong.
+    The norms of this transfer count beside the history: what all regions do alike (they unfreeze a part, their data change) is
+    no fault of one. Where they differ by more than clip, a median far above the history is a majority that is wrong.
 
-    Before there is a history, regions are judged only if all count alike: one that has just come in, and has made fewer steps,
-    says nothing about the others. The smallest norm stands for the history then: if half of the regions or more are beyond
-    drop times it, the mean is void, because nobody can say who is right.
+    Before there is a history, the smallest norm stands for it: if half of the regions or more are beyond drop times it, the mean
+    is void, because nobody can say which are right. A region that has just come in, and has made fewer steps, says nothing
+    about the others then.
 
     Args:
         guard: the limits; None lets every region count as it says.
@@ -161,17 +161,17 @@ def judge(guard: Guard | None, known: Ordinary, said: Sequence[Said]) -> Verdict
     """
     weights = tuple(each.weight for each in said)
     counted = [each for each in said if each.weight]
-    moving = [each.norm for each in counted if each.norm]
+    alike = have_trained_alike(counted)
+    moving = [each.norm for each in alike if each.norm]
     if guard is None or not moving:
         return Verdict(weights, fates=("",) * len(said))
     if reason := outside(counted):
         return Verdict(weights, fates=("",) * len(said), outside=reason)
-    now = lower_median([each.norm for each in counted])
+    now = lower_median([each.norm for each in (counted if known.norm else alike)])
     before = known.at(min(rates(counted), default=0.0))  # of a rate that is a fault, no norm is ordinary
-    if not before and len({each.weight for each in counted}) > 1:
-        return Verdict(weights, fates=("",) * len(said))
     beyond = guard.drop * (before or min(moving))
-    if now > beyond if before else 2 * sum(norm > beyond for norm in moving) >= len(moving):
+    differ = max(moving) > guard.clip * min(moving)
+    if differ and (now > beyond if before else 2 * sum(norm > beyond for norm in moving) >= len(moving)):
         fates = tuple(VOID if each.weight and each.norm > beyond else "" for each in said)
         return Verdict(weights, None, fates, beyond / guard.drop)
     limit = max(before, now) or min(moving)
@@ -199,8 +199,13 @@ def outside(counted: Sequence[Said]) -> str:
 
 def rates(counted: Sequence[Said]) -> list[float]:
     """The learning rates of regions that have trained alike, as far as they are known."""
-    most = max(each.weight for each in counted)
-    return [each.rate for each in counted if each.rate and each.weight >= _SAME_SHARE * most]
+    return [each.rate for each in have_trained_alike(counted) if each.rate]
+
+
+def have_trained_alike(counted: Sequence[Said]) -> list[Said]:
+    """Those that have about the largest weight."""
+    most = max((each.weight for each in counted), default=0.0)
+    return [each for each in counted if each.weight >= _SAME_SHARE * most]
 
 
 def believed(square: float, verdict: Verdict) -> float:
@@ -226,14 +231,14 @@ def share(guard: Guard, limit: float, norm: float) -> float:
 def is_far(loss: float, losses: Sequence[float]) -> bool:
     """Whether a loss is that of a ruined model, by the losses that its fragment remembers.
 
-    >>> is_far(8.0, [2.0] * 8), is_far(7.0, [2.0] * 8), is_far(9e9, [2.0] * 7)
-    (True, False, False)
+    >>> is_far(8.0, [2.0] * 8), is_far(7.0, [2.0] * 8), is_far(8.0, [5.0, 2.0]), is_far(9e9, [])
+    (True, False, True, False)
     """
-    if len(losses) < WARM_UP:
+    if not losses:
         return False
     times, nats = _FAR_LOSS
-    before = lower_median(losses)
-    return not loss <= times * before + nats if before > 0 else False
+    before = lower_median(losses) if len(losses) >= WARM_UP else min(losses)
+    return before > 0 and not loss <= times * before + nats
 
 
 def lower_median(values: Sequence[float]) -> float:

@@ -88,6 +88,7 @@ class Endings:
         word: what this region tells the others with its next transfers.
         verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`.
         why: the reason for the verdict, in words.
+        is_hopeless: whether the verdict is to stop because training cannot go on as it is (`stop`).
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
         keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
         leaves: why this region alone is to leave, and the others go on; empty if it is not.
@@ -98,6 +99,7 @@ class Endings:
     def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
         self.word = Word()
         self.verdict: str | None = None
+        self.is_hopeless = False
         self.why = ""
         self.saved_everywhere = 0
         self.keep_link = False
@@ -163,13 +165,13 @@ class Endings:
         """The checkpoint of `inner_step` was just loaded: it is complete in every region, and none of them is about to end."""
         if self._link.agreement is not None:
             self._link.agreement.forget(inner_step)
-        self.verdict, self.why = None, ""
+        self.verdict, self.why, self.is_hopeless = None, "", False
         self.saved_everywhere = inner_step
         self.tell(ending=Ending.NO, saved_at=inner_step)
 
     def stop(self, why: str) -> None:
         """Stop here with a checkpoint: every region comes to this by itself at the same step, whatever `policy` says."""
-        self.verdict, self.why = "stop", why
+        self.verdict, self.why, self.is_hopeless = "stop", why, True
         logger.error("%s: all regions stop here.", why)
 
     def end(self, verdict: str, why: str) -> None:

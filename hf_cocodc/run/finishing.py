@@ -110,6 +110,9 @@ class Finishing(ABC):
                 self._go_on_to_the_end(error)
                 continue
             self.endings.note_saved_everywhere(words)
+            if ruined := self._ruined_at_the_end():
+                self.endings.stop(ruined)
+                continue
             self.finished = True
             if not self.endings.keep_link:
                 self.close()
@@ -160,6 +163,10 @@ class Finishing(ABC):
             self.elastic.guard(lambda: self._step(inner_lr, trained))
         if self.verdict == "finish":
             self._finish()
+
+    @abstractmethod
+    def _ruined_at_the_end(self) -> str:
+        """Why the run must not end as if it were well; empty if it may."""
 
     @abstractmethod
     def _step(self, inner_lr: float = 0.0, trained: bool = True) -> Words | None:

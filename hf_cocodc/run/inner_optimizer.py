@@ -1,8 +1,9 @@
 """The inner optimizer, of whatever kind: which kinds can be trained with, its learning rate, and how it begins anew."""
 
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -93,6 +94,7 @@ class InnerOptimizer:
         self._given, self._parts = optimizer, parts_of(optimizer)
         self._model, self._reads_lr = model, reads_lr
         self.times_anew = 0
+        self._is_clipped = False
         for part in self._parts:
             refuse_two_sets_of_weights(part)
             if begins_anew and not callable(getattr(getattr(part, "state", None), "clear", None)):
@@ -120,11 +122,28 @@ class InnerOptimizer:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether the learning rate bounds a step, as with Adam and its kin. A step of SGD follows the gradient."""
+        """Whether a step is bounded: by the learning rate, as with Adam and its kin, or because gradients are clipped."""
         names = "betas", "eps", "ns_steps"  # of moments, of a division by the gradient's size, of Muon
-        return all(
-            any(name in group for name in names) for part in self._parts for group in part.param_groups
+        return self._is_clipped or all(
+            "sgd" not in type(part).__name__.lower() and any(name in group for name in names)
+            for part in self._parts
+            for group in part.param_groups
         )
+
+    def note_clipping(self, accelerator: Accelerator) -> Callable[[], None]:
+        """See from now on whether gradients are clipped, by Trainer or by a loop; returns a function that undoes this."""
+        clip = accelerator.clip_grad_norm_
+
+        @functools.wraps(clip)
+        def clipping(*args: Any, **kwargs: Any) -> Any:
+            self._is_clipped = True
+            return clip(*args, **kwargs)
+
+        def undo() -> None:
+            accelerator.clip_grad_norm_ = clip
+
+        accelerator.clip_grad_norm_ = clipping
+        return undo
 
     @property
     def has_state(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..auto import for_rounds, too_few_rounds
 from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
-from ..errors import InputError
+from ..errors import InputError, RunStopped
 from ..links.base import Link
 from ..links.trailer import Words
 from ..methods import Method
@@ -33,7 +33,7 @@ from .inner_optimizer import InnerOptimizer
 from .joining import advance, inner_of, joins, place_for_bases, read_base
 from .journal import Journal
 from .loaded import agree_on_beginning, forget, in_all
-from .recovery import recover
+from .recovery import recover, ruined_at_the_end
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
 from .starting import engine_for, mark_of, note_start, run_of
@@ -150,7 +150,7 @@ class OuterOptimizer(Finishing):
             config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
         for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
             # the settings are equal in all regions: one warning is enough
-            if warning is not None and accelerator.is_main_process and link.region == 0:
+            if warning is not None and accelerator.is_main_process and link.region == link.members[0]:
                 logger.warning(warning)
         self.settings = settings(config)
         """Every setting of the method, defaults filled in."""
@@ -169,7 +169,7 @@ class OuterOptimizer(Finishing):
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         named = run_of(link)
         self.journal = Journal(path, mark_of(saved, path, named), link.clock)
-        self._is_bounded = self._inner.is_bounded or bool(self.about.facts.get("training.max_grad_norm"))
+        self._is_bounded = lambda: self._inner.is_bounded
         self.synchronizer = engine_for(bare, config, link, self.journal, saved, self._is_bounded)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
@@ -181,7 +181,11 @@ class OuterOptimizer(Finishing):
         if accelerator.is_main_process:
             attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)
             self._tell_unread = report_unread(self.journal, attendance)
-        self._undo = [claim(bare), *hook_into_saving(accelerator, self, self._inner)]
+        self._undo = [
+            claim(bare),
+            self._inner.note_clipping(accelerator),
+            *hook_into_saving(accelerator, self, self._inner),
+        ]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
@@ -248,9 +252,13 @@ class OuterOptimizer(Finishing):
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
-        recover(self.synchronizer, self._inner, self._config, self.endings, self.journal, self._has_stages)
+        told = self.synchronizer, self._inner, self._config, self.endings, self.journal
+        recover(*told, has_landed=words is not None, has_stages=self._has_stages)
         self.endings.after_step(self.inner_step, words)
         return words
+
+    def _ruined_at_the_end(self) -> str:
+        return ruined_at_the_end(self.synchronizer, self._config)
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""
@@ -328,5 +336,9 @@ class OuterOptimizer(Finishing):
         if kind is None:
             self.finish()
             self.close()  # after a verdict to stop, the link is still open
+            if (
+                self.endings.is_hopeless
+            ):  # else a script would save a ruined model, and end as if it were well
+                raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")

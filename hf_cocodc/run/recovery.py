@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
-from ..errors import RunStopped
+from ..errors import CocodcError
 from ..links.trailer import Ending
 from ..parts.guard import lower_median
 from ..settings import OuterConfig
@@ -29,7 +29,8 @@ def recover(
     config: OuterConfig,
     endings: Endings,
     journal: Journal,
-    has_stages: bool = False,
+    has_landed: bool,
+    has_stages: bool,
 ) -> None:
     """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a fragment.
 
@@ -38,21 +39,26 @@ def recover(
     All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages have an engine each,
     and begin anew one by one; they are refused with "stop".
 
+    Args:
+        synchronizer, inner, config, endings, journal: of this region.
+        has_landed: whether a transfer has landed in this step. Only then can what all regions know have changed.
+        has_stages: whether every rank of the region holds its own pipeline stage.
+
     Raises:
-        RunStopped: pipeline stages would have to stop, and cannot do so at one step.
+        CocodcError: pipeline stages would have to stop, and cannot do so at one step.
     """
     region, rounds = synchronizer.link.region, max(each.nonfinite_rounds for each in synchronizer.fragments)
-    if hopeless := _hopeless(synchronizer, config):
-        if endings.verdict is None:
-            journal.write("note", step=synchronizer.inner_step, message=hopeless)
-            if has_stages:
-                raise RunStopped(hopeless)
-            if config.on_nonfinite == "restart" and any(each.voids for each in synchronizer.fragments):
-                begin_anew(synchronizer.fragments)
-                inner.begin_anew()
-            for each in synchronizer.fragments:  # a run that resumes here has as many rounds again
-                each.voids = each.far_losses = 0
-            endings.stop(hopeless)
+    most = config.nonfinite_rounds
+    if has_landed and endings.verdict is None and (why := _why(synchronizer, most, most)):
+        journal.write("note", step=synchronizer.inner_step, message=why)
+        if has_stages:
+            raise CocodcError(f"{why}. A stage cannot stop with a checkpoint: go back to the last one.")
+        if config.on_nonfinite == "restart" and any(each.voids >= most for each in synchronizer.fragments):
+            begin_anew(synchronizer.fragments)
+            inner.begin_anew()
+        for each in synchronizer.fragments:  # a run that resumes here stops again at the next one
+            each.voids, each.far_losses = min(each.voids, most - 1), min(each.far_losses, max(most - 1, 1))
+        endings.stop(why)
         return
     if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
         return
@@ -78,18 +84,22 @@ def recover(
     journal.write("begin_anew", step=synchronizer.inner_step, rounds=rounds, times=inner.times_anew)
 
 
-def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
+def ruined_at_the_end(synchronizer: Synchronizer, config: OuterConfig) -> str:
+    """Why a run must not end as if it were well, in words; empty if it may: no later landing can say more than the last one."""
+    return _why(synchronizer, config.nonfinite_rounds, 1)
+
+
+def _why(synchronizer: Synchronizer, most_voids: int, most_losses: int) -> str:
     """Why training must not go on, in words; empty if it may. Equal in all regions."""
-    most = config.nonfinite_rounds
     for each in synchronizer.fragments:
-        if each.voids >= most:
+        if each.voids >= most_voids:
             return (
                 f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}), because half of the "
                 f"regions or more have broken{_named(each.far_regions)}. The global params are as before these rounds. Look at "
                 "the losses and learning rates of all regions; if their norms in the log are as they should be, raise the "
                 "limits of outer.guard"
             )
-        if each.far_losses >= most:
+        if each.far_losses >= most_losses:
             return (
                 f"the training losses of the regions were far above what they had been, in {each.far_losses} rounds in a row: "
                 f"the model is ruined, or has other data. Their median was {lower_median(each.losses):.3g} before. Go back to an "
@@ -99,9 +109,6 @@ def _hopeless(synchronizer: Synchronizer, config: OuterConfig) -> str:
 
 
 def _named(regions: Sequence[int]) -> str:
-    """Who is far out of the ordinary. Of two regions that may be the one that is right."""
-    return (
-        f" (far out of the ordinary: {', '.join(f'region {region}' for region in regions)})"
-        if regions
-        else ""
-    )
+    """The regions with norms far beyond the others'. Of two, one of them may be right."""
+    names = ", ".join(f"region {region}" for region in regions)
+    return f" (norms far beyond the others': {names})" if regions else ""

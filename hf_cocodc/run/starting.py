@@ -3,7 +3,7 @@
 import logging
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -189,7 +189,7 @@ def engine_for(
     link: Link,
     journal: Journal,
     saved: Saved | None,
-    is_bounded: bool = True,
+    is_bounded: Callable[[], bool] = lambda: True,
 ) -> Synchronizer:
     """The engine for a model as it is, at the start of a run or where it was saved. A collective call."""
     assert not is_auto(config), "from_config would take the paper's values in silence"

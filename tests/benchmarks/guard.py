@@ -193,7 +193,6 @@ def train(
     model, inner = accelerator.prepare(model, inner)
     settings: dict[str, Any] = {"method": method, "sync_interval": SYNC, "guard": guard} | SETTINGS[method]
     outer = OuterOptimizer(accelerator, model, inner, OuterConfig(**settings), max_steps=STEPS, link=link)
-    outer.synchronizer._traffic._is_bounded = True  # gradients are clipped below: Trainer would say so
     watcher, is_wrong = Watcher(outer), fault is not None and region in wrong
     while outer.inner_step < STEPS and not outer.should_stop:
         step = outer.inner_step + 1
