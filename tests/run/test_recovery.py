@@ -199,6 +199,23 @@ def test_losses_that_go_wrong_in_the_last_transfers_stop_too(loss: float) -> Non
     } == {(None, True)}
 
 
+def test_a_loop_that_must_not_go_on_does_not_end_as_if_it_were_well() -> None:
+    """Its with block raises, before a script could save a model as the result."""
+
+    def body(region: int, link: Link) -> None:
+        accelerator = Accelerator(cpu=True)
+        model = Blocks([torch.zeros(8)])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = OuterConfig(method="diloco", sync_interval=2)
+        with OuterOptimizer(accelerator, model, optimizer, config, max_steps=40, link=link) as outer:
+            while not outer.should_stop and outer.inner_step < 40:
+                model.vectors()[0].data.add_(1e6 if region else 1e-3)
+                outer.step()
+
+    with pytest.raises(RunStopped, match="the means of 3 rounds in a row were void"):
+        run_in_lockstep(2, body)
+
+
 def test_shares_by_tokens_are_judged_from_the_start() -> None:
     """No two regions have trained on as many tokens."""
     outers = moved(lambda region, step: 1e6 if region and step > 2 else 1.0, weights="tokens")
