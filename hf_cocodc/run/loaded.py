@@ -68,7 +68,7 @@ def _note_folders() -> None:
 _note_folders()
 
 
-def forget(accelerator: Accelerator) -> Path | None:
+def take_loaded(accelerator: Accelerator) -> Path | None:
     """The folder that the accelerator has loaded last, if nobody has asked for it since."""
     return _FOLDERS.pop(accelerator, None)
 
@@ -138,7 +138,7 @@ def agree_on_beginning(
     Raises:
         CheckpointError: the checkpoint is damaged, or regions have loaded different steps.
     """
-    folder = forget(accelerator)
+    folder = take_loaded(accelerator)
 
     def read() -> Saved | None:
         if saved is not None or not _is_ours(link, accelerator, folder):

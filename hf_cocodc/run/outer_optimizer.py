@@ -32,7 +32,7 @@ from .finishing import Finishing
 from .inner_optimizer import InnerOptimizer
 from .joining import advance, inner_of, joins, place_for_bases, read_base
 from .journal import Journal
-from .loaded import agree_on_beginning, forget, in_all
+from .loaded import agree_on_beginning, in_all, take_loaded
 from .recovery import recover, ruined_at_the_end
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
@@ -140,7 +140,7 @@ class OuterOptimizer(Finishing):
         is_lone = saved is None and is_new  # nobody else has got a base for it
         self.started: dict[str, Any] = {}
         if is_lone:
-            forget(accelerator)  # a base takes its place
+            take_loaded(accelerator)  # a base takes its place
             saved, run = read_base(link, accelerator, bare, bases)
             self.started = {"run": run}
         elif about is None:

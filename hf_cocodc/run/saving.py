@@ -19,7 +19,7 @@ from .checkpoint import Saved
 from .facts import Facts
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
-from .loaded import forget, in_all, refuse_damaged, restore_buffers
+from .loaded import in_all, refuse_damaged, restore_buffers, take_loaded
 from .shelf import main_says
 from .spent import Spent
 
@@ -148,7 +148,7 @@ def hook_into_saving(
     def load_all(*args: Any, **kwargs: Any) -> None:
         def load() -> None:
             load_state(*args, **kwargs)
-            forget(accelerator)  # this outer optimizer sees to it
+            take_loaded(accelerator)  # this outer optimizer sees to it
             restore_buffers(outer.model, folder[0], outer.link.lane)
 
         in_all(outer.link, load, "what regions load")
@@ -171,7 +171,6 @@ def _home_of(
 ) -> Path | None:
     """The folder that belongs to the region that calls `save_state` with these arguments; None if they name none."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        output_dir = (
-            accelerator.project_dir
-        )  # of all checkpoints: Accelerate makes a new folder in it for each
+        # of all checkpoints: Accelerate makes a new folder in it for each
+        output_dir = accelerator.project_dir
     return None if output_dir is None else Path(output_dir)
