@@ -1,7 +1,8 @@
 """What `accelerator.load_state` has loaded before there was an outer optimizer: the run goes on from there.
 
 An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore this one method is wrapped
-in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does.
+in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that is older
+than this import may have loaded what nobody saw.
 """
 
 import functools
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 from torch import nn
 
-from ..errors import CheckpointError, LinkError
+from ..errors import CheckpointError, InputError, LinkError
 from ..links.base import Link
 from ..links.spreading import gather, spread
 from . import checkpoint as disk
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 _NOTHING = -1
 _FOLDERS: "weakref.WeakKeyDictionary[Accelerator, Path]" = weakref.WeakKeyDictionary()
+_WATCHED: "weakref.WeakSet[Accelerator]" = weakref.WeakSet()
+"""Accelerators of which every `load_state` is known, or that have begun a run already."""
 
 
 class Origin(NamedTuple):
@@ -47,8 +50,13 @@ class Origin(NamedTuple):
 
 
 def _note_folders() -> None:
-    """Let every accelerator note the folder that it has loaded last."""
-    load_state = Accelerator.load_state
+    """Let every accelerator that is made from now on note the folder that it has loaded last."""
+    make, load_state = Accelerator.__init__, Accelerator.load_state
+
+    @functools.wraps(make)
+    def watched(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        _WATCHED.add(self)
 
     @functools.wraps(load_state)
     def load(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +70,7 @@ def _note_folders() -> None:
             _FOLDERS[self] = folders[-1]
         return result
 
-    Accelerator.load_state = load
+    Accelerator.__init__, Accelerator.load_state = watched, load
 
 
 _note_folders()
@@ -137,10 +145,17 @@ def agree_on_beginning(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or regions have loaded different steps.
+        InputError: the inner optimizer has state, and the accelerator may have loaded it before anyone could see that.
     """
     folder = take_loaded(accelerator)
 
     def read() -> Saved | None:
+        if saved is None and folder is None and inner.has_state and accelerator not in _WATCHED:
+            raise InputError(
+                "the inner optimizer has state from before OuterOptimizer was imported. If accelerator.load_state has loaded it, "
+                "the run would begin at step 0. Write `from hf_cocodc import OuterOptimizer` at the top of the script, before "
+                "Accelerator(...), or call accelerator.load_state after OuterOptimizer(...)."
+            )
         if saved is not None or not _is_ours(link, accelerator, folder):
             return saved
         assert folder is not None
@@ -161,11 +176,7 @@ def agree_on_beginning(
             )
     if saved is None and found is not None:
         logger.info("region %d goes on from %s, at step %d", link.region, folder, found.facts.step)
-    if found is None and folder is None and inner.has_state:
-        logger.warning(
-            "the inner optimizer has made steps before, and this run begins at step 0. If accelerator.load_state has loaded "
-            "them, import OuterOptimizer before that call, or call it after OuterOptimizer(...)."
-        )
+    _WATCHED.add(accelerator)
     return found, told[first].run
 
 

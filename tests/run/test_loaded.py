@@ -222,13 +222,42 @@ LATE = """
     accelerator.save_state(sys.argv[1])
     accelerator.load_state(sys.argv[1])
     assert "hf_cocodc.run.outer_optimizer" not in sys.modules
-    hf_cocodc.OuterOptimizer(accelerator, model, optimizer, config, hf_cocodc.RegionConfig(count=1)).close()
+
+    def begin():
+        hf_cocodc.OuterOptimizer(accelerator, model, optimizer, config, hf_cocodc.RegionConfig(count=1)).close()
+
+    try:
+        begin()
+    except hf_cocodc.errors.InputError as error:
+        print(error)
+    state, optimizer.optimizer.state = optimizer.optimizer.state, {}
+    begin()
+    optimizer.optimizer.state = state
+    begin()
+    print("two runs")
 """
 
 
-def test_a_load_that_nobody_could_see_is_said(tmp_path: Path) -> None:
-    """`import hf_cocodc` imports nothing, so a script may load before the class is there."""
+def test_a_load_that_nobody_could_see_is_refused(tmp_path: Path) -> None:
+    """`import hf_cocodc` imports nothing, so a script may load before the class is there. A second run has state, too."""
     script = [sys.executable, "-c", dedent(LATE), str(tmp_path)]
     ended = subprocess.run(script, env=environment(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert "has made steps before, and this run begins at step 0. If accelerator.load_state" in ended.stderr
+    refusal, *others = ended.stdout.splitlines()
+    assert refusal.startswith(
+        "the inner optimizer has state from before OuterOptimizer was imported. If accelerator.load"
+    )
+    assert others == ["two runs"]
+
+
+def test_steps_of_a_script_that_has_imported_the_class_are_no_load() -> None:
+    """A warm-up before the outer optimizer is the script's own affair."""
+
+    def body(region: int, link: Link) -> int:
+        loop = Loop(link)
+        loop.accelerator.backward(loop.model(**next(iter(loop.loader))).loss)
+        loop.optimizer.step()
+        loop.begin()
+        return loop.outer.inner_step
+
+    assert simulate(body, regions=1) == [0]
