@@ -55,11 +55,10 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
     regions = recipe.regions
     start = "the newest checkpoint that is good in every region, if there is one" if resumes else "step 0"
     store = "one that this command starts" if (regions.count or 1) > 1 else "none"
+    numbers = ", ".join(str(each.region) for each in planned)
     rows = [
-        (
-            "would train",
-            f"region {', '.join(str(each.region) for each in planned)} of {regions.count or 1}",
-        ),
+        # a run that a region joins has as many regions as it has by then
+        ("would train", f"region {numbers}" if regions.join else f"region {numbers} of {regions.count or 1}"),
         ("from", "the state of the regions that train" if regions.join else start),
         ("steps", str(recipe.training.get("max_steps", "by training.num_train_epochs"))),
         ("outer", outer_in_words(recipe)),
