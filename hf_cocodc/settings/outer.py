@@ -13,6 +13,8 @@ from .rules import Settings, documented, expert, require, setting, take_number
 
 METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
 """The names of `newer.known`: importing the methods would import torch."""
+PARTS = {"fragments", "schedule", "codec", "outer", "merge", "closing"}
+"""The fields of every `Method`."""
 DEVICES = ("host", "model")
 ON_NONFINITE = ("restart", "stop")
 WEIGHTS = ("equal", "steps", "tokens")
@@ -136,6 +138,11 @@ class OuterConfig(Settings):
     def __post_init__(self) -> None:
         if self.method is None:
             object.__setattr__(self, "method", "diloco")
+        if not isinstance(self.method, str) and not _is_method(self.method):
+            raise InputError(
+                f"outer.method={shown(self.method)} must be text: {', '.join(METHODS[:-1])} or {METHODS[-1]}; or MODULE:NAME, "
+                "for one of your own. In a script also a Method."
+            )
         if isinstance(self.method, str) and ":" not in self.method and self.method not in METHODS:
             raise InputError(
                 f"outer.method={shown(self.method)} is not known.{nearest(self.method, METHODS)} Or MODULE:NAME, for one of your "
@@ -188,6 +195,15 @@ class OuterConfig(Settings):
         return {
             name: value for name, value in named.items() if value is not None and name not in OF_EVERY_METHOD
         }
+
+
+def _is_method(given: Any) -> bool:
+    """Whether it has the parts of a Method: the class itself would import torch."""
+    return (
+        dataclasses.is_dataclass(given)
+        and not isinstance(given, type)
+        and {each.name for each in dataclasses.fields(given)} >= PARTS
+    )
 
 
 def _is_in(value: float | str, holds: Callable[[float], bool]) -> bool:

@@ -17,7 +17,7 @@ from hf_cocodc.methods import diloco
 from hf_cocodc.newer import known
 from hf_cocodc.recipes.keys import in_markdown, listing
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.settings.outer import METHODS
+from hf_cocodc.settings.outer import METHODS, PARTS
 from hf_cocodc.settings.rules import is_expert, meaning
 
 EXPERT = {
@@ -40,6 +40,12 @@ def test_an_unknown_method_is_refused_when_it_is_given() -> None:
     assert OuterConfig(method="mine:method").method == "mine:method"
     own = diloco()
     assert OuterConfig(method=own).method is own
+    for wrong in (5, True, ["diloco"], diloco, type(own), OuterConfig()):
+        with pytest.raises(
+            InputError, match="outer.method=.* must be text: diloco, .* In a script also a Method"
+        ):
+            OuterConfig(method=wrong)
+    assert {each.name for each in dataclasses.fields(own)} - {"name"} == PARTS
     code = (
         "import sys\nfrom hf_cocodc import OuterConfig\ntry: OuterConfig(method='dilcoo')\n"
         "except ValueError as error: print(error, 'torch' in sys.modules)\n"
