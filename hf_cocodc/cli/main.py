@@ -25,7 +25,8 @@ exit codes:
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
        is full; or regions that differ, or cannot meet
   3    all regions have stopped together, with a checkpoint to resume from
-  130  interrupted with Ctrl-C; 143 by SIGTERM
+  129  ended by a closed terminal
+  130  interrupted with Ctrl-C; 143 by SIGTERM (store ends with 0 at both)
 """
 _MOST_CHARACTERS = 600
 """Of what argparse says: it repeats an argument as it is, however long."""

@@ -62,7 +62,9 @@ class CoCoDCCallback(TrainerCallback):
 
     Other callbacks see local weights while the model trains, and the global weights in `on_train_end`. A moving average that is
     to be equal in all regions is one of global weights: update it inside `callback.outer.global_weights()`, at the same inner
-    steps in all regions. An average of local weights is each region's own, and so is a model that takes it.
+    steps in all regions. An average of local weights is each region's own, and so is a model that takes it. Not with eager
+    updates: there the block is a collective call, and the others would wait for a region that catches up.
+    `own_global_weights()` asks nobody; with eager updates its average is each region's own, too.
 
     Args:
         config: the method and its settings; or a `Method` with a name, for a method of your own.
