@@ -2,12 +2,13 @@
 
 If such a call returns while the interpreter ends, CPython before 3.14 ends the thread by unwinding its stack, which C++ forbids:
 the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads. One that is
-still in a call after some seconds, because another region holds its end of a connection, sleeps for ever when it returns.
+still in a call after some seconds, because another region holds its end of a connection, sleeps when it returns.
 """
 
 import atexit
 import contextlib
 import ctypes
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from typing import Any
 _EXIT_S = 5.0
 """How long the end of the interpreter waits for them."""
 _EXIT_POLL_S = 0.02
+_LONGEST_EXIT_S = 600
+"""How long the rest of the interpreter's end may take, once a thread may sleep in it. Whole seconds."""
 
 
 class NativeThread(threading.Thread):
@@ -59,7 +62,11 @@ def _let_them_end() -> None:
 
 
 def _sleep_instead_of_aborting() -> None:
-    """A thread whose unwinding C++ stops calls the terminate handler, which is `abort`: let it be `pause` from now on."""
+    """A thread whose unwinding C++ stops calls the terminate handler, which is `abort`: let it be `pause` from now on.
+
+    All threads share this handler: the alarm ends the process if it is the main thread that sleeps.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not the C++ library of GCC
         pause = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)
         ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE(pause)
+        signal.alarm(_LONGEST_EXIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import signal
 import subprocess
 import sys
 import time
@@ -203,3 +204,27 @@ def test_a_call_that_outlasts_the_patience_of_the_interpreter_does_not_abort_it(
     )
     assert ended.returncode == 7, ended.stderr
     assert "terminate" not in ended.stderr
+
+
+MAIN_ABORTS = """
+    import ctypes, sys, threading
+    from hf_cocodc import threads
+
+    threads._EXIT_S, threads._LONGEST_EXIT_S = 0.1, 1
+
+    class Aborts:
+        def __del__(self, terminate=ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev):
+            terminate()
+
+    threads.NativeThread(threading.Event().wait, "call").start()
+    sys.kept = Aborts()
+    raise SystemExit(7)
+"""
+
+
+def test_a_main_thread_that_cpp_stops_does_not_sleep_for_ever() -> None:
+    """It shares the terminate handler with the threads that may sleep."""
+    ended = subprocess.run(
+        [sys.executable, "-c", dedent(MAIN_ABORTS)], env=environment(), capture_output=True, timeout=60
+    )
+    assert ended.returncode == -signal.SIGALRM, ended.stderr
