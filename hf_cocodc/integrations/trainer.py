@@ -60,11 +60,9 @@ class CoCoDCCallback(TrainerCallback):
     Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second Ctrl-C, or a SIGTERM 5 s later, ends this
     process at once. `train` then raises RunStopped. A script that does not catch it ends with its message and exit code 3.
 
-    Other callbacks see local weights while the model trains, and the global weights in `on_train_end`. A moving average that is
-    to be equal in all regions is one of global weights: update it inside `callback.outer.global_weights()`, at the same inner
-    steps in all regions. An average of local weights is each region's own, and so is a model that takes it. Not with eager
-    updates: there the block is a collective call, and the others would wait for a region that catches up.
-    `own_global_weights()` asks nobody; with eager updates its average is each region's own, too.
+    Other callbacks see local weights while the model trains, and the global ones in `on_train_end`. A moving average that is
+    to be equal in all regions is updated inside `callback.outer.global_weights()`, at the same inner steps in all regions: not
+    with eager updates, where the others wait for a region that catches up. Any other average is each region's own.
 
     Args:
         config: the method and its settings; or a `Method` with a name, for a method of your own.
