@@ -144,7 +144,7 @@ class Account:
         if verdict.outside and not self._is_told:
             self._is_told = True
             self._not_judged(step, arrival, verdict)
-        losses = [trailer.loss for trailer in arrival.trailers if not math.isnan(trailer.loss)]
+        losses = [trailer.loss for trailer in arrival.trailers if math.isfinite(trailer.loss)]
         totals = self.totals
         totals.landings += 1
         totals.bytes_sent += arrival.bytes_sent

@@ -68,15 +68,14 @@ class Guarding:
         told = zip(arrival.members, verdict.fates, strict=False)
         fragment.far_regions = tuple(region for region, fate in told if fate)
         known = [each.loss for each in trained if not math.isnan(each.loss)]
-        # regions whose losses were known, and now are not numbers, have lost their model
-        loss = rules.lower_median(known) if known else math.inf
-        is_far = bool(trained) and rules.is_far(loss, fragment.losses)
-        if trained:
+        if known:
+            loss = rules.lower_median(known)
+            is_far = rules.is_far(loss, fragment.losses)
             fragment.far_losses = fragment.far_losses + 1 if is_far else 0
+            if math.isfinite(loss) and not (is_far or is_void or any(verdict.fates)):
+                fragment.losses = self._kept(fragment.losses, loss)
         if is_void or verdict.outside:
             return
-        if known and not is_far and math.isfinite(loss) and not any(verdict.fates):
-            fragment.losses = self._kept(fragment.losses, loss)
         now = rules.agreed(_said(trailers), verdict, self._guard)
         if now is None or not now[0]:
             return

@@ -28,7 +28,7 @@ class Word(NamedTuple):
     """The part of a trailer that comes from the training loop; the engine passes it on and never acts on it.
 
     Attributes:
-        loss: last training loss; NaN if unknown.
+        loss: last training loss; NaN if unknown, infinite if it is not a number.
         ending: what the region says about its own end.
         saved_at: inner step of the region's newest complete checkpoint; 0 if there is none.
     """

@@ -1,6 +1,7 @@
 """How an outer optimizer ends its run: alone or with the other regions, at the last inner step or before it."""
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -60,7 +61,8 @@ class Finishing(ABC):
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
-        self.endings.tell(loss=float(loss))
+        told = float(loss)
+        self.endings.tell(loss=math.inf if math.isnan(told) else told)  # NaN says that it is unknown
 
     def say(self, ending: Ending) -> None:
         """Tell the others with the next transfer that this region is about to end; train on until `should_stop`."""
