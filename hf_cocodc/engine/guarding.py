@@ -45,13 +45,15 @@ class Guarding:
     ) -> tuple[float, float]:
         """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
 
-        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands.
+        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands, whose steps
+        are one round older: if the learning rate has grown since, so may the norm.
         """
         verdict = self.verdict(landing.ordinary, arrival)
-        before = self.ordinary(fragment).at(rate)
-        if self._guard is None or not before or verdict.outside:
+        rates = [each.round_lr for each in arrival.trailers if each.round_lr]
+        grown = max(rate / min(rates), 1.0) if rates else 1.0
+        limit = max(self.ordinary(fragment).at(rate), verdict.limit * grown)
+        if self._guard is None or not limit or verdict.outside:
             return 1.0, 0.0
-        limit = max(before, verdict.limit)
         return rules.share(self._guard, limit, norm), limit
 
     def remember(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:

@@ -110,6 +110,15 @@ def test_a_fault_costs_little_or_stops_the_run(method: str) -> None:
     """One of three far out of the ordinary, or one of two with a history: 10 %. Else a stop, and never a ruined model."""
     by_words = {fault.words: fault for fault in FAULTS}
     sound = {count: run(method, count, 1) for count in (2, 3)}
+    for count, wrong in (
+        (2, [1]),
+        (3, [1, 2]),
+    ):  # also where a region takes in its own part before others judge it
+        found = run(method, count, 1, by_words["outer gradient x 1e6, once"], YOUNG, wrong)
+        assert found.stopped is None and found.loss < 1.1 * sound[count].loss, (
+            count,
+            outcome(found, sound[count]),
+        )
     for words in ("outer gradient x 40, always", "learning rate x 1000, always"):
         for count, wrong, at in ((2, [1], OLD), (3, [1], YOUNG), (3, [1], OLD)):
             found = run(method, count, 1, by_words[words], at, wrong)
