@@ -45,8 +45,8 @@ class Guarding:
     ) -> tuple[float, float]:
         """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
 
-        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands, whose steps
-        are one round older: if the learning rate has grown since, so may the norm.
+        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands. The steps of
+        the latter are one round older: if the learning rate has grown since, so may the norm.
         """
         verdict = self.verdict(landing.ordinary, arrival)
         rates = [each.round_lr for each in arrival.trailers if each.round_lr]
