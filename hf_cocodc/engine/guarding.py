@@ -45,8 +45,8 @@ class Guarding:
     ) -> tuple[float, float]:
         """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
 
-        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands. The steps of
-        the latter are one round older: if the learning rate has grown since, so may the norm.
+        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands. Those are
+        one round older: if the learning rate has grown since, so may the norm.
         """
         verdict = self.verdict(landing.ordinary, arrival)
         rates = [each.round_lr for each in arrival.trailers if each.round_lr]
@@ -69,7 +69,7 @@ class Guarding:
         verdict = self.verdict(transfer.ordinary, arrival)
         told = zip(arrival.members, verdict.fates, strict=False)
         fragment.far_regions = tuple(region for region, fate in told if fate)
-        known = [each.loss for each in trained if not math.isnan(each.loss)]
+        known = [each.loss for each in counted if not math.isnan(each.loss)]
         if known:
             loss = rules.lower_median(known)
             is_far = rules.is_far(loss, fragment.losses)
