@@ -3,6 +3,7 @@
 import dataclasses
 import textwrap
 import types
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from ..settings import OuterConfig
@@ -63,39 +64,33 @@ def keys() -> list[Key]:
 
 def in_markdown() -> str:
     """The keys as two lists in Markdown, narrow enough for a terminal: the second one is for experts."""
-    said = [(f"`{section}`", text) for section, text in OTHERS.items()]
-    of_all, of_experts = (
-        [
-            (f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning)
-            for key in keys()
-            if key.is_expert == expert
-        ]
-        for expert in (False, True)
-    )
-    return "\n".join([*map(_item, said + of_all), "", FOR_EXPERTS, "", *map(_item, of_experts)])
 
+    def item(title: str, text: str) -> str:
+        said = f"- {title}: {text}"
+        return textwrap.fill(
+            said, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
 
-def _item(said: tuple[str, str]) -> str:
-    text = f"- {said[0]}: {said[1]}"
-    return textwrap.fill(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    sections = [item(f"`{section}`", text) for section, text in OTHERS.items()]
+    return _lists(sections, lambda key: item(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning))
 
 
 def listing() -> str:
     """The keys as text for a terminal; those for experts are at the end."""
-    said = [(f"{section}:", text) for section, text in OTHERS.items()]
+
+    def entry(title: str, text: str) -> str:
+        return f"{title}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}"
+
+    sections = [entry(f"{section}:", text) for section, text in OTHERS.items()]
+    return _lists(sections, lambda key: entry(f"{key.name}: {key.default or key.values}", key.meaning))
+
+
+def _lists(sections: Sequence[str], words: Callable[[Key], str]) -> str:
+    """Sections and keys, then the keys for experts."""
     of_all, of_experts = (
-        [
-            (f"{key.name}: {key.default or key.values}", key.meaning)
-            for key in keys()
-            if key.is_expert == expert
-        ]
-        for expert in (False, True)
+        [words(key) for key in keys() if key.is_expert == expert] for expert in (False, True)
     )
-    return "\n".join([*map(_entry, said + of_all), "", FOR_EXPERTS, "", *map(_entry, of_experts)])
-
-
-def _entry(said: tuple[str, str]) -> str:
-    return f"{said[0]}\n{textwrap.indent(textwrap.fill(said[1], 96), '    ')}"
+    return "\n".join([*sections, *of_all, "", FOR_EXPERTS, "", *of_experts])
 
 
 def _values(hint: Any) -> str:

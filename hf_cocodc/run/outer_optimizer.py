@@ -336,9 +336,8 @@ class OuterOptimizer(Finishing):
         if kind is None:
             self.finish()
             self.close()  # after a verdict to stop, the link is still open
-            if (
-                self.endings.is_hopeless
-            ):  # else a script would save a ruined model, and end as if it were well
+            # a script must not save a ruined model, and end as if it were well
+            if self.endings.is_hopeless:
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")

@@ -94,10 +94,9 @@ def _why(synchronizer: Synchronizer, most_voids: int, most_losses: int) -> str:
     for each in synchronizer.fragments:
         if each.voids >= most_voids:
             return (
-                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}), because half of the "
-                f"regions or more have broken{_named(each.far_regions)}. The global params are as before these rounds. Look at "
-                "the losses and learning rates of all regions; if their norms in the log are as they should be, raise the "
-                "limits of outer.guard"
+                f"the means of {each.voids} rounds in a row were void (fragment {each.fragment.index}), because "
+                f"{_reason(each.far_regions)}. The global params are as before these rounds. Look at the losses and learning "
+                "rates of all regions; if their norms in the log are as they should be, raise the limits of outer.guard"
             )
         if each.far_losses >= most_losses:
             return (
@@ -108,7 +107,9 @@ def _why(synchronizer: Synchronizer, most_voids: int, most_losses: int) -> str:
     return ""
 
 
-def _named(regions: Sequence[int]) -> str:
-    """The regions with norms far beyond the others'. Of two, one of them may be right."""
-    names = ", ".join(f"region {region}" for region in regions)
-    return f" (norms far beyond the others': {names})" if regions else ""
+def _reason(far_regions: Sequence[int]) -> str:
+    """Why means were void. Of two regions, the one whose norms are far beyond the other's may be right."""
+    if not far_regions:
+        return "they were not finite or far too large, or no region had a finite outer gradient"
+    names = ", ".join(f"region {region}" for region in far_regions)
+    return f"half of the regions or more have broken (norms far beyond the others': {names})"
