@@ -37,8 +37,8 @@ _SIZES = {
     32: "intermediate_size intermediate_size_mlp dense_intermediate_size shared_intermediate_size "
     "shared_experts_intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size expert_ffn_hidden_size "
     "feed_forward_size d_ff dff dim_ff mlp_dim d_inner n_inner mamba_d_ssm",
-    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size codebook_size max_position_embeddings "
-    "original_max_position_embeddings max_target_positions n_positions n_ctx max_seq_len context_length",
+    VOCAB: "vocab_size unpadded_vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size codebook_size "
+    "max_position_embeddings original_max_position_embeddings max_target_positions n_positions n_ctx max_seq_len context_length",
 }
 _AT_MOST = {name: size for size, names in _SIZES.items() for name in names.split()}
 
@@ -47,6 +47,7 @@ _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
 _INDEXER |= {"indexer_budget": 4, "indexer_compress_ratio": 2}
 _FULL_LAYER = {"per_layer_config": {1: {"head_dim": 16}}}
 _SLIDING_LAYER = {"per_layer_config": {2: {"head_dim": 16}}}
+_PADDED_VOCAB = {"vocab_size": VOCAB + 8}  # the head has VOCAB rows, and is padded in files
 _OTHERWISE: dict[str, dict[str, Any]] = {
     # where defaults build no model, or none that can be shrunk by names; a whole kind of layer would be missing; and so on
     "bamba": {"attn_layer_indices": [1]},
@@ -56,6 +57,13 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {
         "text_config": _SLIDING_LAYER,
@@ -75,6 +83,9 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_hidden_layers": 1, "num_layers_per_stack": None},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling2_loop_text": _PADDED_VOCAB
+    | {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2},
+    "inkling2_text": _PADDED_VOCAB,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2},
