@@ -9,10 +9,10 @@ TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not
 if TYPE_CHECKING:
     from .errors import RunLeft, RunStopped
     from .integrations.trainer import CoCoDCCallback
-    from .meeting.split_world import split_world
     from .recipes.recipe import Recipe
     from .run.outer_optimizer import OuterOptimizer
     from .run.shards import region_shard
+    from .run.split_world import split_world
     from .settings import OuterConfig, RegionConfig
     from .training.simulation import simulate
 
@@ -28,7 +28,7 @@ _HOMES = {
     "RunStopped": ".errors",
     "region_shard": ".run.shards",
     "simulate": ".training.simulation",
-    "split_world": ".meeting.split_world",
+    "split_world": ".run.split_world",
 }
 
 __all__ = [

@@ -6,10 +6,11 @@
     |-- InputError              exit code 2   a recipe, flag, argument or dataset that cannot work (also a ValueError)
     |   |-- HandshakeError      exit code 2   two regions differ in something that must be equal
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
-    |-- LinkError               exit code 1   the link, the store or another region failed during the run (also a RuntimeError)
-    |   |-- MeetingError        exit code 2   the store failed before regions had met; nothing was trained
+    |-- LinkError               exit code 1   link, coordinator or another region failed during the run (also a RuntimeError)
+    |   |-- MeetingError        exit code 2   the coordinator failed before regions had met; nothing was trained
     |   |-- RegionLostError     exit code 1   one named region is gone or silent
     |   |-- LeftBehind          exit code 1   the other regions have gone on without this one
+    |   |-- RunOver             exit code 1   the run has ended: there is nothing to join, or to come back to
     |   `-- DonorLost           exit code 1   the region from which this one was to begin sends no more
     `-- RunStopped              exit code 3   all regions stopped together, with a checkpoint to resume from
         `-- RunLeft             exit code 0   this region has left in good order, and the others train on
@@ -51,11 +52,11 @@ class CheckpointError(InputError):
 
 
 class LinkError(CocodcError, RuntimeError):
-    """A transfer, the store or the rendezvous failed during the run."""
+    """A transfer, the coordinator or the meeting failed during the run."""
 
 
 class MeetingError(LinkError):
-    """Regions could not meet, because the store failed or is not ours. Nothing was trained or written."""
+    """Regions could not meet, because the coordinator failed or is not ours. Nothing was trained or written."""
 
     exit_code = 2
 
@@ -70,6 +71,10 @@ class RegionLostError(LinkError):
 
 class LeftBehind(LinkError):
     """The other regions have gone on without this one: it was late, or they could not reach it. It may come back."""
+
+
+class RunOver(LinkError):
+    """The run has ended: there is nothing to join, or to come back to."""
 
 
 class DonorLost(LinkError):

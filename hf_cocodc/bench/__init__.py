@@ -1,4 +1,1 @@
-"""The costs of a link, a codec and an outer step on this machine, as ratios to the physical floor.
-
-May import: engine, errors, links, meeting, parts, resolve, settings, tensors.
-"""
+"""The costs of a link, a codec and an outer step on this machine, as ratios to the physical floor."""

@@ -6,34 +6,34 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ..coordinator.addresses import own_address
+from ..coordinator.cipher import check_encryption
+from ..coordinator.client import Client
+from ..coordinator.secret import Keys
+from ..coordinator.server import serve_in_thread
 from ..errors import InputError, LinkError, nearest, shown
 from ..links.base import Parcel
-from ..links.gloo import GlooLink
+from ..links.tcp import TcpLink
 from ..links.trailer import Trailer
-from ..meeting.addresses import own_address
-from ..meeting.cipher import check_encryption
-from ..meeting.rendezvous import rendezvous
-from ..meeting.sealed import check
-from ..meeting.secret import Keys
-from ..meeting.store import connect_store, serve_store
+from ..links.wire import Wire
 from ..parts.codecs.base import Codec
 from ..parts.fragments import Fragment
 from ..tensors.flat import digest
 from ..tensors.threads import cores
 from .codec import KNOWN
 from .report import Report, Row
-from .workers import TIMEOUT_S, Start, run, serve, start_here, store_in_region_0
+from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, serve, start_here
 
 ROUND_TRIPS = 5
 RUN = "bench link"
-"""Name of a measurement at a store, where none is given."""
+"""Name of a measurement at a coordinator, where none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +110,10 @@ def measure_here(trial: Trial, regions: int) -> Figures:
     Raises:
         LinkError: a process failed.
     """
-    store = serve_store("127.0.0.1")
-    spec = {"store": f"127.0.0.1:{store.port}", "interface": None, "alone": False}
-    return measure_between(trial, regions, start_here, spec)
+    secret = _secret_for(trial)
+    with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
+        spec = {"coordinator": served.address, "interface": None, "alone": False, "secret": secret}
+        return measure_between(trial, regions, start_here, spec)
 
 
 def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
@@ -122,21 +123,24 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
         trial: the transfers.
         regions: number of regions.
         start: starts the process of a region.
-        spec: more values for `_one_end`: store, interface, alone (whether region 0 must serve the store).
+        spec: more values for `_one_end`: coordinator, interface, alone (whether region 0 must serve the coordinator), secret.
 
     Raises:
         LinkError: a process failed.
     """
-    secret = secrets.token_hex(16) if trial.encrypt else None
-    common = {**spec, "trial": dataclasses.asdict(trial), "regions": regions, "secret": secret}
+    common = {"secret": _secret_for(trial), **spec, "trial": dataclasses.asdict(trial), "regions": regions}
     num_threads = max(cores() // regions, 1)
     [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
     return Figures(**found)
 
 
+def _secret_for(trial: Trial) -> str | None:
+    return secrets.token_hex(16) if trial.encrypt else None
+
+
 def take_part(
     trial: Trial,
-    store: str,
+    coordinator: str,
     region: int,
     regions: int,
     interface: str | None = None,
@@ -147,12 +151,12 @@ def take_part(
 
     Args:
         trial: the transfers, equal in every region.
-        store: HOST:PORT of a store that all regions reach.
+        coordinator: HOST:PORT of a coordinator that all regions reach.
         region: this region's number.
         regions: number of regions.
-        interface: network interface of the link; by default the one that reaches the store.
-        run: name of the measurement, if the store serves several at once.
-        keys: of the store's secret.
+        interface: network interface of the link; by default the one that reaches the coordinator.
+        run: name of the measurement, if the coordinator has several at once.
+        keys: of the coordinator's secret.
 
     Returns:
         The figures, the same in every region.
@@ -160,26 +164,12 @@ def take_part(
     Raises:
         HandshakeError: another region has a different `trial`.
         InputError: it is to encrypt, and cannot.
-        LinkError: the store or a region failed, or did not answer in time.
+        LinkError: the coordinator or a region failed, or did not answer in time.
     """
     if trial.encrypt:
         check_encryption(keys)
-    reached = connect_store(store, TIMEOUT_S, keys)
-    check(reached)
-    roster = rendezvous(reached, run or RUN, region, regions, dataclasses.asdict(trial), TIMEOUT_S)
-    address = own_address(store, interface)
-    link = GlooLink(
-        reached,
-        roster.run,
-        region,
-        regions,
-        trial.connections,
-        address=address,
-        timeout_s=TIMEOUT_S,
-        rate_limit=None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8,
-        keys=keys,
-        encrypt=trial.encrypt,
-    )
+    host = own_address(coordinator, interface)
+    link = _link(trial, Client(coordinator, run or RUN, keys, trial.encrypt), region, regions, host, keys)
     try:
         found = _measure(link, trial)
     except BaseException as error:
@@ -189,7 +179,30 @@ def take_part(
     return found
 
 
-def _measure(link: GlooLink, trial: Trial) -> Figures:
+def _link(trial: Trial, client: Client, region: int, regions: int, host: str, keys: Keys | None) -> TcpLink:
+    """Meet the other regions, and connect to them."""
+    rate = None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8
+    wire = Wire(
+        region,
+        trial.connections,
+        host,
+        TIMEOUT_S,
+        rate,
+        keys=keys,
+        encrypt=trial.encrypt,
+    )
+    compared = dataclasses.asdict(trial)
+    hello = hello_of(region, regions, host, compared)
+    try:
+        client.meet(hello, TIMEOUT_S)
+    except BaseException:
+        client.close()
+        wire.close(broken=False)
+        raise
+    return TcpLink(client, hello.terms, wire, compared, timeout_s=TIMEOUT_S)
+
+
+def _measure(link: TcpLink, trial: Trial) -> Figures:
     fragment, codec = trial.fragment(), trial.make_codec()
     state = codec.init(fragment)
     outer_grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(link.region))
@@ -283,10 +296,10 @@ def report(
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One region of `measure_between`."""
-    region, regions, store = spec["region"], spec["regions"], spec["store"]
+    region, regions, address = spec["region"], spec["regions"], spec["coordinator"]
     keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
-    with store_in_region_0(store, region, regions) if spec["alone"] else nullcontext():
-        found = take_part(Trial(**spec["trial"]), store, region, regions, spec["interface"], keys=keys)
+    with coordinator_in_region_0(address, region, regions, keys) if spec["alone"] else nullcontext():
+        found = take_part(Trial(**spec["trial"]), address, region, regions, spec["interface"], keys=keys)
     yield dataclasses.asdict(found)
 
 

@@ -5,12 +5,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..meeting.secret import secret_of
 from ..methods import METHODS
 from ..parts.rules import CODECS
 from ..settings import RegionConfig
-from .checks import STDOUT, add_json, add_secret, check, check_memory, check_writable, write_json
+from .checks import (
+    STDOUT,
+    add_coordinator,
+    add_json,
+    add_secret,
+    check,
+    check_memory,
+    check_writable,
+    write_json,
+)
 
 # bytes of memory for each parameter or value, measured
 _OUTER_BYTES = 145
@@ -64,8 +73,8 @@ def _add_link(benches: Any) -> None:
         "link",
         "one mean over a link, compared with the link's rate and round trip",
         _link,
-        "Without --store, all regions run on this machine, over loopback. With --store and --region, this command is one end "
-        "of a real link: run it at every end, each time with another --region.",
+        "Without --coordinator, all regions run on this machine, over loopback. With --coordinator and --region, this command is "
+        "one end of a real link: run it at every end, each time with another --region.",
     )
     link.add_argument(
         "--megabytes", type=float, default=64, help="size of the fp32 tensor, in 10^6 bytes (default: 64)"
@@ -82,15 +91,13 @@ def _add_link(benches: Any) -> None:
     link.add_argument("--repeat", type=int, default=5, help="number of transfers (default: 5)")
     link.add_argument("--rate-mbit", type=float, help="rate of the link in Mbit/s, if you know it")
     _add_rate_limit(link)
-    link.add_argument(
-        "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
-    )
+    add_coordinator(link, "address of the coordinator of both ends (see hf-cocodc coordinator)")
     add_secret(link)
     link.add_argument("--encrypt", action="store_true", help="encrypt what regions send (regions.encrypt)")
     link.add_argument("--region", type=int, help="number of this region (from 0)")
     link.add_argument("--interface", help="network interface of the link, for example wg0")
     link.add_argument(
-        "--run", dest="run_name", help="name of this measurement, if the store serves several at once"
+        "--run", dest="run_name", help="name of this measurement, if the coordinator has several at once"
     )
 
 
@@ -205,17 +212,17 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     ends = RegionConfig(  # makes the same checks as a run
         region=options.region,
         count=options.regions,
-        store=options.store,
+        coordinator=options.coordinator,
         interface=options.interface,
         run=options.run_name,
         secret_file=options.secret_file,
     )
     extras = ends.interface or ends.run or ends.secret_file
     check("--regions", options.regions, 2, 100)
-    if (ends.store is None) != (ends.region is None) or (extras and not ends.store):
+    if (ends.coordinator is None) != (ends.region is None) or (extras and not ends.coordinator):
         raise InputError(
-            "--store and --region need each other, and --interface, --run and --secret-file need both. Give --store and --region "
-            "to measure one end of a real link. Give none of the five to measure between regions on this machine."
+            "--coordinator and --region need each other, and --interface, --run and --secret-file need both. Give --coordinator "
+            "and --region to measure one end of a real link. Give none of the five to measure between regions on this machine."
         )
     if ends.region is not None and ends.region >= options.regions:
         raise InputError(
@@ -233,14 +240,14 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         rate_limit=_rate_limit(options.rate_limit),
         encrypt=options.encrypt,
     )
-    here = options.regions if ends.store is None else 1
+    here = options.regions if ends.coordinator is None else 1
     check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
-    if ends.store is not None and ends.region is not None:
+    if ends.coordinator is not None and ends.region is not None:
         keys = secret_of(ends)
         found = link.take_part(
-            trial, ends.store, ends.region, options.regions, ends.interface, ends.run, keys
+            trial, ends.coordinator, ends.region, options.regions, ends.interface, ends.run, keys
         )
-        setting = {"over": ends.interface or ends.store}
+        setting = {"over": ends.interface or ends.coordinator}
     else:
         found = link.measure_here(trial, options.regions)
         setting = {"over": "loopback"}

@@ -69,12 +69,19 @@ def write_json(options: argparse.Namespace, content: Any) -> None:
         options.json.write_text(text, encoding="utf-8")
 
 
+def add_coordinator(parser: argparse.ArgumentParser, what: str, required: bool = False) -> None:
+    """Add the option that names the address of a coordinator; it has had another name."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", required=required, help=what)
+    parser.add_argument("--store", nargs="?", action=renamed("--coordinator"), help=argparse.SUPPRESS)
+
+
 def add_secret(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the secret of a store."""
+    """Add the option that names the secret of a coordinator."""
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help=f"file with the secret that the store and its runs share, at least 16 characters (or the secret in {ENV_SECRET})",
+        help="file with the secret that the coordinator and its runs share, at least 16 characters (or the secret in "
+        f"{ENV_SECRET})",
     )
 
 

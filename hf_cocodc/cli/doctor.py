@@ -10,7 +10,7 @@ from .. import __version__
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
-from .checks import add_json, add_secret, check, check_writable, write_json
+from .checks import add_coordinator, add_json, add_secret, check, check_writable, write_json
 from .joining import name_of
 from .part import part_of
 
@@ -22,15 +22,15 @@ def register(subparsers: Any) -> None:
         "doctor",
         help="look at this machine before a run",
         description="Look at this machine before a run, with the options of hf-cocodc train: packages, devices, memory, disk, "
-        "data, network, store. Each line is ok, warn or wrong, with a command that mends it ('-': not known here). Doctors of "
-        "several regions compare at the store what they find; with --wait they also call each other. Nothing is trained. The "
-        "exit code is 2 if something is wrong.",
+        "data, network, coordinator. Each line is ok, warn or wrong, with a command that mends it ('-': not known here). Doctors "
+        "of several regions compare at the coordinator what they find; with --wait they also call each other. Nothing is "
+        "trained. The exit code is 2 if something is wrong.",
     )
     add_recipe(parser)
     parser.add_argument(
         "--region", type=int, help="the region that this machine will train (numbered from 0)"
     )
-    parser.add_argument("--store", metavar="HOST:PORT", help="address of the run's store")
+    add_coordinator(parser, "address of the run's coordinator")
     parser.add_argument(
         "--run", dest="run_name", metavar="NAME", help="name of the run, as for hf-cocodc train"
     )
@@ -53,8 +53,10 @@ def run(options: argparse.Namespace) -> int:
     recipe = Recipe.load(options.recipe, options.overrides)
     part = part_of(recipe, options)
     part.check(may_join=True)
-    if options.wait and (part.region is None or part.recipe.regions.store is None):
-        raise InputError("--wait waits for the doctors of other regions: it needs --region and --store.")
+    if options.wait and (part.region is None or part.recipe.regions.coordinator is None):
+        raise InputError(
+            "--wait waits for the doctors of other regions: it needs --region and --coordinator."
+        )
     from ..doctor.examine import Patient, examine
     from ..doctor.findings import WRONG, lines
 

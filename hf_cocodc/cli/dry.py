@@ -10,23 +10,24 @@ from ..errors import InputError
 from ..recipes.recipe import Recipe
 from ..training.rules import outer_in_words
 from .joining import name_of
-from .status import reach, running
+from .status import keys_of, running
 
 if TYPE_CHECKING:
     from ..training.launch import Launch
 
 
 def free_number(recipe: Recipe, address: str) -> int:
-    """The lowest number that no member of the recipe's run has; it is not claimed.
+    """The lowest number that no process of the recipe's run has; it is not claimed.
 
     Raises:
         InputError: the run does not train, or has as many regions as it may have.
     """
-    [record] = running(reach(address, recipe.regions.secret_file), address, name_of(recipe))
-    free = [each for each in range(record.most) if each not in record.regions]
+    [state] = running(address, keys_of(address, recipe.regions.secret_file), name_of(recipe))
+    taken = [each["region"] for each in (*state["members"], *state["newcomers"])]
+    free = [each for each in range(state["most"]) if each not in taken]
     if not free:
         raise InputError(
-            f"run {record.name!r} has as many regions as it may have (regions.max={record.most}). Start this one again when "
+            f"run {state['name']!r} has as many regions as it may have (regions.max={state['most']}). Start this one again when "
             "another has left, or raise regions.max when you start the run anew."
         )
     return free[0]
@@ -54,7 +55,7 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
             refuse_held(region_lock(each.folder))
     regions = recipe.regions
     start = "the newest checkpoint that is good in every region, if there is one" if resumes else "step 0"
-    store = "one that this command starts" if (regions.count or 1) > 1 else "none"
+    none_given = "one that this command starts" if (regions.count or 1) > 1 else "none"
     numbers = ", ".join(str(each.region) for each in planned)
     rows = [
         # a run that a region joins has as many regions as it has by then
@@ -62,7 +63,7 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
         ("from", "the state of the regions that train" if regions.join else start),
         ("steps", str(recipe.training.get("max_steps", "by training.num_train_epochs"))),
         ("outer", outer_in_words(recipe)),
-        ("store", regions.store or store),
+        ("coordinator", regions.coordinator or none_given),
         *(("folder", str(each.folder)) for each in planned),
         *(("command", _command(each)) for each in planned),
     ]

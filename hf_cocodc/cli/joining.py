@@ -6,78 +6,154 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, RunOver
 from ..recipes.recipe import Recipe
-from ..settings import ENV_STORE
+from ..settings import ENV_COORDINATOR
+from .status import PATIENCE_S, keys_of
 
 if TYPE_CHECKING:
-    from ..meeting.claims import Claim
+    from ..coordinator.connection import Connection
+    from ..coordinator.secret import Keys
 
-WAIT_S = 10.0
+CONNECT_S = 10.0
+AGAIN_S = 1.0
 
 
-def refuse_to_join(resume: bool, store: str | None) -> None:
+def refuse_to_join(resume: bool, coordinator: str | None) -> None:
     """Check the options of a region that joins.
 
     Raises:
-        InputError: it also shall resume, or nobody told it of a store.
+        InputError: it also shall resume, or nobody told it of a coordinator.
     """
     if resume:
         raise InputError(
             "--join with --resume: a region that joins takes the others' state and not its own checkpoint. Remove one of them: "
             "--join if no region of the run trains now, otherwise --resume."
         )
-    if store is None:
+    if coordinator is None:
         raise InputError(
-            f"--join needs the store at which the run's regions met: pass --store HOST:PORT (or {ENV_STORE}). A run that "
+            f"--join needs the coordinator of the run: pass --coordinator HOST:PORT (or {ENV_COORDINATOR}). A run that "
             "`hf-cocodc train` started on one machine has printed it."
         )
 
 
-def claim_number(recipe: Recipe, address: str) -> "Claim":
+class HeldNumber:
+    """A region's number that nobody else claims while this object is open.
+
+    Args:
+        connection: to the coordinator; the claim ends with it.
+        region: the number.
+    """
+
+    def __init__(self, connection: "Connection", region: int) -> None:
+        self._connection, self.region = connection, region
+
+    def close(self) -> None:
+        """Give the number back; call it when the newcomer has ended."""
+        self._connection.close()
+
+
+def claim_number(recipe: Recipe, address: str) -> HeldNumber:
     """Claim the lowest number that is free in the recipe's run; wait for the run as long as regions wait for each other.
 
     Raises:
         InputError: the run does not train, or has as many regions as it may have.
-        LinkError: the store fails.
+        MeetingError: no coordinator answers, or one with another secret.
+        RunOver: the run has ended meanwhile.
     """
-    from ..meeting.claims import claim
-    from ..meeting.live import read, read_alive
-    from .status import reach
-
-    store, name = reach(address, recipe.regions.secret_file), name_of(recipe)
+    name, has_said = name_of(recipe), False
+    keys = keys_of(address, recipe.regions.secret_file)
     deadline = time.monotonic() + recipe.regions.start_timeout_s
-    while (record := read_alive(store, name)) is None:
+    while True:
+        held = _claim(address, name, keys)
+        if held is not None:
+            return held
+        finished = over(run_at(recipe, address, keys), join=True)
+        if finished is not None:
+            raise RunOver(finished)
         if time.monotonic() > deadline:
             raise InputError(
                 f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
                 "--resume if it has trained before), or correct the name of the run (--run). A run without regions.min or "
                 "regions.on_loss=continue cannot be joined."
             )
-        print(f"waiting for run {name!r} at {address}", flush=True)
-        time.sleep(min(WAIT_S, max(deadline - time.monotonic(), 0)))
-
-    def members() -> tuple[int, ...]:
-        now = read(store, name)
-        return now.regions if now is not None else record.regions
-
-    return claim(store, name, record.most, members)
+        if not has_said:
+            print(f"waiting for run {name!r} at {address}", flush=True)
+            has_said = True
+        time.sleep(min(AGAIN_S, max(deadline - time.monotonic(), 0)))
 
 
-def trains(recipe: Recipe, address: str, region: int) -> bool:
-    """Whether the recipe's run trains already: a region that its scheduler starts again enters it without being told.
+def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
+    """The number; None while the run does not train."""
+    from ..coordinator.connection import Connection, error_of
+    from ..coordinator.messages import Claim, Claimed, Refuse
+
+    connection = Connection(address, run, "command", keys, timeout_s=PATIENCE_S)
+    try:
+        connection.send(Claim())
+        answer = connection.receive(PATIENCE_S)
+    except BaseException:
+        connection.close()
+        raise
+    if isinstance(answer, Claimed):
+        return HeldNumber(connection, answer.region)
+    connection.close()
+    if isinstance(answer, Refuse) and answer.error != "MeetingError":
+        raise error_of(answer)
+    return None
+
+
+def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
+    """The recipe's run, as its coordinator knows it (`coordinator/overview.py`); None if it knows none.
+
+    Raises:
+        InputError: the coordinator's host has no address.
+        MeetingError: no coordinator answers, or one with another secret.
+    """
+    from ..coordinator.client import status
+
+    return next(iter(status(address, keys, name_of(recipe), CONNECT_S)), None)
+
+
+def over(state: dict[str, Any] | None, join: bool) -> str | None:
+    """What a region hears that comes to a run that has finished; None if it has not.
+
+    Raises:
+        RunOver: it is to join, and the run has stopped before its end.
+    """
+    if state is None or state["phase"] != "ended":
+        return None
+    ended, has = state["ended"], f"run {state['name']!r} has"
+    if ended["how"] == "finished":
+        where = f" Its model lies at {ended['place']}." if ended["place"] else ""
+        what = (
+            "there is nothing to join" if join else "a new run of this name begins once all regions are here"
+        )
+        return f"{has} finished at step {ended['step']}: {what}.{where}"
+    if join:
+        raise RunOver(
+            f"{has} stopped at step {ended['step']}: there is nothing to join. Start all its regions with --resume, and without "
+            "--join."
+        )
+    return None
+
+
+def trains(state: dict[str, Any] | None, region: int) -> bool:
+    """Whether a run trains already: a region that its scheduler starts again enters it without being told.
 
     Says so if another process of the region still takes part.
     """
-    from ..meeting.live import read_alive
-    from ..run.place import taken
-    from .status import reach
-
-    record = read_alive(reach(address, recipe.regions.secret_file), name_of(recipe))
-    held = None if record is None else taken(record, region)
-    if held is not None:
-        print(f"{held} This command loads the model, and then tries to join.", flush=True)
-    return record is not None
+    if state is None or not state["elastic"] or state["phase"] not in ("trains", "recovering"):
+        return False
+    for member in state["members"]:
+        if member["region"] == region:
+            print(
+                f"region {region} is in run {state['name']!r} already, as a process at {member['address']}. If that has died, "
+                "the others will notice it. If it lives, end it, or join as another region (hf-cocodc train --join takes a free "
+                "number). This command loads the model, and then tries to join.",
+                flush=True,
+            )
+    return True
 
 
 def name_of(recipe: Recipe) -> str:
@@ -91,7 +167,7 @@ def way_back(options: argparse.Namespace, region: int, address: str | None) -> s
     """The command that brings a lost region back."""
     words = ["hf-cocodc", "train", options.recipe]
     words += [word for override in options.overrides for word in ("--set", override)]
-    words += ["--join", "--region", str(region), "--store", address or "HOST:PORT"]
+    words += ["--join", "--region", str(region), "--coordinator", address or "HOST:PORT"]
     for flag, given in (("--run", options.run_name), ("--secret-file", options.secret_file)):
         words += [] if given is None else [flag, given]
     return shlex.join([*words, *(["--", *options.launcher] if options.launcher else [])])

@@ -1,11 +1,11 @@
 """`hf-cocodc leave`: let a region leave a run in good order."""
 
 import argparse
-import time
+import contextlib
 from typing import Any
 
 from ..errors import InputError, LinkError
-from .status import add_place, reach, running
+from .status import add_place, keys_of, running
 
 PATIENCE_S = 15.0
 
@@ -24,35 +24,41 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..meeting.live import Request
+    from ..coordinator.connection import Connection, error_of
+    from ..coordinator.messages import AskLeave, Refuse
 
-    store = reach(options.store, options.secret_file)
-    found = running(store, options.store, options.run_name)
-    if len(found) > 1:
-        names = ", ".join(record.name for record in found)
-        raise InputError(f"several runs train at {options.store}: {names}. Name one with --run.")
-    [record] = found
-    if options.region not in record.regions:
-        raise InputError(
-            f"region {options.region} takes no part in run {record.name!r}. Its members are: "
-            f"{', '.join(map(str, record.regions))}."
+    address, region = options.coordinator, options.region
+    keys = keys_of(address, options.secret_file)
+    state = _that_trains(address, running(address, keys, options.run_name), region)
+    name = state["name"]
+    with contextlib.closing(Connection(address, name, "command", keys)) as connection:
+        connection.send(AskLeave(region=region))
+        answer = connection.receive(PATIENCE_S)
+    if isinstance(answer, Refuse):
+        raise error_of(answer)
+    if answer is None:
+        raise LinkError(
+            f"region {region} of run {name!r} has not answered for {PATIENCE_S:.0f} s: it may be frozen, or cut off from the "
+            "coordinator. Look at hf-cocodc status, or end its process: the others go on without it."
         )
-    request = Request(store, record, options.region)
-    request.write("hf-cocodc leave")
-    deadline = time.monotonic() + PATIENCE_S
-    while not request.is_heard:
-        if time.monotonic() > deadline:
-            request.take_back()
-            raise LinkError(
-                f"region {options.region} of run {record.name!r} has not answered for {PATIENCE_S:.0f} s: it may be frozen, or "
-                "cut off from the store. Look at hf-cocodc status, or end its process: the others go on without it."
-            )
-        time.sleep(0.2)
-    left = len(record.members) - 1
-    below = (
-        f" Fewer than regions.min={record.least} are left: they wait for others."
-        if left < record.least
-        else ""
-    )
-    print(f"region {options.region} sends what it has trained, and leaves run {record.name!r}.{below}")
+    left, least = len(state["members"]) - 1, state["least"]
+    below = f" Fewer than regions.min={least} are left: they wait for others." if left < least else ""
+    print(f"region {region} sends what it has trained, and leaves run {name!r}.{below}")
     return 0
+
+
+def _that_trains(address: str, found: list[dict[str, Any]], region: int) -> dict[str, Any]:
+    """The run that trains, which the region can leave. Raises InputError if there is none, or several."""
+    if len(found) > 1:
+        names = ", ".join(each["name"] for each in found)
+        raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
+    [state] = found
+    name, regions = state["name"], [member["region"] for member in state["members"]]
+    if region not in regions:
+        shown = ", ".join(map(str, regions)) or "none yet"
+        raise InputError(f"region {region} takes no part in run {name!r}. Its members are: {shown}.")
+    if not state["elastic"]:
+        raise InputError(
+            f"run {name!r} ends when a region is lost: none can leave it. Interrupt it (Ctrl-C), and all stop with a checkpoint."
+        )
+    return state

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from .. import __version__
-from ..errors import CocodcError, short, shown
+from ..errors import CocodcError, InputError, short, shown
 from ..settings import quiet_torch
-from . import bench, completion, doctor, leave, plan, recipe, report, simulate, status, store, train
+from . import bench, completion, coordinator, doctor, leave, plan, recipe, report, simulate, status, train
 from .checks import STDOUT
 
-COMMANDS = (recipe, plan, doctor, train, simulate, store, status, leave, report, bench, completion)
+COMMANDS = (recipe, plan, doctor, train, simulate, coordinator, status, leave, report, bench, completion)
 
 
 EXIT_CODES = """\
 exit codes:
   0    done; or this region has left in good order, and the others train on
-  1    the link, the store or another region failed while training
+  1    the link, the coordinator or another region failed while training
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
        is full; or regions that differ, or cannot meet
   3    all regions have stopped together, with a checkpoint to resume from
   129  ended by a closed terminal
-  130  interrupted with Ctrl-C; 143 by SIGTERM (store ends with 0 at both)
+  130  interrupted with Ctrl-C; 143 by SIGTERM (coordinator ends with 0 at both)
 """
 _MOST_CHARACTERS = 600
 """Of what argparse says: it repeats an argument as it is, however long."""
@@ -70,6 +70,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     argparse itself accepts -- only directly after the recipe, not after options that follow the recipe.
     """
+    if argv[:1] == ["store"]:
+        raise InputError("hf-cocodc store is called hf-cocodc coordinator now.")
     dashes = argv.index("--") if "--" in argv else len(argv)
     options, unknown = parser().parse_known_args(argv[:dashes])
     if unknown:

@@ -6,7 +6,7 @@ import os
 
 from ..errors import InputError
 from ..recipes.recipe import Recipe
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, check_alone, from_env
+from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, check_alone, from_env, refuse_old_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
             may_join: it may have a number that only regions have that join.
 
         Raises:
-            InputError: it does not exist, or there is no store.
+            InputError: it does not exist, or there is no coordinator.
         """
         if self.region is None:
             return
@@ -52,31 +52,32 @@ class Part:
                 f"--region {self.region} does not exist: with {setting}, regions are numbered 0 .. {most - 1}. Correct one of "
                 "the two."
             )
-        if self.has_company and self.recipe.regions.store is None:
+        if self.has_company and self.recipe.regions.coordinator is None:
             raise InputError(
-                f"--region {self.region} of {self.count} needs a store. Run `hf-cocodc store` where every region can reach it, "
-                "and pass --store HOST:PORT."
+                f"--region {self.region} of {self.count} needs a coordinator. Run `hf-cocodc coordinator` where every region can "
+                "reach it, and pass --coordinator HOST:PORT."
             )
 
 
 def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> Part:
-    """The part that --region, --store, --run and --secret-file give this machine; the environment says what they leave out.
+    """The part that --region, --coordinator, --run and --secret-file give this machine; the environment says what they leave out.
 
     Raises:
         InputError: they contradict the recipe or the environment.
     """
     here = recipe.regions
-    store = options.store or here.store or os.environ.get(ENV_STORE)
+    refuse_old_names(os.environ)
+    coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)
     told = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
     if told is None:
-        check_alone(region, store)
+        check_alone(region, coordinator)
     name = here.run if options.run_name is None else options.run_name
     join = join or here.joins(os.environ)
     secret = options.secret_file or here.secret_file
     regions = dataclasses.replace(
-        here, count=told or 1, store=store, run=name, join=join or None, secret_file=secret
+        here, count=told or 1, coordinator=coordinator, run=name, join=join or None, secret_file=secret
     )
     regions.name_of_run(os.environ)
     return Part(dataclasses.replace(recipe, regions=regions), region, told is not None)

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..coordinator.cipher import check_encryption
+from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..meeting.cipher import check_encryption
-from ..meeting.secret import secret_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import RegionConfig, warn_alone
 from . import dry
-from .checks import add_secret, recipe_of
+from .checks import add_coordinator, add_secret, recipe_of
 from .display import Display
 from .ending import report
-from .joining import claim_number, loss_in_words, name_of, refuse_to_join, trains, way_back
+from .joining import claim_number, loss_in_words, name_of, over, refuse_to_join, run_at, trains, way_back
 from .part import part_of
 
 
@@ -43,18 +43,16 @@ def register(subparsers: Any) -> None:
         usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="train a recipe across regions",
         description="Train a recipe. Without --region, this machine runs all regions, each with its own accelerate launch. "
-        "With --region and --store, this machine runs only one region. Arguments after -- go to accelerate launch.",
+        "With --region and --coordinator, this machine runs only one region. Arguments after -- go to accelerate launch.",
     )
     add_recipe(parser)
     parser.add_argument("--region", type=int, help="run only this region on this machine (numbered from 0)")
-    parser.add_argument(
-        "--store", metavar="HOST:PORT", help="address of the shared store (see hf-cocodc store)"
-    )
+    add_coordinator(parser, "address of the coordinator of all regions (see hf-cocodc coordinator)")
     parser.add_argument(
         "--run",
         dest="run_name",
         metavar="NAME",
-        help="name of the run, equal in all its regions, if its store serves several runs (default: name of the output folder)",
+        help="name of the run, equal in all its regions, if its coordinator has several (default: name of the output folder)",
     )
     parser.add_argument(
         "--resume",
@@ -66,7 +64,7 @@ def register(subparsers: Any) -> None:
         "--join",
         action="store_true",
         help="enter a run that is training, or come back to it: as --region, or else as the lowest number that is free; needs "
-        "--store, and regions.min or regions.on_loss=continue in every region",
+        "--coordinator, and regions.min or regions.on_loss=continue in every region",
     )
     add_secret(parser)
     parser.add_argument(
@@ -82,36 +80,37 @@ def run(options: argparse.Namespace) -> int:
     recipe = recipe_of(options)
     part = part_of(recipe, options, options.join)
     recipe, region, count, has_company = part.recipe, part.region, part.count, part.has_company
-    store, join = recipe.regions.store, bool(recipe.regions.join)
-    if store is not None:
-        overrides.append(f"regions.store={json.dumps(store)}")  # [::1]:29650 is no text in YAML
+    address, join = recipe.regions.coordinator, bool(recipe.regions.join)
+    if address is not None:
+        overrides.append(f"regions.coordinator={json.dumps(address)}")  # [::1]:29650 is no text in YAML
     for key, given in (("run", options.run_name), ("secret_file", options.secret_file)):
         if given is not None:
             overrides.append(f"regions.{key}={json.dumps(given)}")
     if join:
-        refuse_to_join(options.resume, store)
+        refuse_to_join(options.resume, address)
     if options.launcher and region is None and count > 1 and not join:
         raise InputError(
             f"arguments after -- go to one accelerate launch, but this command starts {count}, which would use the same ports "
-            "and GPUs. Start each region with its own command, and add --region and --store to it."
+            "and GPUs. Start each region with its own command, and add --region and --coordinator to it."
         )
     part.check(may_join=join)
     regions: Sequence[int] = range(count) if region is None else [region]
     keys = secret_of(recipe.regions) if has_company else None
     if recipe.regions.encrypt and has_company:
         check_encryption(keys)
-    from ..meeting.sealed import check
-    from ..meeting.store import connect_store, serve_store
+    from ..coordinator.server import serve_in_thread
     from ..training import launch
     from ..training.building import output_dir
     from ..training.preflight import preflight
 
-    if store is not None and has_company:
-        # before anything is loaded; a run that is only tried does not begin a store
-        check(connect_store(store, recipe.regions.timeout_s, keys), begins=not options.dry_run)
-    comes_back = (
-        store is not None and region is not None and recipe.regions.elastic and trains(recipe, store, region)
-    )
+    # before anything is loaded
+    state = run_at(recipe, address, keys) if address is not None and has_company else None
+    finished = over(state, join)
+    if finished is not None and not options.resume:
+        print(finished)
+        if join:
+            return 0
+    comes_back = region is not None and recipe.regions.elastic and trains(state, region)
     if not comes_back or options.dry_run:  # one that comes back is missed: its own process checks the recipe
         preflight(recipe, 1 if join else len(regions))
     if not part.is_told:
@@ -126,25 +125,28 @@ def run(options: argparse.Namespace) -> int:
     machine = launch.machine_of(options.launcher)
     if options.dry_run:
         if join and region is None:
-            assert store is not None
-            regions = [dry.free_number(recipe, store)]
-        planned = launch.launches(recipe, options.recipe, overrides, regions, store, options.launcher)
+            assert address is not None
+            regions = [dry.free_number(recipe, address)]
+        planned = launch.launches(recipe, options.recipe, overrides, regions, address, options.launcher)
         dry.show(recipe, planned, machine, options.resume)
         return 0
-    server = serve_store("127.0.0.1") if store is None and has_company else None
-    address = f"127.0.0.1:{server.port}" if server is not None else store
-    if server is not None and recipe.regions.elastic:
-        print(f"store of this run: {address} (hf-cocodc status --store {address})", flush=True)
-    with contextlib.ExitStack() as ended:
+    with contextlib.ExitStack() as at_end:
+        if address is None and has_company:
+            served = serve_in_thread(secrets=[] if keys is None else [keys])
+            at_end.callback(served.close)
+            address = served.address
+            if recipe.regions.elastic:
+                words = f"coordinator of this run: {address} (hf-cocodc status --coordinator {address})"
+                print(words, flush=True)
         if join and region is None:
             assert address is not None
             claim = claim_number(recipe, address)
-            ended.callback(claim.close)
+            at_end.callback(claim.close)
             regions = [claim.region]
         if join:
             print(f"joining run {name_of(recipe)!r} as region {regions[0]}", flush=True)
         folders = [output_dir(recipe) / f"region-{each}" for each in regions]
-        give_away = ended.enter_context(launch.sole_writer(folders, machine))
+        give_away = at_end.enter_context(launch.sole_writer(folders, machine))
         return _train(options, recipe, overrides, regions, address, machine, give_away)
 
 

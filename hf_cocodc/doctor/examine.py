@@ -6,16 +6,16 @@ import shlex
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from ..coordinator.hello import in_recipe
+from ..coordinator.secret import secret_of
 from ..errors import CocodcError, InputError, shown
-from ..meeting.handshake import in_recipe
-from ..meeting.secret import secret_of
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import settings
 from ..run.samples import spread_samples
 from ..training import building
 from ..training.data import load_text
 from ..training.preflight import on_meta, preflight
-from . import facts, others, place, store, way
+from . import coordinator, facts, others, place, way
 from .findings import OK, WRONG, Finding, unknown
 from .needs import Needs, needs
 
@@ -25,7 +25,7 @@ class Patient:
     """The part of a run that this machine will have.
 
     Attributes:
-        recipe: the run; its regions section has the store, and the number of regions.
+        recipe: the run; its regions section has the coordinator, and the number of regions.
         region: that trains here; None if all do.
         run: name of the run.
         wait_s: seconds to wait for the doctors of other regions.
@@ -148,34 +148,37 @@ def _network(
     patient: Patient, machine: facts.Machine, data: str | None, tell: Callable[[str], None]
 ) -> Iterator[Finding]:
     regions = patient.recipe.regions
-    if max(patient.count, regions.max or 1) == 1 or regions.store is None:
+    if max(patient.count, regions.max or 1) == 1 or regions.coordinator is None:
         yield from way.all_here()
         return
     try:
         keys = secret_of(regions)
     except InputError as error:
-        yield Finding("secret", WRONG, str(error), store.NEW_SECRET)
+        yield Finding("secret", WRONG, str(error), coordinator.NEW_SECRET)
         return
     try:
-        network = facts.network(regions.store, regions.interface)
+        network = facts.network(regions.coordinator, regions.interface)
     except CocodcError as error:
         yield Finding("network", WRONG, str(error), "ip -brief address")
         return
     except OSError as error:
-        words = f"no way to the store at {regions.store}: {error.strerror or error}. Correct regions.store (--store)."
+        words = (
+            f"no way to the coordinator at {regions.coordinator}: {error.strerror or error}. Correct regions.coordinator "
+            "(--coordinator)."
+        )
         yield Finding("network", WRONG, words, "ip route; resolvectl status")
         return
     yield way.interface(network, regions.interface)
     yield way.packets(network)
     yield way.ports(network)
-    yield way.address(network, regions.store)
+    yield way.address(network, regions.coordinator)
     yield way.congestion(network, regions.rate_limit)
     yield way.buffers(network)
     yield way.clock(network)
-    tell("calling the store")
-    found, there = store.reach(regions.store, regions, keys)
+    tell("calling the coordinator")
+    found, is_there = coordinator.reach(regions.coordinator, regions, keys)
     yield from found
-    if there is None or data is None or patient.region is None or network.address is None:
+    if not is_there or data is None or patient.region is None or network.address is None:
         return
     # every region names its defaults alike; which region this is does not matter, nor what the environment says of it
     alike = dataclasses.replace(regions, region=0, join=None).resolved({})
@@ -187,6 +190,5 @@ def _network(
         "facts": facts_of_data(patient.recipe),
         "data": data,
     }
-    yield from others.compare(
-        there, patient.run, patient.region, patient.count, mine, network.address, patient.wait_s, tell
-    )
+    board = others.Board(regions.coordinator, keys, patient.run, patient.region)
+    yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell)

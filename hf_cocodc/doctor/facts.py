@@ -20,8 +20,8 @@ import torch
 from packaging.requirements import Requirement
 
 from .. import __version__
+from ..coordinator.addresses import is_loopback, own_address
 from ..links.pacing import can_pace
-from ..meeting.addresses import is_loopback, own_address
 from ..tensors.threads import cores
 
 T = TypeVar("T")
@@ -85,14 +85,14 @@ class Network:
         interface: with this address.
         is_up: whether the interface is.
         mtu: bytes of a packet on the interface.
-        path_mtu: bytes of a packet on the way to the store, as far as the kernel has heard.
+        path_mtu: bytes of a packet on the way to the coordinator, as far as the kernel has heard.
         probes_mtu: whether the kernel finds the MTU of a path that swallows large packets.
         congestion: TCP congestion control of new connections.
         known: congestion controls that this kernel can use now.
         send_buffer: largest bytes of a socket's buffer for sending.
         receive_buffer: for receiving.
         ports: first and last of those that the kernel gives to who asks for none.
-        rtt_s: seconds of a round trip to the store; None on its own machine.
+        rtt_s: seconds of a round trip to the coordinator; None on its own machine.
         is_synchronised: whether the clock is, by the kernel.
         paces: whether the kernel keeps a rate limit.
     """
@@ -169,13 +169,13 @@ def disk(folder: Path) -> Disk:
     return Disk(folder=there, is_writable=os.access(there, os.W_OK), free=usage.free, total=usage.total)
 
 
-def network(store: str | None, interface: str | None) -> Network:
-    """How this machine reaches the store, and how others reach it.
+def network(coordinator: str | None, interface: str | None) -> Network:
+    """How this machine reaches the coordinator, and how others reach it.
 
     Raises:
         InputError: the interface does not exist.
     """
-    address = None if store is None else own_address(store, interface)
+    address = None if coordinator is None else own_address(coordinator, interface)
     names = psutil.net_if_addrs()
     there = [name for name, each in names.items() if address in [one.address for one in each]]
     name = interface if interface is not None or not there else there[0]
@@ -185,14 +185,14 @@ def network(store: str | None, interface: str | None) -> Network:
         interface=name,
         is_up=None if stats is None else stats.isup,
         mtu=None if stats is None else stats.mtu,
-        path_mtu=None if store is None else _path_mtu(store),
+        path_mtu=None if coordinator is None else _path_mtu(coordinator),
         probes_mtu=_read("tcp_mtu_probing", lambda text: text != "0"),
         congestion=_read("tcp_congestion_control", str),
         known=_read("tcp_available_congestion_control", str.split) or (),
         send_buffer=_read("tcp_wmem", lambda text: int(text.split()[2])),
         receive_buffer=_read("tcp_rmem", lambda text: int(text.split()[2])),
         ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
-        rtt_s=_rtt_s(store) if store is not None and leads_away(store, address) else None,
+        rtt_s=_rtt_s(coordinator) if coordinator is not None and leads_away(coordinator, address) else None,
         is_synchronised=_is_synchronised(),
         paces=can_pace(),
     )
@@ -205,10 +205,10 @@ def _read(name: str, understand: Callable[[str], T]) -> T | None:
     return None
 
 
-def _path_mtu(store: str) -> int | None:
+def _path_mtu(coordinator: str) -> int | None:
     if sys.platform != "linux":
         return None
-    host, port = parts_of(store)
+    host, port = parts_of(coordinator)
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         if family != socket.AF_INET:
@@ -221,7 +221,7 @@ def _path_mtu(store: str) -> int | None:
 
 
 def parts_of(address: str) -> tuple[str, int]:
-    """Host and port of a store, as the settings have checked it.
+    """Host and port of a coordinator, as the settings have checked it.
 
     >>> parts_of("[::1]:29650")
     ('::1', 29650)
@@ -230,26 +230,26 @@ def parts_of(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def leads_away(store: str, address: str | None) -> bool:
-    """Whether the way to the store says something of the way to other regions: not on the machine of a store for several.
+def leads_away(coordinator: str, address: str | None) -> bool:
+    """Whether the way to the coordinator says something of the way to other regions: not on the machine of one for several.
 
     >>> leads_away("10.0.0.1:29650", "10.0.0.2"), leads_away("10.0.0.1:29650", "10.0.0.1")
     (True, False)
     """
-    host, port = parts_of(store)
+    host, port = parts_of(coordinator)
     with contextlib.suppress(OSError):
         there = {each[4][0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         return is_loopback(host) or address not in there
     return True
 
 
-def _rtt_s(store: str) -> float | None:
-    """The shortest time of three connections to the store; None if it does not answer within a second each."""
+def _rtt_s(coordinator: str) -> float | None:
+    """The shortest time of three connections to the coordinator; None if it does not answer within a second each."""
     best = None
     with contextlib.suppress(OSError):
         for _ in range(3):
             began = time.perf_counter()
-            socket.create_connection(parts_of(store), timeout=1.0).close()
+            socket.create_connection(parts_of(coordinator), timeout=1.0).close()
             took = time.perf_counter() - began
             best = took if best is None else min(best, took)
     return best

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 OK, WARN, WRONG, UNKNOWN = "ok", "warn", "wrong", "-"
 _WIDTH = 100
-_TOPIC = 10
+_TOPIC = 11
 """Width of a topic: lines are shown as they are found."""
 
 
@@ -35,8 +35,8 @@ def lines(finding: Finding) -> list[str]:
     """A finding as lines of text: the level, the topic, the words, and below them the command.
 
     >>> print("\\n".join(lines(Finding("clock", WARN, "not synchronised", "timedatectl set-ntp true"))))
-    warn   clock       not synchronised
-                       $ timedatectl set-ntp true
+    warn   clock        not synchronised
+                        $ timedatectl set-ntp true
     """
     margin = " " * (7 + _TOPIC + 2)
     head = f"{finding.level:<7}{finding.topic:<{_TOPIC}}  "

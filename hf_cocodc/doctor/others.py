@@ -1,4 +1,4 @@
-"""Lines about the other regions: their doctors tell each other at the store what they have found, and call each other."""
+"""Lines about the other regions: their doctors tell each other at the coordinator what they have found, and call each other."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
-from ..errors import MeetingError, short
-from ..meeting.handshake import Difference, differences, may_differ
-from ..meeting.heard import host_and_port
-from ..meeting.store import SteadyStore, StoreAwayError
+from ..coordinator.client import told_by_doctors
+from ..coordinator.hello import Difference, differences, may_differ
+from ..coordinator.secret import Keys
+from ..coordinator.validation import host_and_port
+from ..errors import CocodcError, MeetingError, short
+from .coordinator import gone
 from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
-from .store import gone
 from .told import Told
 
 _REACH_S = 3.0
@@ -29,7 +29,9 @@ _LATE_S = 2.0
 _SAME_VERSIONS = ("hf-cocodc", "torch")
 _SHOWN = 3
 """Differences between two recipes that a line names."""
-_ALL_AT_ONCE = "hf-cocodc doctor RECIPE --region N --store HOST:PORT --wait 300    # in all regions at once"
+_ALL_AT_ONCE = (
+    "hf-cocodc doctor RECIPE --region N --coordinator HOST:PORT --wait 300    # in all regions at once"
+)
 
 
 class Answering:
@@ -84,10 +86,29 @@ def call(address: str) -> tuple[float, float]:
     return took, float(said.decode("ascii")) - (at + took / 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """Where the doctors of a run tell each other what they have found.
+
+    Attributes:
+        coordinator: HOST:PORT.
+        keys: of its secret.
+        run: name of the run.
+        region: whose doctor this is.
+    """
+
+    coordinator: str
+    keys: Keys | None
+    run: str
+    region: int
+
+    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
+        """Tell what was found here; returns what the doctors of all regions have told. Raises like `told_by_doctors`."""
+        return told_by_doctors(self.coordinator, self.keys, self.run, self.region, dict(told))
+
+
 def compare(
-    store: SteadyStore,
-    run: str,
-    region: int,
+    board: Board,
     count: int,
     mine: Mapping[str, Any],
     address: str,
@@ -97,11 +118,9 @@ def compare(
     """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
 
     Args:
-        store: of the run.
-        run: its name.
-        region: this one.
+        board: of the run.
         count: number of regions.
-        mine: versions, settings, facts and data, as in `Told`. JSON-able.
+        mine: versions, settings, facts and data, as in `Told`. JSON can express it.
         address: of this machine, which the others reach.
         wait_s: seconds for which to wait for doctors of the other regions, to call them.
         tell: called with a line while it waits.
@@ -119,16 +138,15 @@ def compare(
         known = json.loads(json.dumps(dict(mine)))  # as the others read it
         calls = answering.address if wait_s else ""
         own = Told(host=platform.node(), calls=calls, token=uuid.uuid4().hex, beats=0, **known)
-        key = f"hf_cocodc/doctor/{quote(run, safe='')}"
-        yield from _Round(store, key, region, count, own).run(wait_s, tell)
+        yield from _Round(board, count, own).run(wait_s, tell)
 
 
 class _Round:
     """One doctor's talk with the others."""
 
-    def __init__(self, store: SteadyStore, key: str, region: int, count: int, own: Told) -> None:
-        self._store, self._key, self._region, self._own = store, key, region, own
-        self._others = [other for other in range(count) if other != region]
+    def __init__(self, board: Board, count: int, own: Told) -> None:
+        self._board, self._own = board, own
+        self._others = [other for other in range(count) if other != board.region]
         self._told: dict[int, Told] = {}
         self._first_beat: dict[str, int] = {}
         self._called: dict[str, tuple[float, float] | str] = {}
@@ -140,8 +158,7 @@ class _Round:
         open_ = list(self._others)  # regions about which nothing was said yet
         try:
             while True:
-                self._tell()
-                self._hear()
+                self._hear(self._tell())
                 if called:
                     self._call()
                 for other in [each for each in open_ if self._is_done(each)]:
@@ -156,8 +173,8 @@ class _Round:
                 time.sleep(min(_AGAIN_S, max(until - time.monotonic(), 0)))
             if called:
                 self._tell()  # those that wait hear that they were called
-        except StoreAwayError as error:
-            yield gone(self._store, error)
+        except CocodcError as error:
+            yield gone(self._board.coordinator, error)
             open_ = [other for other in open_ if other in self._told]
         except KeyboardInterrupt:
             for other in open_:
@@ -166,24 +183,21 @@ class _Round:
         for other in open_:
             yield from self._about(other, called)
 
-    def _tell(self) -> None:
+    def _tell(self) -> dict[int, Any]:
+        """Tell what is known here; returns what all have told."""
         reached = tuple(token for token, each in self._called.items() if not isinstance(each, str))
         self._own = dataclasses.replace(self._own, beats=self._own.beats + 1, reached=reached)
-        self._store.set(f"{self._key}/{self._region}", json.dumps(dataclasses.asdict(self._own)))
+        return self._board.tell(dataclasses.asdict(self._own))
 
-    def _hear(self) -> None:
+    def _hear(self, told: Mapping[int, Any]) -> None:
         for other in self._others:
-            name = f"{self._key}/{other}"
-            found = self._store.peek(name)
             self._foreign.pop(other, None)
-            if not found:
+            if other not in told:
                 continue
             try:
-                self._told[other] = Told.read(found, name)
+                self._told[other] = Told.read(other, told[other])
             except MeetingError as error:
-                command = (
-                    "hf-cocodc store --host HOST --port PORT --secret-file secret    # one for this run alone"
-                )
+                command = "hf-cocodc --version    # in every region"
                 self._foreign[other] = Finding(f"region {other}", WRONG, str(error), command)
 
     def _is_there(self, other: Told) -> bool:
@@ -218,7 +232,7 @@ class _Round:
         if region in self._foreign:
             return [self._foreign[region]]
         if other is None:
-            words = "its doctor has told nothing at this store yet: nothing was compared."
+            words = "its doctor has told nothing at this coordinator yet: nothing was compared."
             return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
         found = compared(topic, self._own, other)
         return found + self._about_call(topic, other) if called else found

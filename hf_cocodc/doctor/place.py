@@ -42,7 +42,7 @@ def devices(machine: Machine, regions_here: int, use_cpu: bool) -> Finding:
             "devices",
             WRONG,
             f"{regions_here} regions on this machine, but {len(machine.devices)} GPU(s): {words}. Each region needs one.",
-            "hf-cocodc train RECIPE --region 0 --store HOST:PORT    # one region here, the others elsewhere",
+            "hf-cocodc train RECIPE --region 0 --coordinator HOST:PORT    # one region here, the others elsewhere",
         )
     return Finding("devices", OK, words)
 

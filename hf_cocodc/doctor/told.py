@@ -1,12 +1,11 @@
-"""What the doctors of several regions tell each other at the store."""
+"""What the doctors of several regions tell each other at the coordinator."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..coordinator.validation import host_and_port
 from ..errors import MeetingError, short
-from ..meeting.heard import host_and_port
-from ..meeting.values import foreign, read_json
 
 _MAPPINGS = ("versions", "settings", "facts")
 _TEXTS = ("host", "calls", "token", "data")
@@ -41,12 +40,11 @@ class Told:
     reached: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, value: bytes, key: str) -> "Told":
-        """What a doctor has written: every text can be shown on one line. Raises MeetingError if no doctor has."""
-        content = read_json(value, key)
+    def read(cls, region: int, content: Any) -> "Told":
+        """What the doctor of a region has told: every text can be shown on one line. Raises MeetingError if no doctor has."""
         names = {each.name for each in dataclasses.fields(cls)}
         if not isinstance(content, dict) or set(content) != names:
-            raise _not_ours(key, content)
+            raise _not_ours(region, content)
         kinds = {
             **dict.fromkeys(_TEXTS, str),
             **dict.fromkeys(_MAPPINGS, dict),
@@ -54,12 +52,12 @@ class Told:
             "reached": list,
         }
         if not all(type(content[name]) is kind for name, kind in kinds.items()):
-            raise _not_ours(key, content)
+            raise _not_ours(region, content)
         if content["calls"]:
             try:
                 host_and_port(content["calls"])
             except ValueError:
-                raise _not_ours(key, content["calls"]) from None
+                raise _not_ours(region, content["calls"]) from None
         return cls(
             **{name: short(content[name], _LONGEST) for name in _TEXTS},
             versions={short(name, 40): short(each, 40) for name, each in content["versions"].items()},
@@ -70,5 +68,8 @@ class Told:
         )
 
 
-def _not_ours(key: str, found: object) -> MeetingError:
-    return foreign(key, short(found))
+def _not_ours(region: int, found: object) -> MeetingError:
+    return MeetingError(
+        f"what region {region} has told the coordinator is not what a doctor of this version tells ({short(found)}). Use the "
+        "same version of hf-cocodc in every region."
+    )

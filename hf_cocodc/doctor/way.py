@@ -1,7 +1,7 @@
 """Lines about the way to the other regions: interface, packets, ports, address, TCP and clock."""
 
+from ..coordinator.addresses import is_loopback
 from ..links.pacing import NOT_KEPT
-from ..meeting.addresses import is_loopback
 from .facts import Network, is_private, parts_of
 from .findings import OK, WARN, WRONG, Finding, unknown
 
@@ -21,7 +21,7 @@ def interface(network: Network, wanted: str | None) -> Finding:
     """Whether the interface of the link is there, and up."""
     if network.interface is None:
         return unknown("interface")
-    chosen = "regions.interface" if wanted is not None else "the way to the store"
+    chosen = "regions.interface" if wanted is not None else "the way to the coordinator"
     words = f"{network.interface} ({network.address}), by {chosen}"
     if network.is_up is False:
         return Finding("interface", WRONG, f"{words}: it is down.", f"ip link set {network.interface} up")
@@ -35,7 +35,7 @@ def packets(network: Network) -> Finding:
     words = f"{network.mtu} bytes on {network.interface}"
     path = network.path_mtu
     if path is not None and path < min(network.mtu, 65_535):
-        words += f", {path} on the way to the store"
+        words += f", {path} on the way to the coordinator"
         if network.probes_mtu is False:
             return Finding(
                 "MTU",
@@ -59,7 +59,7 @@ def ports(network: Network) -> Finding:
     if network.ports is None:
         return unknown("ports")
     first, last = network.ports
-    words = f"every rank that talks listens on two of {first} .. {last}: a firewall must let other regions in there"
+    words = f"every rank that talks listens in {first} .. {last}: a firewall must let other regions in there"
     if last - first + 1 < _FEW_PORTS:
         return Finding(
             "ports",
@@ -70,9 +70,9 @@ def ports(network: Network) -> Finding:
     return Finding("ports", OK, words)
 
 
-def address(network: Network, store: str) -> Finding:
+def address(network: Network, coordinator: str) -> Finding:
     """Whether other regions can reach the address that this machine announces."""
-    host = parts_of(store)[0]
+    host = parts_of(coordinator)[0]
     if network.address is None:
         return unknown("NAT")
     if is_loopback(network.address) and not is_loopback(host):
@@ -88,8 +88,8 @@ def address(network: Network, store: str) -> Finding:
         return Finding(
             "NAT",
             WARN,
-            f"this machine announces {network.address}, a private address, but the store is at {host}: behind NAT other regions "
-            "cannot call it. Put a VPN under the link (WireGuard), and name its interface.",
+            f"this machine announces {network.address}, a private address, but the coordinator is at {host}: behind NAT other "
+            "regions cannot call it. Put a VPN under the link (WireGuard), and name its interface.",
             "hf-cocodc train RECIPE --set regions.interface=wg0",
         )
     return Finding("NAT", OK, f"announces {network.address}")
@@ -128,7 +128,7 @@ def buffers(network: Network) -> Finding:
     least = min(network.send_buffer, network.receive_buffer)
     words = f"sockets send up to {network.send_buffer / 1e6:.3g} MB, receive up to {network.receive_buffer / 1e6:.3g} MB"
     if network.rtt_s:
-        words += f"; a round trip to the store takes {1000 * network.rtt_s:.3g} ms"
+        words += f"; a round trip to the coordinator takes {1000 * network.rtt_s:.3g} ms"
     if network.rtt_s and network.rtt_s >= _LONG_S:
         words += f", so a connection carries at most {8e-6 * least / 2 / network.rtt_s:.3g} Mbit/s"
     is_long = network.rtt_s is None or network.rtt_s >= _LONG_S

@@ -1,6 +1,5 @@
 """The cost of training over a link: every method in regions of an emulated WAN, against regions without a link."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -8,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..bench import link
 from ..bench.report import Report
-from ..bench.workers import STORE_PORT, TIMEOUT_S, run, serve, store_in_region_0
+from ..bench.workers import PORT, Company, coordinator_in_region_0, run, serve
 from ..errors import InputError, nearest, shown
-from ..meeting.store import connect_store
 from ..methods import METHODS
 from ..recipes.files import shipped
 from ..recipes.recipe import Recipe
@@ -135,7 +132,7 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:
         yield link.report(trial, measure_across(trial, wan), setting, plan.rate, plan.rtt_s)
         phases = [NO_LINK, *plan.methods]
         common = {
-            "store": f"{wan.address(0)}:{STORE_PORT}",
+            "coordinator": f"{wan.address(0)}:{PORT}",
             "plan": {**vars(plan), "methods": list(plan.methods)},
             "phases": phases,
         }
@@ -154,7 +151,7 @@ def measure_across(trial: link.Trial, wan: Wan) -> link.Figures:
     Raises:
         LinkError: a process failed.
     """
-    spec = {"store": f"{wan.address(0)}:{STORE_PORT}", "interface": INTERFACE, "alone": True}
+    spec = {"coordinator": f"{wan.address(0)}:{PORT}", "interface": INTERFACE, "alone": True}
     return link.measure_between(trial, wan.regions, wan.popen, spec)
 
 
@@ -205,8 +202,8 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
 def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One region: train in each phase and yield its figures."""
     plan = Plan(**spec["plan"])
-    with store_in_region_0(spec["store"], spec["region"], plan.regions):
-        region = _Region(plan, spec["region"], spec["store"])
+    with coordinator_in_region_0(spec["coordinator"], spec["region"], plan.regions) as company:
+        region = _Region(plan, company, spec["coordinator"])
         before = region.pace()
         for phase in spec["phases"]:
             figures = region.train(phase)
@@ -218,20 +215,21 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class _Region:
     """A region that trains one model after another, each from the same weights on the same text."""
 
-    def __init__(self, plan: Plan, region: int, store: str) -> None:
+    def __init__(self, plan: Plan, company: Company, coordinator: str) -> None:
         from accelerate import Accelerator
 
-        self._plan, self._region, self._address = plan, region, store
-        self._store: dist.Store = connect_store(store, TIMEOUT_S)
-        self._exchanges = 0
+        self._plan, self._company, self._address = plan, company, coordinator
+        self._region = company.region
         self._accelerator = Accelerator(cpu=True)
-        self._text = _bytes_of("train", region, plan.regions)
+        self._text = _bytes_of("train", company.region, plan.regions)
         self._held_out = _bytes_of("test", 0, 1)[: HELD_OUT * LENGTH].view(-1, LENGTH)
         self._step_s = 0.0
 
     def pace(self) -> float:
         """Tokens per second of all regions without a link, under the machine's present load: the ceiling."""
-        self._step_s = max(self._exchange(self._run(*self._model(), PACE_STEPS, lambda: None))) / PACE_STEPS
+        self._step_s = (
+            max(self._company.exchange(self._run(*self._model(), PACE_STEPS, lambda: None))) / PACE_STEPS
+        )
         return self._plan.regions * BATCH * LENGTH / self._step_s
 
     def train(self, phase: str) -> dict[str, Any]:
@@ -252,7 +250,7 @@ class _Region:
             regions = RegionConfig(
                 region=self._region,
                 count=plan.regions,
-                store=self._address,
+                coordinator=self._address,
                 interface=INTERFACE,
                 rate_limit=plan.rate_limit,
             )
@@ -262,7 +260,7 @@ class _Region:
             totals = outer.synchronizer.totals
             sent = totals.bytes_sent - at_start
             mine = {"seconds": seconds, "blocked_s": totals.blocked_s, "bytes_sent": sent}
-        everyone = self._exchange(mine)
+        everyone = self._company.exchange(mine)
         seconds = max(each["seconds"] for each in everyone)
         return {
             "phase": phase,
@@ -296,7 +294,7 @@ class _Region:
         at_end: Callable[[], None] = lambda: None,
     ) -> float:
         """Make inner steps; all regions start at the same moment. Return the seconds."""
-        self._exchange(None)
+        self._company.exchange(None)
         start = time.perf_counter()
         for batch in self._batches(steps):
             self._accelerator.backward(model(input_ids=batch, labels=batch).loss)
@@ -326,14 +324,6 @@ class _Region:
         model.eval()
         blocks = self._held_out.long().split(32)
         return torch.stack([model(input_ids=each, labels=each).loss for each in blocks]).mean().item()
-
-    def _exchange(self, mine: Any) -> list[Any]:
-        """Exchange a value with all regions; return the values by region. All regions must call in the same order."""
-        self._exchanges += 1
-        self._store.set(f"{self._exchanges}/{self._region}", json.dumps(mine))
-        return [
-            json.loads(self._store.get(f"{self._exchanges}/{each}")) for each in range(self._plan.regions)
-        ]
 
 
 def _bytes_of(split: str, region: int, regions: int) -> torch.Tensor:

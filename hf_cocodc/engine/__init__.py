@@ -1,4 +1,1 @@
-"""The outer loop of one region: what is kept of each fragment, and what its sends and landings do.
-
-May import: errors, links, methods, parts, tensors.
-"""
+"""The outer loop of one region: what is kept of each fragment, and what its sends and landings do."""

@@ -137,7 +137,7 @@ class Traffic:
                 compression=share_of_rank(fragment.codec),
                 round_lr=measured.mean_lr(fragment.lr_sum, step - fragment.sent_at),
                 layout=self.layout,
-                admits=self._link.admits,
+                knows=self._link.knows,
                 norm=norm,
                 carried=carried if math.isfinite(carried) else sys.float_info.max,
                 is_bounded=self._is_bounded(),

@@ -1,4 +1,1 @@
-"""Everything that touches Transformers' Trainer.
-
-May import: engine, errors, links, methods, recipes, resolve, run, settings.
-"""
+"""Everything that touches Transformers' Trainer."""

@@ -1,4 +1,1 @@
-"""The ways by which a mean crosses from region to region, and how the ranks of a region share it.
-
-May import: errors, meeting, parts, tensors, threads.
-"""
+"""The ways by which a mean crosses from region to region, and how the ranks of a region share it."""

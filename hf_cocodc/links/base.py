@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Result
 from ..parts.guard import Verdict
 from ..tensors.pools import Pool
 from .records import Record
+from .stopping import StopAgreement
 from .trailer import Trailer, Words
 
 T = TypeVar("T")
@@ -102,8 +102,6 @@ class Link(Protocol):
     """
 
     region: int
-    is_elastic: bool
-    """Whether the regions may change during the run."""
     lane: int
     """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
     num_lanes: int
@@ -111,6 +109,11 @@ class Link(Protocol):
     """Whether several ranks of the region hold the same parameters (DDP)."""
     agreement: StopAgreement | None
     """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the regions may change during the run."""
+        ...
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -142,12 +145,12 @@ class Link(Protocol):
         ...
 
     @property
-    def admits(self) -> int:
-        """The ticket of a region that may come in, for the next trailer; 0 if there is none."""
+    def knows(self) -> int:
+        """The number of the newest change of the members that this region knows, for the next trailer."""
         ...
 
     def landed(self, arrival: Arrival) -> None:
-        """Called at every landing: its trailers may say that a region comes in, or leaves."""
+        """Called at every landing: a change that all its trailers know counts from the next inner step on."""
         ...
 
     def together(self, call: Callable[[], T], what: str) -> T:
@@ -232,7 +235,7 @@ class FixedSet:
     region: int
     num_regions: int
     is_elastic = False
-    admits = 0
+    knows = 0
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -98,14 +98,11 @@ class MeanCall:
         members: the regions that take part, in the order of the view.
         parcel: what this region brings.
         memory: for payloads and the mean.
-        patience: decides how long a region may be late.
     """
 
-    def __init__(
-        self, view: View, members: Sequence[int], parcel: Parcel, memory: MeanMemory, patience: Any
-    ) -> None:
+    def __init__(self, view: View, members: Sequence[int], parcel: Parcel, memory: MeanMemory) -> None:
         self._view, self._members, self._parcel = view, tuple(members), parcel
-        self._memory, self._patience = memory, patience
+        self._memory = memory
         self._said: list[Exchange] = []
         self._bytes_before = 0
 
@@ -125,7 +122,7 @@ class MeanCall:
         def wait(pending: Sequence[Pending]) -> None:
             nonlocal began
             posted = time.perf_counter()
-            view.wait(pending, what, self._patience)
+            view.wait(pending, what, may_be_late=True)
             came = time.perf_counter()
             # if another region was late, that time does not count for the link
             if came - posted > view.rtt_s + _AT_ONCE_S:
@@ -169,14 +166,13 @@ class MeanCall:
 class GatherCall:
     """The records of all regions, in the order of the view; arguments as for `MeanCall`."""
 
-    def __init__(self, view: View, members: Sequence[int], record: tuple, what: str, patience: Any) -> None:
-        self._view, self._members, self._record = view, tuple(members), record
-        self._what, self._patience = what, patience
+    def __init__(self, view: View, members: Sequence[int], record: tuple, what: str) -> None:
+        self._view, self._members, self._record, self._what = view, tuple(members), record, what
         self.bytes_sent = 0
 
     def run(self) -> tuple[tuple, ...]:
         swap = self._view.begin_swap(to_row(self._record), self._what)
-        self._view.wait(swap.pending, self._what, self._patience)
+        self._view.wait(swap.pending, self._what, may_be_late=True)
         return _records(type(self._record), self._members, swap.values)
 
 
@@ -188,12 +184,10 @@ class BroadcastCall:
         raw: bytes (1-D uint8); overwritten in all regions but the source.
         source: the place of the sending region in the order of the view.
         what: names the call in messages.
-        patience: decides how long a region may be late.
     """
 
-    def __init__(self, view: View, raw: Tensor, source: int, what: str, patience: Any) -> None:
-        self._view, self._raw, self._source = view, raw, source
-        self._what, self._patience = what, patience
+    def __init__(self, view: View, raw: Tensor, source: int, what: str) -> None:
+        self._view, self._raw, self._source, self._what = view, raw, source, what
         self.bytes_sent = 0
 
     def run(self) -> Tensor:
@@ -203,17 +197,17 @@ class BroadcastCall:
         tag, pending = view.tag(), deque[Pending]()
         swap = view.begin_swap(torch.zeros(1), what)
         if sends and view.is_limited:  # see MeanCall
-            view.wait(swap.sends, what, self._patience)
+            view.wait(swap.sends, what, may_be_late=True)
         else:
             pending.extend(swap.sends)
         for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
             for other in others:
                 if len(pending) >= _MOST_UNDER_WAY * len(others):
-                    view.wait([pending.popleft()], what, self._patience)
+                    view.wait([pending.popleft()], what, may_be_late=True)
                 start = view.send if sends else view.receive
                 pending.append(start(other, piece, tag, index, what))
                 self.bytes_sent += piece.numel() if sends else 0
-        view.wait([*pending, *swap.receives], what, self._patience)
+        view.wait([*pending, *swap.receives], what, may_be_late=True)
         return self._raw
 
 

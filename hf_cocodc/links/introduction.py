@@ -1,15 +1,16 @@
 """How the two ends of a new gloo group tell each other where they are, before the group exists."""
 
+import contextlib
 import sys
-import time
+import threading
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..meeting.store import peek
-from ..meeting.values import pause
+from ..coordinator.messages import Member
 
 if TYPE_CHECKING:
     from .pairs import Connection, Pending
@@ -19,6 +20,7 @@ _ADDRESS_BYTES = 1024
 _LENGTH = 8
 """Bytes of a length in what gloo tells."""
 _LONGEST_NAME = 255
+_MOST_LETTERS = 4096
 
 
 class Way(Protocol):
@@ -80,23 +82,58 @@ def _address(introduction: bytes) -> bytes:
     return introduction[at : at + int.from_bytes(introduction[at - _LENGTH : at], sys.byteorder)]
 
 
-class AtStore:
-    """They meet at a store, which other threads may use meanwhile: a call that blocks would block all of them."""
+class Letters:
+    """The small messages that other processes have sent this one through the coordinator, until somebody takes them."""
 
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store, self._timeout_s = store, timeout_s
+    def __init__(self) -> None:
+        self._letters: dict[tuple[Member, str], bytes] = {}
+        self._changed = threading.Condition()
+
+    def put(self, sender: Member, content: Mapping[str, Any]) -> None:
+        """Keep what another process has sent. Content that is no introduction is ignored."""
+        key, value = content.get("key"), content.get("value")
+        if isinstance(key, str) and isinstance(value, str):
+            with self._changed, contextlib.suppress(ValueError):
+                self._letters[sender, key] = bytes.fromhex(value)
+                while len(self._letters) > _MOST_LETTERS:
+                    del self._letters[next(iter(self._letters))]
+                self._changed.notify_all()
+
+    def take(self, sender: Member, key: str, timeout_s: float) -> bytes:
+        """Wait for what `sender` sends under `key`. Raises TimeoutError if it does not come in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: (sender, key) in self._letters, timeout_s):
+                raise TimeoutError(f"it did not come within {timeout_s:g} s")
+            return self._letters.pop((sender, key))
+
+
+class ByLetter:
+    """The ends of a new group tell each other where they are through the coordinator.
+
+    Args:
+        other: the process at the other end.
+        key: the same at both ends; no other group of these two processes ever has it.
+        send: sends content to that process.
+        letters: what that process sends.
+        timeout_s: how long to wait for it.
+    """
+
+    def __init__(
+        self,
+        other: Member,
+        key: str,
+        send: Callable[[Member, dict[str, Any]], None],
+        letters: Letters,
+        timeout_s: float,
+    ) -> None:
+        self._other, self._key, self._send = other, key, send
+        self._letters, self._timeout_s = letters, timeout_s
 
     def tell(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # a store takes bytes, too
+        self._send(self._other, {"key": self._key, "value": value.hex()})
 
     def hear(self, key: str) -> bytes:
-        began = time.monotonic()
-        while not (value := peek(self._store, key)):
-            if time.monotonic() - began > self._timeout_s:
-                raise TimeoutError(f"it did not come within {self._timeout_s:g} s")
-            pause(began)
-        self._store.delete_key(key)  # nobody else asks for it
-        return value
+        return self._letters.take(self._other, self._key, self._timeout_s)
 
 
 class OnControl:

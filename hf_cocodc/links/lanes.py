@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..meeting.region_store import RegionStore
-from ..meeting.stopping import StopAgreement
 from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel
+from .group import RegionGroup
 from .records import Record, from_numbers
+from .stopping import StopAgreement
 from .trailer import Trailer
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class LaneLink(FixedSet):
         lane: this rank in its region.
         num_lanes: ranks of the region.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        inside: the region's own store, where the other ranks wait for the leader; None if there is only one rank.
+        group: the ranks of this region; None if there is only one.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class LaneLink(FixedSet):
         lane: int,
         num_lanes: int,
         device: torch.device,
-        inside: RegionStore | None = None,
+        group: RegionGroup | None = None,
     ) -> None:
         self.region, self.num_regions = link.region, link.num_regions
         self.lane, self.num_lanes = lane, num_lanes
@@ -46,7 +46,7 @@ class LaneLink(FixedSet):
         self.timing = link.timing
         self.agreement: StopAgreement | None = None
         self._link = link
-        self._device, self._inside = device, inside
+        self._device, self._group = device, group
 
     @property
     def awaits(self) -> int | None:
@@ -80,7 +80,7 @@ class LaneLink(FixedSet):
         return self._link.gather(record, what)
 
     def lead(self, call: Callable[[Link], T], what: str) -> T | None:
-        return call(self._link) if self._inside is None else self._inside.lead(lambda: call(self._link), what)
+        return call(self._link) if self._group is None else self._group.lead(lambda: call(self._link), what)
 
     def leave_note(self, reason: str) -> None:
         self._link.leave_note(reason)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..errors import InputError, LinkError
-from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
 from ..parts.guard import Verdict, believed
 from ..tensors.norms import square
@@ -18,6 +17,7 @@ from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel
 from .process_state import process_state, set_process_state
 from .records import Record
+from .stopping import StopAgreement
 from .trailer import Trailer, checked
 
 T = TypeVar("T")

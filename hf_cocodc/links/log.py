@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..coordinator.messages import Member
+from ..coordinator.validation import MOST_MEMBERS, whole
 from ..errors import LinkError
-from ..meeting.heard import MOST_MEMBERS, whole
-from ..meeting.presence import Member
 from ..parts.codecs.base import CodecState
 from .records import ROW, to_row
 

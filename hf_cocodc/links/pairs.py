@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..meeting.cipher import Cipher
-from ..meeting.proof import Proof
-from ..meeting.sealed import within
-from ..meeting.secret import Keys
+from ..coordinator.cipher import Cipher
+from ..coordinator.proof import Proof
+from ..coordinator.secret import Keys
 from ..threads import NativeThread
-from .introduction import AtStore, Introduction, OnControl, Way
+from .introduction import Introduction, OnControl, Way
 from .proving import proven
 
 T = TypeVar("T")
@@ -150,18 +149,19 @@ class Pair:
         for connection in (self.control, *self.bulk):
             connection.close()
 
-    def meet(self, key: str, store: dist.Store) -> None:
-        """Make the control connection. Both ends give the same `key`, which no other pair ever uses at this store.
+    def meet(self, key: str, way: Callable[[str], Way]) -> None:
+        """Make the control connection.
 
-        Other threads may use the store meanwhile.
+        Args:
+            key: the same at both ends; no other pair of processes ever uses it.
+            way: from a key, how the two ends tell each other where they are.
 
         Raises:
             RuntimeError: the other end did not come in time, or cannot be reached.
         """
 
         def connect(number: int) -> Connection:
-            again = f"{key}/again{number}" if number else key
-            return self._connect(AtStore(within(again, store), self._timeout_s))
+            return self._connect(way(f"{key}/again{number}" if number else key))
 
         self.control, proof = self._proven(connect, self._keys, {"for": "wire", "key": key})
         if proof is not None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..coordinator.proof import Proof, Refused
 from ..errors import LinkError, short
-from ..meeting.proof import Proof, Refused
 
 if TYPE_CHECKING:
     from .pairs import Connection

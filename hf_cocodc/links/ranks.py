@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import LinkError
-from ..meeting.region_store import RegionStore
-from ..meeting.stopping import StopAgreement
 from ..parts.codecs.base import Result
 from ..tensors.pools import HOST, Pool
 from .base import Arrival, Handle, Link, Parcel
+from .group import RegionGroup
 from .records import ROW, Record, from_row, to_row
+from .stopping import StopAgreement
 from .trailer import Trailer
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class SharedLink:
         region: this region.
         num_regions: number of regions M, at the start.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        inside: the region's own store. There the other ranks wait while the leader waits for other regions.
+        group: the ranks of this region.
         is_elastic: whether regions may come and go; known on all ranks.
     """
 
@@ -53,7 +53,7 @@ class SharedLink:
         region: int,
         num_regions: int,
         device: torch.device,
-        inside: RegionStore,
+        group: RegionGroup,
         is_elastic: bool = False,
     ) -> None:
         self.region = region
@@ -67,7 +67,7 @@ class SharedLink:
         self._link = leader_link
         self.agreement: StopAgreement | None = None
         self._device, self._home = device, HOST
-        self._inside = inside
+        self._group = group
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -90,8 +90,8 @@ class SharedLink:
         return tuple(self._news.parties)
 
     @property
-    def admits(self) -> int:
-        return 0 if self._link is None else self._link.admits
+    def knows(self) -> int:
+        return 0 if self._link is None else self._link.knows
 
     def takes_part(self) -> bool:
         if self.is_elastic:
@@ -182,9 +182,9 @@ class SharedLink:
             return call(self._link)
 
         if not self.is_elastic:
-            return self._inside.lead(on_the_leader, what)
-        result = self._inside.lead(on_the_leader, what, self._tell)
-        self._news = _News(*self._inside.heard)
+            return self._group.lead(on_the_leader, what)
+        result = self._group.lead(on_the_leader, what, self._tell)
+        self._news = _News(*self._group.heard)
         return result
 
     def _tell(self, result: Any) -> _News:

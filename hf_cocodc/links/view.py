@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..coordinator.cipher import Altered, Cipher
 from ..errors import LinkError, RegionLostError
-from ..meeting.cipher import Altered, Cipher
 from .pairs import Pair, Pending
 
 FOR_EVER_S = 3e7
@@ -24,16 +24,36 @@ class Revoked(LinkError):
     """The view must not be used any more: the transfer that used it is void."""
 
 
-class Patience(Protocol):
-    """Decides how long to wait for a late region."""
+class Waits:
+    """What this region waits for now, and since when: for its signs of life.
 
-    def wait_for(self, region: int, what: str) -> None:
-        """Watch `region`, from which `what` is awaited, until `arrived` is called."""
-        ...
+    Attributes:
+        region: from which something is awaited; None if nothing is.
+        what: names the transfer.
+        late_since: since when that region has not come to the transfer, by the monotonic clock; None once it has.
+        moved_at: when something of a transfer has last arrived or left.
+    """
 
-    def arrived(self) -> None:
-        """End the watch."""
-        ...
+    def __init__(self) -> None:
+        self.region: int | None = None
+        self.what = ""
+        self.late_since: float | None = None
+        self.moved_at = time.monotonic()
+
+    def begin(self, region: int, what: str, is_late: bool) -> None:
+        """Wait for `region`. `is_late`: whether it may not have come to the transfer yet."""
+        if not is_late:
+            self.late_since = None
+        elif self.late_since is None or (region, what) != (self.region, self.what):
+            self.late_since = time.monotonic()
+        self.region, self.what = region, what
+
+    def moved(self) -> None:
+        self.moved_at = time.monotonic()
+
+    def end(self) -> None:
+        """Nothing is awaited any more."""
+        self.region, self.late_since = None, None
 
 
 class Throttle:
@@ -69,6 +89,7 @@ class View:
         connections: number of connections for which a message is cut into pieces, equal in all regions.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         throttle: keeps the rate limit.
+        waits: shows what is awaited.
         explain: makes the error for a failed operation: (region, what, seconds waited, gloo's error).
         label: see Wire.view.
 
@@ -89,6 +110,7 @@ class View:
         connections: int,
         timeout_s: float,
         throttle: Throttle,
+        waits: Waits,
         explain: Callable[[int, str, float, Exception], LinkError],
         label: bytes = b"",
     ) -> None:
@@ -101,6 +123,7 @@ class View:
         self.rtt_s = max((pair.rtt_s for pair in pairs.values()), default=0.0)
         self._tags = iter(tags)
         self._timeout, self._throttle, self._explain = timedelta(seconds=timeout_s), throttle, explain
+        self._waits = waits
         self._open: dict[int, Pending] = {}
         self._lock = threading.Lock()
         self._revoked = threading.Event()
@@ -132,8 +155,8 @@ class View:
         """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
         return self._start(region, index, "recv", buffer, tag, what)
 
-    def wait(self, pending: Iterable[Pending], what: str, patience: Patience | None = None) -> None:
-        """Wait for operations. With `patience`, another region may be late: `patience` decides how long to wait.
+    def wait(self, pending: Iterable[Pending], what: str, may_be_late: bool = False) -> None:
+        """Wait for operations. A region that `may_be_late` is waited for until the coordinator says that it is lost.
 
         Raises:
             RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
@@ -141,17 +164,16 @@ class View:
         """
         for each in pending:
             self._check()
-            if patience is not None:
-                patience.wait_for(each.region, what)
+            self._waits.begin(each.region, what, may_be_late)
             with self._naming(each.region, what):
-                each.connection.wait(each.work, self._timeout if patience is None else _FOR_EVER)
+                each.connection.wait(each.work, _FOR_EVER if may_be_late else self._timeout)
             with self._lock:
                 self._check()
                 self._open.pop(id(each), None)
+            self._waits.moved()
             if each.then is not None:
                 each.then()
-        if patience is not None:
-            patience.arrived()
+        self._waits.end()
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
         """Start to exchange a small tensor with every other region, on the control connection."""

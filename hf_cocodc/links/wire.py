@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..coordinator.cipher import check_encryption
+from ..coordinator.secret import Keys
 from ..errors import LinkError, RegionLostError
-from ..meeting.cipher import check_encryption
-from ..meeting.secret import Keys
 from ..threads import NativeThread
 from .door import with_door
 from .exchange import LARGEST
+from .introduction import Way
 from .pacing import Share, can_pace, pace, say_who_keeps_the_limit
 from .pairs import (
     ASSUMED_RATE,
@@ -29,7 +30,7 @@ from .pairs import (
     connections_for,
     side_by_side,
 )
-from .view import FOR_EVER_S, Throttle, View
+from .view import FOR_EVER_S, Throttle, View, Waits
 
 TAGS = 64
 """Tags of a view, unless it is made for more."""
@@ -60,11 +61,15 @@ class Wire:
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
-        note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
         keys: of the run's secret: both ends of a connection prove that they have them. None without a secret.
         encrypt: whether all that is sent is encrypted.
+
+    Attributes:
+        address: see the argument.
+        waits: what this region waits for now.
+        note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
         InputError: it cannot be encrypted here.
@@ -78,7 +83,6 @@ class Wire:
         timeout_s: float = 120.0,
         rate_limit: float | None = None,
         num_lanes: int = 1,
-        note_of: Callable[[int, float], str | None] | None = None,
         is_patient: bool = False,
         keys: Keys | None = None,
         encrypt: bool = False,
@@ -88,9 +92,11 @@ class Wire:
         self._secret = keys, encrypt
         self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
         self._asked = connections
-        self._address, self._note_of = address, note_of
+        self.address = address
+        self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
+        self.waits = Waits()
         self._paced: tuple[tuple[int, int], ...] = ()
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
@@ -104,14 +110,13 @@ class Wire:
         return sorted(self._pairs)
 
     def connect(
-        self, region: int, key: str, store: dist.Store, claim: Callable[[], bool] = lambda: True
+        self, region: int, key: str, way: Callable[[str], Way], claim: Callable[[], bool] = lambda: True
     ) -> None:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
         Args:
             region: the other region.
-            key: the same at both ends; no other pair of processes ever uses it at this store.
-            store: other threads may use it meanwhile.
+            key, way: see `Pair.meet`.
             claim: called when the connections are there, before they count; returns whether they are still wanted.
 
         Raises:
@@ -120,7 +125,7 @@ class Wire:
         pair = self._pair(region)
         with self._door.opened():
             with self._connecting([region]):
-                pair.meet(key, store)
+                pair.meet(key, way)
             self._widen([pair], alone=True)
         with self._lock:
             is_wanted = claim()
@@ -132,8 +137,12 @@ class Wire:
                 f"region {region} has left, or has come as another process, while they connected."
             )
 
-    def connect_all(self, num_regions: int, key: str, store: dist.Store) -> int:
-        """Connect to all other regions of 0 .. num_regions - 1. The longest round trip decides for all pairs.
+    def connect_all(self, keys: Mapping[int, str], way: Callable[[int], Callable[[str], Way]]) -> int:
+        """Connect to other regions. The longest round trip decides for all pairs.
+
+        Args:
+            keys: of all other regions; see `Pair.meet`.
+            way: from a region, how to reach it.
 
         Returns:
             The number of payload connections of each pair, equal in all regions.
@@ -141,12 +150,11 @@ class Wire:
         Raises:
             LinkError: the connections could not be made in time.
         """
-        others = [other for other in range(num_regions) if other != self.region]
+        others = sorted(keys)
         pairs = [self._pair(other) for other in others]
 
         def meet(pair: Pair) -> None:
-            first, second = sorted((self.region, pair.region))
-            pair.meet(f"{key}/{first}-{second}", store)
+            pair.meet(keys[pair.region], way(pair.region))
 
         # all regions handle pairs in the same order, and the first pair in it never waits for another one
         with self._door.opened():
@@ -225,11 +233,12 @@ class Wire:
     ) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS
         timeout_s = FOR_EVER_S if self._is_patient and tags != _FIRST_TAGS else self.timeout_s
-        return View(self.region, pairs, tags, cut_for, timeout_s, self._throttle, self._explain, label)
+        told = self._throttle, self.waits, self._explain, label
+        return View(self.region, pairs, tags, cut_for, timeout_s, *told)
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
-        reason = None if self._note_of is None else self._note_of(region, _NOTE_S)
+        reason = self.note_of(region, _NOTE_S)
         if reason is not None:
             return RegionLostError(
                 region, f"region {region} left while region {self.region} waited for {what}: {reason}"
@@ -305,7 +314,7 @@ class Wire:
             raise LinkError(f"region {self.region} could not connect to {whom}: {error}") from error
         except (RuntimeError, TimeoutError, ValueError) as error:
             raise LinkError(
-                f"region {self.region} could not connect to {whom} from its address {self._address}: "
+                f"region {self.region} could not connect to {whom} from its address {self.address}: "
                 f"{str(error).splitlines()[0][:200]}. Every region must reach every other region at its address: "
                 "set regions.interface to the network interface of the link."
             ) from error

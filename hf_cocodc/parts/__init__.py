@@ -1,7 +1,4 @@
-"""The parts of a method, as pure algorithms. They know nothing about clusters, files or Hugging Face.
-
-May import: errors, tensors.
-"""
+"""The parts of a method, as pure algorithms. They know nothing about clusters, files or Hugging Face."""
 
 import importlib
 from types import ModuleType

@@ -1,4 +1,1 @@
-"""Recipes: the complete description of a run, and the reader for its YAML.
-
-May import: errors, settings.
-"""
+"""Recipes: the complete description of a run, and the reader for its YAML."""

@@ -9,8 +9,8 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..coordinator.hello import may_differ
 from ..errors import CheckpointError
-from ..meeting.handshake import may_differ
 from .inner_optimizer import parts_of
 from .local_weights import base_digest
 

@@ -2,71 +2,83 @@
 
 import queue
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import DonorLost
-from ..meeting.presence import Member, Presence
+from ..coordinator.messages import Member
+from ..errors import DonorLost, short
 from .base import Base, receive
 from .donor import offered
-from .place import Place
 from .status import tell
 
 _POLL_S = 0.1
+_AGAIN_S = 10.0
+"""A member is asked again after so many seconds: what travels while the coordinator is away is lost."""
+_LONGEST_WHY = 400
 
 
-class Asking:
+class Donors:
     """The newcomer's side of it.
 
     Args:
-        place: of this region.
-        presence: of this process.
+        region: this one.
+        post: sends a member a message of this topic.
+        is_there: whether a member still takes part.
+        host_of: the address of a member's machine.
     """
 
-    def __init__(self, place: Place, presence: Presence) -> None:
-        self._place, self._presence = place, presence
-        self._offers: queue.SimpleQueue[tuple[Member, dict[str, Any] | str]] = queue.SimpleQueue()
-        presence.on("offer", lambda member, content: self._offers.put((member, content)))
-        presence.on("no_base", lambda member, content: self._offers.put((member, str(content.get("why")))))
+    def __init__(
+        self,
+        region: int,
+        post: Callable[[Member, str], object],
+        is_there: Callable[[Member], bool],
+        host_of: Callable[[Member], str],
+    ) -> None:
+        self._region, self._post, self._is_there, self._host_of = region, post, is_there, host_of
+        self._asked: Member | None = None
+        self._answers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
 
-    def base_of(self, member: Member, address: str, folder: Path) -> Base:
-        """Ask a member, whose presence listens at `address`, for a base; blocks until `folder` has it.
+    def hear(self, sender: Member, topic: str, content: dict[str, Any]) -> None:
+        """Take a message of another process, if it is an answer. Any thread may call it."""
+        if topic in ("offer", "no_base") and sender == self._asked:
+            self._answers.put((topic, content))
+
+    def base_of(self, member: Member, folder: Path, *, stuck_timeout_s: float, **how: Any) -> Base:
+        """Ask a member for a base, which it has to offer within `stuck_timeout_s`; blocks until `folder` has it.
+
+        `how`: see `receive`.
 
         Raises:
             DonorLost: it gives none.
             CheckpointError: what comes is no base, or the disk refuses.
         """
-        place, presence, regions = self._place, self._presence, self._place.regions
-        until = time.monotonic() + regions.stuck_timeout_s
 
         def alive() -> None:
-            seen = presence.seen(member.region)
-            if member not in presence.members or (seen is not None and seen.lost):
+            if not self._is_there(member):
                 raise DonorLost(f"region {member.region} is lost.")
 
-        presence.tell(member, "base")
+        self._answers, self._asked = queue.SimpleQueue(), member
+        began, ask_at = time.monotonic(), 0.0
         while True:
             alive()
-            seen = presence.seen(member.region)
-            if time.monotonic() > until and seen is not None and seen.moved_s > regions.stuck_timeout_s:
-                raise DonorLost(
-                    f"region {member.region} has made no inner step for {seen.moved_s:.0f} s "
-                    f"(regions.stuck_timeout_s={regions.stuck_timeout_s:g})."
-                )
+            if time.monotonic() >= ask_at:
+                self._post(member, "base")
+                ask_at = time.monotonic() + _AGAIN_S
             try:
-                who, said = self._offers.get(timeout=_POLL_S)
+                topic, content = self._answers.get(timeout=_POLL_S)
+                break
             except queue.Empty:
-                continue
-            if who != member:
-                continue
-            if isinstance(said, str):
-                raise DonorLost(said)
-            try:
-                offer = offered(said, address)
-            except (KeyError, TypeError, ValueError) as error:
-                raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
-            tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
-            return receive(
-                *(offer, folder, place.region, member.region, alive, regions.timeout_s),
-                *(place.host, place.largest_base, place.prove(offer)),
-            )
+                if time.monotonic() > began + stuck_timeout_s:
+                    raise DonorLost(
+                        f"region {member.region} has offered no base for {stuck_timeout_s:.3g} s "
+                        "(regions.stuck_timeout_s, or what is left of regions.start_timeout_s): does it make inner steps?"
+                    ) from None
+        if topic == "no_base":
+            raise DonorLost(short(content.get("why"), _LONGEST_WHY))
+        try:
+            offer = offered(content, self._host_of(member))
+        except (KeyError, ValueError) as error:
+            raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
+        tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
+        return receive(offer, folder, self._region, member.region, alive, **how)

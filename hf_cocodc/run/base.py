@@ -4,20 +4,21 @@ import hashlib
 import json
 import logging
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..errors import CheckpointError, DonorLost, LinkError
+from ..coordinator.secret import Keys
+from ..coordinator.validation import whole
+from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
 from ..links.log import Item, from_plain
-from ..meeting.heard import whole
-from ..meeting.proof import Proof
 from . import checkpoint as disk
 from . import manifest
 from .donor import SIGN_S, STARTED, Offer
-from .frames import Frames, call
+from .frames import Frames
 from .parcel import check_files, make_own
 
 logger = logging.getLogger(__name__)
@@ -31,22 +32,13 @@ _SIGNS = 4
 _BYTES_OF_A_VALUE = 64
 """Of each value of the model, a base has at most so many bytes: global and outer state, transfers in flight, inner optimizer."""
 _BASE_MARGIN = 1 << 30
-
-
-class RunOver(LinkError):
-    """The run has ended before the newcomer had caught up."""
+_CONNECT_S = 20.0
+_LONGEST_WHY = 400
 
 
 class Received(NamedTuple):
-    """What all ranks of a region know of a base that their leader has received.
-
-    Attributes:
-        folder: a checkpoint that another region wrote, which can be loaded.
-        donor: the region that wrote it.
-        step: its inner step.
-        run: number of the run that wrote it.
-        started: what the regions of the run agreed on before step 1.
-    """
+    """What all ranks of a region know of a base: its folder, a checkpoint that can be loaded; the region that wrote it; its inner
+    step; the number of the run; and what the regions of the run agreed on before step 1."""
 
     folder: Path
     donor: int
@@ -63,11 +55,6 @@ def received_in(plain: Any) -> Received:
 
 class Base:
     """A base that has been received.
-
-    Args:
-        received: what it is.
-        frames: the connection on which the log comes.
-        num_bytes: of its files.
 
     Attributes:
         items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
@@ -96,21 +83,20 @@ def receive(
     timeout_s: float,
     host: str = "",
     most: int = 1 << 50,
-    proof: Proof | None = None,
+    keys: Keys | None = None,
+    encrypt: bool = False,
 ) -> Base:
     """Get the base that a donor offers.
 
     Args:
-        offer: where to get it.
         folder: where to put it; other regions may put theirs there, too.
         region: this one.
         donor: the region that offers it.
         alive: raises if the donor is gone.
-        timeout_s: seconds without a byte of the base, or of the log, after which the donor is given up; a donor that has
-            nothing to send gives signs of life.
+        timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
         host: address of this machine to call from; empty for any.
         most: bytes of the largest base that this region's model can have.
-        proof: this end of the conversation in which both ends prove themselves; None without a secret of the run.
+        keys, encrypt: equal at both ends, see `Donation`.
 
     Raises:
         DonorLost: the donor, or the connection to it, is gone.
@@ -121,12 +107,17 @@ def receive(
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
+    address, source = (offer.host, offer.port), (host, 0) if host else None
     try:
-        frames = call(offer.host, offer.port, alive, host, max(timeout_s, _SIGNS * SIGN_S))
-    except LinkError as error:
-        raise DonorLost(f"region {donor} does not send the base that it has offered: {error}") from error
+        connection = socket.create_connection(address, _CONNECT_S, source)
+    except OSError as error:
+        raise DonorLost(
+            f"region {donor} has offered a base, and nobody answers at {offer.host}:{offer.port} ({error.strerror or error})."
+        ) from error
+    _, ciphers = offer.ciphers(keys, encrypt)
+    frames = Frames(connection, ciphers, alive, patience_s=max(timeout_s, _SIGNS * SIGN_S))
     try:
-        about, num_bytes = _receive_files(frames, half, offer.secret, donor, most, proof)
+        about, num_bytes = _receive_files(frames, half, offer.greeting, donor, most)
         run, started = _told(half, about)
         with disk.saving(checkpoint):
             make_own(half)
@@ -147,14 +138,11 @@ def largest_base(model: nn.Module) -> int:
 
 
 def _receive_files(
-    frames: Frames, half: Path, secret: str, donor: int, most: int, proof: Proof | None
+    frames: Frames, half: Path, greeting: bytes, donor: int, most: int
 ) -> tuple[dict[str, Any], int]:
     """Write the files of a base; returns what the donor says about it, and the bytes of the files."""
     try:
-        if proof is None:
-            frames.send("hello", secret=secret)
-        else:
-            frames.prove(proof)
+        frames.send_bytes(greeting)
         about = frames.receive()
         sizes = check_files(about.get("files"), donor)
         num_bytes = sum(sizes.values())
@@ -198,15 +186,11 @@ def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
-    """The log, as it comes.
-
-    Raises:
-        DonorLost: nothing more comes; another region may have a base.
-        RunOver: the run has ended.
-    """
+    """See `Base`."""
     try:
         while True:
             line = frames.receive()
+            why = short(line.get("why", line["kind"]), _LONGEST_WHY)
             if line["kind"] == "item":
                 yield from_plain(frames.receive_tree(line, largest))
             elif line["kind"] == "alive":
@@ -215,11 +199,11 @@ def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
                 return
             elif line["kind"] == "end" and line.get("how") == "over":
                 raise RunOver(
-                    f"the run has ended before this region had caught up with it ({line.get('why')}). Nothing is left to train: "
+                    f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
                     f"region {donor} and the others have the model."
                 )
             else:
-                raise LinkError(f"{line.get('why', line['kind'])}.")
+                raise LinkError(f"{why}.")
     except (RunOver, DonorLost):
         raise
     except LinkError as error:

@@ -3,49 +3,45 @@
 import atexit
 import json
 import logging
-import os
-import secrets
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ..coordinator.addresses import own_address
+from ..coordinator.cipher import check_encryption
+from ..coordinator.hello import compare
+from ..coordinator.messages import Stop
+from ..coordinator.secret import secret_of
 from ..errors import InputError
 from ..links.base import Link
-from ..links.gloo import GlooLink
+from ..links.group import RegionGroup
 from ..links.lanes import LaneLink
-from ..links.lockstep import LockstepLink, loopback
+from ..links.lockstep import loopback
 from ..links.ranks import SharedLink
 from ..links.spreading import spread_all
-from ..meeting.addresses import own_address
-from ..meeting.cipher import check_encryption
-from ..meeting.handshake import compare, frozen_digest
-from ..meeting.region_store import RegionStore
-from ..meeting.rendezvous import rendezvous
-from ..meeting.sealed import check, within
-from ..meeting.secret import Keys, secret_of
-from ..meeting.stopping import PATIENCE_S, Circle, StopAgreement
-from ..meeting.store import connect_store, serve_store
+from ..links.stopping import StopAgreement
+from ..links.tcp import TcpLink
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
 from .about import About
 from .base import largest_base
-from .company import Company
-from .hellos import own_hello, show_differences
-from .place import Place, RunTrains, find, watch
-from .ranks import from_main, of_all
+from .hellos import frozen_digest, own_hello, show_differences
+from .ranks import of_all
+from .session import RegionContext, RegionSession, keep, session_of
 from .status import tell
 from .supported import is_sharded, lanes_of, refuse_fixed
-from .waiting import Waiting, announce
+from .waiting import announce
 
 logger = logging.getLogger(__name__)
 
 _GLOO_END_S = 0.1
 _NOTHING = About()
-_COMPANIES: "weakref.WeakKeyDictionary[Link, Company]" = weakref.WeakKeyDictionary()
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 """Links over which nothing has been trained since their regions compared what they are."""
 
@@ -69,18 +65,18 @@ def connect(
     stage: tuple[int, int] | None = None,
     about: About = _NOTHING,
 ) -> Link:
-    """Meet the other regions, compare settings and connect.
+    """Meet the other regions, compare settings and connect; or join them, if they train already.
 
     If all ranks hold the same parameters, only the leader connects. A rank that holds shards (FSDP2) or a stage of its own
-    connects to the same rank of every other region.
+    connects to the same rank of every other region; each lane is a run of its own at the coordinator.
 
     Raises:
         InputError: settings that cannot work.
         HandshakeError: regions disagree.
-        LinkError: the store or a region cannot be reached in time.
+        LinkError: the coordinator or a region cannot be reached in time.
     """
     regions = regions.resolved()
-    region, count = regions.region, regions.count
+    count = regions.count
     assert count is not None
     rank, num_ranks, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     sharded = accelerator.distributed_type is DistributedType.FSDP
@@ -88,169 +84,97 @@ def connect(
     if num_ranks > 1:
         atexit.unregister(_let_gloo_end)
         atexit.register(_let_gloo_end)
-    keys = secret_of(regions) if count > 1 or num_ranks > 1 or regions.elastic else None
-    if regions.encrypt and (count > 1 or regions.elastic):
-        check_encryption(keys)
-    inside = _region_store(accelerator, keys) if stage is None else None
-    if regions.elastic and regions.max != 1:
+    is_elastic = regions.elastic and regions.max != 1
+    if is_elastic:
         refuse_fixed(sharded, stage)
-        return _connect_elastic(accelerator, model, config, regions, max_steps, about, inside, keys)
-
-    assert region is not None
-
-    def agreement(met: str | None) -> StopAgreement | None:
-        """How this rank agrees with the others on a step to stop at; `met` is known to ranks that reach other regions."""
-        if stage is not None or count == num_ranks == 1:
-            return None
-        leaders = None
-        if met is not None and rank == 0:
-            assert regions.store is not None
-            store = connect_store(regions.store, PATIENCE_S, keys)
-            leaders = Circle(within(f"{met}/stop", store), region, count)
-        return StopAgreement(leaders, inside)
-
-    if count == 1:
+    group = RegionGroup() if num_ranks > 1 and stage is None else None
+    if count == 1 and not is_elastic:
         alone = loopback()
         alone.lane, alone.num_lanes = lane, num_lanes
-        link: LaneLink | LockstepLink = LaneLink(alone, rank, num_ranks, device, inside) if sharded else alone
-        link.agreement = agreement(None)
+        link: Link = LaneLink(alone, rank, num_ranks, device, group) if sharded else alone
+        link.agreement = None if group is None else StopAgreement(group, None)
         return link
-
-    # of shards, each rank has its own; before the model is sharded, the leader has all of it
-    frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None
-
-    def meet() -> str:
-        assert regions.store is not None
-        mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
-        store = connect_store(regions.store, regions.timeout_s, keys)
-        check(store)
-        name = _name_of(regions, about)
-        name = name if stage is None else f"{name}, stage {lane}"
-        wait_s = regions.start_timeout_s
-        waiting = Waiting(region, name, regions.store, wait_s)
-        roster = rendezvous(store, name, region, count, mine, wait_s, waiting)
-        hosts = ", ".join(str(each.get("host")) for each in roster.hellos)
-        announce("all %d regions of run %r have met: %s", count, name, hosts)
-        show_differences(roster.hellos)
-        return roster.run
-
-    def reach(met: str | None) -> GlooLink:
-        assert met is not None and regions.store is not None
-        store = connect_store(regions.store, regions.timeout_s, keys)
-        link = GlooLink(
-            store,
-            f"{met}/lane{lane}",
-            region,
-            count,
-            connections=regions.connections if isinstance(regions.connections, int) else None,
-            address=own_address(regions.store, regions.interface),
-            timeout_s=regions.timeout_s,
-            stuck_timeout_s=regions.stuck_timeout_s,
-            rate_limit=None if regions.rate_limit is None else regions.rate_limit * 1e6 / 8,
-            num_lanes=num_lanes,
-            pin_memory=device.type == "cuda",
-            keys=keys,
-            encrypt=bool(regions.encrypt),
-        )
-        logger.info(
-            "%d connections to each other region, round trip %.1f ms",
-            *(link.view.connections, 1000 * link.view.rtt_s),
-        )
-        link.lane = lane
-        return link
-
-    what = "the meeting of the regions"
-    met: str | None
-    if inside is None:
-        met = meet()
-        found: Link = reach(met)
-    elif sharded:
-        inside.lead(meet, what, lambda run: run)
-        met = inside.heard
-        found = LaneLink(reach(met), lane, num_lanes, device, inside)
-    else:
-        met = inside.lead(meet, what)
-        leader_link = inside.lead(lambda: reach(met), "the connections between the regions")
-        found = SharedLink(leader_link, region, count, device, inside)
-    found.agreement = agreement(met)
-    _COMPARED.add(found)
-    return found
-
-
-def _connect_elastic(
-    accelerator: Accelerator,
-    model: nn.Module,
-    config: OuterConfig,
-    regions: RegionConfig,
-    max_steps: int | None,
-    about: About,
-    inside: RegionStore | None,
-    keys: Keys | None,
-) -> Link:
-    """Meet the other regions of a run whose regions come and go, or join it if it trains already."""
-    region, count = regions.region, regions.count
-    assert count is not None and regions.store is not None
-    if region is None:
+    if regions.region is None:
         raise InputError(
             f"this region is to join a run, and has no number. Set {ENV_REGION}, or use `hf-cocodc train RECIPE --join`, which "
             "finds a free one."
         )
-    name = _name_of(regions, about)
+    keys = secret_of(regions)
+    if regions.encrypt:
+        check_encryption(keys)
+    name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
+    # of shards, each rank has its own; before the model is sharded, the leader has all of it
+    frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None
 
-    def enter() -> Company:
-        assert regions.store is not None and region is not None
-        place = Place(
-            region=region,
+    def context(name: str, compared: Mapping[str, Any]) -> RegionContext:
+        assert regions.region is not None and regions.coordinator is not None
+        return RegionContext(
+            region=regions.region,
             regions=regions,
             name=name,
-            hello=own_hello(accelerator, model, config, regions, max_steps, about, 1, None),
-            host=own_address(regions.store, regions.interface),
-            pin_memory=accelerator.device.type == "cuda",
+            compared=compared,
+            host=own_address(regions.coordinator, regions.interface),
+            pin_memory=device.type == "cuda",
             keys=keys,
             largest_base=largest_base(model),
+            num_lanes=num_lanes,
         )
-        check(place.store())
-        record, roster = find(place), None
-        if record is None:
-            hello, wait_s = dict(place.hello), regions.start_timeout_s
-            waiting = Waiting(region, name, regions.store, wait_s)
-            try:
-                roster = rendezvous(
-                    *(place.store(), name, region, count, hello, wait_s, waiting, watch(place))
-                )
-            except RunTrains as found:
-                record = found.record
-        if record is not None:
-            words = f"joins run {name!r}, which trains at step {max(each.step for each in record.members)}"
-            announce("region %d %s", region, words)
-            tell("joining the run", news=words)
-            return Company.joined(place, record)
-        assert roster is not None
-        announce("all %d regions of run %r have met", count, name)
-        show_differences(roster.hellos)
-        return Company.met(place, roster.run)
 
-    company = enter() if inside is None else inside.lead(enter, "the meeting of the regions")
-    link: Link
-    if inside is None:
-        assert company is not None
-        link = company.link
+    def meet() -> TcpLink:
+        mine = own_hello(accelerator, model, config, regions, max_steps, about, num_lanes, frozen)
+        return _enter(context(name if stage is None else f"{name}, stage {lane}", mine), is_elastic)
+
+    what = "the meeting of the regions"
+    own: TcpLink | None
+    if group is None:
+        link = own = meet()
+    elif sharded:
+        leader = group.lead(meet, what, lambda link: link.run)
+        # the lanes' own runs compare nothing: their leaders have
+        own = leader or _enter(context(f"{name}, lane {rank} of {group.heard}", {}), is_elastic, quiet=True)
+        link = LaneLink(own, lane, num_lanes, device, group)
     else:
-        leader_link = None if company is None else company.link
-        link = SharedLink(leader_link, region, count, accelerator.device, inside, is_elastic=True)
-    if company is not None:
-        _COMPANIES[link] = company
+        leader = group.lead(meet, what)
+        own = leader  # None on the other ranks
+        link = SharedLink(leader, regions.region, count, device, group, is_elastic)
+    if own is not None:
+        own.lane = lane
+    if stage is None and not is_elastic:
+        request = None if own is None or lane else lambda why: own.send(Stop(why=why))
+        agreement = StopAgreement(group, request)
+        link.agreement = agreement
+        if own is not None and not lane:
+            own.agreement = agreement
+    session = None if own is None else session_of(own)
+    if session is not None:
+        keep(link, session)
     _COMPARED.add(link)
     return link
 
 
-def company_of(link: Link) -> Company | None:
-    """On the leader: its side of an elastic run; None elsewhere."""
-    return _COMPANIES.get(link)
-
-
-def _name_of(regions: RegionConfig, about: About) -> str:
-    return regions.run or about.run or Path(sys.argv[0]).stem or "script"
+def _enter(context: RegionContext, is_elastic: bool, quiet: bool = False) -> TcpLink:
+    """Meet the other regions of a run, or join it, and connect to them."""
+    client = context.meet(join=bool(context.regions.join))
+    welcome = client.welcome
+    if quiet:
+        pass
+    elif welcome.joins:
+        words = f"joins run {context.name!r}, which trains at step {welcome.step}"
+        announce("region %d %s", context.region, words)
+        tell("joining the run", news=words)
+        show_differences([*welcome.compared, context.compared])
+    else:
+        hosts = ", ".join(place.host for place in welcome.members)
+        announce("all %d regions of run %r have met: %s", len(welcome.members), context.name, hosts)
+        show_differences(welcome.compared)
+    link = context.link(client)
+    if not welcome.joins:
+        logger.info(
+            "%d connections to each other region, round trip %.1f ms",
+            *(link.view.connections, 1000 * link.view.rtt_s),
+        )
+    keep(link, RegionSession(context, link))
+    return link
 
 
 def meet(
@@ -265,7 +189,7 @@ def meet(
 ) -> Link:
     """Meet the other regions over a link that is given (`simulate`), or else `connect`.
 
-    Regions compare over a given link what they compare at the store, once before each training (`begin_over`).
+    Regions compare over a given link what they compare at the coordinator, once before each training (`begin_over`).
 
     Raises:
         InputError, HandshakeError, LinkError: see `connect`.
@@ -277,7 +201,7 @@ def meet(
     mine = own_hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
     told = json.dumps(mine).encode()
     hellos = [json.loads(each) for each in spread_all(link, told, "what it is").values()]
-    link.count_broadcasts()  # what crosses a store does not count either
+    link.count_broadcasts()  # what crosses the coordinator does not count either
     compare(hellos)
     show_differences(hellos)
     _COMPARED.add(link)
@@ -287,21 +211,3 @@ def meet(
 def begin_over(link: Link) -> None:
     """A training over `link` begins: before the next one regions compare anew."""
     _COMPARED.discard(link)
-
-
-def _region_store(accelerator: Accelerator, keys: Keys | None) -> RegionStore | None:
-    """The store that a region of several ranks has for itself. A collective call of its ranks."""
-    num_ranks = accelerator.num_processes
-    if num_ranks == 1:
-        return None
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(num_ranks):
-        host = "127.0.0.1"  # nobody else need reach the store
-    everywhere, here = ("::", "::1") if ":" in host else ("0.0.0.0", "127.0.0.1")
-    server = None
-    if accelerator.is_main_process:
-        server = serve_store(here if host == here else everywhere)
-        host = here
-    port, token = from_main(accelerator, server and (server.port, secrets.token_hex(16)))
-    inside = None if keys is None else keys.of("inside", token)  # no other region and no other run has these
-    return RegionStore(f"[{host}]:{port}", accelerator.process_index, num_ranks, server, inside)

@@ -7,25 +7,27 @@ are too few wait for more. How a region comes in is in `newcomer`.
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
+from ..coordinator.messages import Member
 from ..engine.saving import wait_for_transfers
 from ..errors import CheckpointError, LeftBehind
 from ..links.log import Marker
 from ..links.spreading import gather
 from ..links.trailer import Ending, Words
-from ..meeting.presence import Member
 from ..settings import RegionConfig
 from .checkpoint import Saved
-from .company import Company
 from .donor import write_base
 from .newcomer import Newcomer
 from .runner import Runner
 from .saving import facts_of
+from .session import RegionSession
 from .shelf import main_says
 from .status import tell
 
@@ -60,10 +62,20 @@ class Held(NamedTuple):
     Attributes:
         has_waited: whether it has waited long enough (`regions.wait_s`).
         ending: what it says about its end.
+        knows: see `Link.knows`.
     """
 
     has_waited: bool
     ending: Ending
+    knows: int
+
+
+def _would_leave(known: int, session: RegionSession) -> bool:
+    return session.link.would_leave(known)
+
+
+def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:
+    return session.link.regroup(known)
 
 
 class Elastic:
@@ -72,7 +84,7 @@ class Elastic:
     Args:
         outer: of this rank.
         accelerator: of this region.
-        company: the leader's side; None on other ranks.
+        session: the leader's side; None on other ranks.
         regions: resolved.
         folder: where bases lie for a while; the same for all ranks of the region.
     """
@@ -81,16 +93,16 @@ class Elastic:
         self,
         outer: Runner,
         accelerator: Accelerator,
-        company: Company | None,
+        session: RegionSession | None,
         regions: RegionConfig,
         folder: Path,
     ) -> None:
-        self._outer, self._accelerator, self._company = outer, accelerator, company
+        self._outer, self._accelerator, self._session = outer, accelerator, session
         self._least, self._wait_s, self._folder = regions.min or 1, regions.wait_s or 0.0, folder
         self._leaves = ""  # why it does; empty if it does not
         self._has_left = False
         self._left_behind: LeftBehind | None = None
-        self._newcomer = Newcomer(outer, accelerator, company, folder, self._say)
+        self._newcomer = Newcomer(outer, accelerator, session, folder, self._say)
         outer.journal.earlier = self._events
 
     def begin(self, joined: Callable[[int, int], object] | None = None) -> None:
@@ -99,7 +111,7 @@ class Elastic:
             self._is_in(self._newcomer.begin(joined))
             return
         link, journal = self._outer.link, self._outer.journal
-        number = 0 if self._company is None else self._company.link.epoch.number
+        number = 0 if self._session is None else self._session.link.epoch.number
         members = list(link.members)
         journal.write("epoch", step=self._outer.inner_step, epoch=number, losses=0, members=members, why="")
 
@@ -138,8 +150,6 @@ class Elastic:
     def close(self) -> None:
         """Before the link is closed."""
         self._outer.journal.write_earlier()
-        if self._company is not None:
-            self._company.close(self._outer.finished, self._outer.endings.verdict == "stop")
 
     def _after(self, words: Words | None) -> None:
         """What comes after the events of an inner step, which have landed `words`."""
@@ -148,10 +158,7 @@ class Elastic:
         self._newcomer.after_step()
         if words is not None:
             said = region in words and words[region].ending is Ending.LEAVING
-            # it does not count if others came or left since it was sent
-            self._has_left = said and self._say(lambda company: company.link.is_leaving, "who leaves")
-            if self._company is not None:
-                self._company.landed = outer.inner_step, time.monotonic()
+            self._has_left = said and self._say(lambda session: session.link.is_leaving, "who leaves")
         if outer.should_stop or outer.is_at_the_end:
             return
         is_to_leave = False
@@ -183,31 +190,32 @@ class Elastic:
         self._say_that_it_leaves(news.leaves)
         return True
 
-    def _news(self, company: Company) -> News:
-        company.reap()
-        wants = []
-        while company.wants:
-            wants.append(company.wants.popleft())
-        return News(tuple(wants), company.leaves or self._outer.endings.leaves)
+    def _news(self, session: RegionSession) -> News:
+        session.reap()
+        wants = set()
+        while session.wants:
+            wants.add(session.wants.popleft())
+        wanted = tuple(member for member in sorted(wants) if not session.offers_again(member))
+        return News(wanted, session.leaves or self._outer.endings.leaves)
 
     def _give_base(self, member: Member) -> None:
         """Let a newcomer have a base of this moment, and the log from now on. A collective call of the region's ranks."""
-        outer, company = self._outer, self._company
+        outer, session = self._outer, self._session
         logger.info(
             "region %d gives region %d a base of step %d", outer.link.region, member.region, outer.inner_step
         )
         facts = facts_of(outer)
         saved = Saved(outer.synchronizer.state_dict(), facts)
-        if company is None:
+        if session is None:
             return
         folder = self._folder / f"base-{member.ticket}"
         try:
             write_base(folder, saved, outer.link.lane, outer.model, outer.inner(), outer.started)
         except CheckpointError as error:
             logger.warning("region %d gets no base here: %s", member.region, error)
-            company.refuse_base(member, str(error))
+            session.refuse_base(member, str(error))
             return
-        company.give(member, folder, outer.inner_step, {"run": outer.started.get("run", 0)})
+        session.give(member, folder, outer.inner_step, {"run": outer.started.get("run", 0)})
 
     def _hold(self) -> None:
         """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""
@@ -216,7 +224,7 @@ class Elastic:
         while True:
             waited_s = time.monotonic() - began
             ending = Ending.LEAVING if self._leaves else outer.endings.word.ending
-            own = Held(waited_s > self._wait_s, ending)
+            own = Held(waited_s > self._wait_s, ending, outer.link.knows)
             told = gather(outer.link, own, f"who waits for more regions at step {step}")
             self._outer.journal.write_earlier()
             outer.endings.hear({region: each.ending for region, each in told.items()}, step)
@@ -237,11 +245,11 @@ class Elastic:
                     *(len(told), least, step, self._wait_s),
                 )
                 tell(f"waiting for more regions: {len(told)} of {least}")
-            members = self._say(
-                lambda company: company.link.roll_call(leaves=bool(self._leaves)), "the roll call"
-            )
+            known = min(each.knows for each in told.values())
+            has_left = self._say(partial(_would_leave, known), "who leaves")
+            members = self._say(partial(_regroup, known), "who comes in")
             self._outer.journal.write_earlier()
-            if self._leaves:
+            if has_left:
                 since = min(each.sent_at for each in outer.synchronizer.fragments)
                 if since < step:
                     logger.warning(
@@ -253,22 +261,27 @@ class Elastic:
             if len(members) >= least:
                 tell("training")
                 return
-            self._act_on_news()
+            if self._act_on_news() and self._session is not None:
+                self._session.leave()
             time.sleep(_ROLL_CALL_S)
 
     def _say_that_it_leaves(self, why: str) -> None:
         outer = self._outer
         self._leaves = why
         outer.link.leave_note(why)
-        if self._company is not None:
-            self._company.leaves = why
+        if self._session is not None:
+            self._session.leaves = why
+            self._session.say_doing()
         if outer.link.num_regions > 1:
             said = f"region {outer.link.region} leaves ({why}): the others go on without it."
             logger.warning(said)
             outer.journal.write("note", step=outer.inner_step, message=said)
 
     def _leave(self) -> None:
-        """Leave the run in good order: what this region has trained reaches the others first. The last one stops the run."""
+        """Leave the run in good order: what this region has trained reaches the others first. The last one stops the run.
+
+        A region whose run ends before it has left ends with the others.
+        """
         outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
         if outer.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)
@@ -281,28 +294,42 @@ class Elastic:
         while may_go_on() and any(each.sent_at <= since for each in outer.synchronizer.fragments):
             outer.coast_one()
         endings.tell(ending=Ending.LEAVING)
-        while may_go_on() and not self._has_left:
+        if self._session is not None:
+            self._session.leave()
+        is_cut_off = False
+        while may_go_on() and not self._has_left and not is_cut_off:
             outer.coast_one()
-        if self._has_left and not outer.should_stop:
+            is_cut_off = self._say(lambda session: session.is_cut_off, "whether the coordinator answers")
+        if outer.should_stop:
+            return
+        if is_cut_off and not self._has_left:
+            endings.end(
+                "leave", f"{self._leaves}; the coordinator does not answer: the others will miss this region"
+            )
+        elif self._has_left:
             wait_for_transfers(outer.synchronizer.fragments)
             outer.link.tick(outer.inner_step + 1)
             endings.end("leave", self._leaves)
+        else:
+            endings.tell(ending=Ending.NO)
+            outer.finish()
 
     def _events(self) -> list[tuple[str, dict[str, Any]]]:
         """What has happened to the run, for the journal."""
-        events, found = () if self._company is None else self._company.link.events, []
+        events = deque() if self._session is None else self._session.link.events
+        happened = []
         while events:
             kind, facts = events.popleft()
-            found.append((kind, {"step": self._outer.inner_step, **facts}))
-        return found
+            happened.append((kind, {"step": self._outer.inner_step, **facts}))
+        return happened
 
     def _say(
-        self, call: Callable[[Company], T], what: str, read: Callable[[Any], T] = lambda plain: plain
+        self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = lambda plain: plain
     ) -> T:
         """What `call` returns on the leader, in all ranks."""
 
         def on_the_leader() -> T:
-            assert self._company is not None
-            return call(self._company)
+            assert self._session is not None
+            return call(self._session)
 
         return main_says(self._outer.link, self._accelerator, on_the_leader, what, read)

@@ -112,7 +112,7 @@ class Endings:
         self.word = self.word._replace(**news)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask all regions to stop: at a step that they agree on through the store; or else when a transfer tells them.
+        """Ask all regions to stop: at a step that they agree on through the coordinator; or else when a transfer tells them.
 
         Where regions go on without each other, and `regions.when_one_ends` is "continue", only this one leaves.
         """
@@ -134,7 +134,7 @@ class Endings:
             self.ask_to_stop(self._link.agreement.asked)
 
     def after_step(self, inner_step: int, words: Words | None) -> None:
-        """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the store.
+        """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the coordinator.
 
         A single region needs no transfer.
         """
@@ -147,7 +147,7 @@ class Endings:
         if agreement is None or self.verdict is not None or inner_step == self._max_steps:
             return
         if not agreement.passes(inner_step):
-            reasons = dict(enumerate(agreement.reasons))
+            reasons = {region: agreement.reasons.get(region, "") for region in self._link.members}
             endings = {r: Ending.INTERRUPTED if reason else Ending.NO for r, reason in reasons.items()}
             self._end(endings, reasons.__getitem__, inner_step)
 

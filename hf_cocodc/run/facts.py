@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from ..coordinator.validation import MOST
 from ..links.base import Link
-from ..meeting.heard import MOST
 
 TAKEN_OVER = "joining"
 """Name of `Facts.taken_over` in format 1."""

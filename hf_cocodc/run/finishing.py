@@ -71,7 +71,7 @@ class Finishing(ABC):
     def ask_to_stop(self, reason: str) -> None:
         """Ask all regions to stop with a checkpoint; train on until `should_stop`, which takes about a second.
 
-        Regions agree on the step through the store. One rank of one region is enough, and a signal's handler may call this.
+        Regions agree on the step through the coordinator. One rank of one region is enough, and a signal's handler may call this.
         """
         self.endings.ask_to_stop(reason)
 

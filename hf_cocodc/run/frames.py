@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..coordinator.channel import keep_from_forks
+from ..coordinator.cipher import Cipher
+from ..coordinator.validation import whole
 from ..errors import LinkError
-from ..meeting.channel import keep_from_forks
-from ..meeting.cipher import Cipher
-from ..meeting.heard import whole
-from ..meeting.proof import Proof
 from .trees import put_together, take_apart
 
 CHUNK = 1 << 20
@@ -26,13 +25,17 @@ _MOST_DIMS = 8
 _LONGEST_DIM = 1 << 48
 _RECORD = 64 << 10
 """Bytes of a sealed record at most, unsealed."""
-_LENGTH = 4
+LENGTH = 4
+"""Bytes before a sealed record that tell its length."""
 _POLL_S = 0.5
-_CONNECT_S = 20.0
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 } | {"int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}
+
+
+Ciphers = tuple[Cipher, Cipher]
+"""What seals what this end sends, and what opens what comes."""
 
 
 class Frames:
@@ -40,7 +43,8 @@ class Frames:
 
     Args:
         connection: connected.
-        alive: called now and then while this end waits for the other; raises if there is nothing to wait for.
+        ciphers: seal the whole connection; None without a secret of the run.
+        alive: called now and then while the other end sends nothing, or takes nothing; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.
         patience_s: seconds without a byte after which the other end counts as gone, while this end waits for it.
 
@@ -50,6 +54,7 @@ class Frames:
     def __init__(
         self,
         connection: socket.socket,
+        ciphers: Ciphers | None = None,
         alive: Callable[[], object] = lambda: None,
         rate: float | None = None,
         patience_s: float = math.inf,
@@ -58,36 +63,15 @@ class Frames:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_from_forks(connection)
         self._socket, self._alive, self._rate, self._patience_s = connection, alive, rate, patience_s
+        self._ciphers = ciphers
         # the other end must never wait longer for the next byte than it takes to send so many
         self._most = CHUNK if rate is None else max(int(rate * _POLL_S), 1)
         self._free_at = time.monotonic()
-        self._ciphers: tuple[Cipher, Cipher] | None = None
         self._received = bytearray()
-
-    def prove(self, proof: Proof) -> None:
-        """Prove this end, which has called, to the other one, and hear its proof. What follows is sealed.
-
-        Raises:
-            LinkError: the other end has not proven itself, or has ended the conversation.
-        """
-        self._send_line(proof.say({"kind": "hello"}))
-        proof.hear(self.receive())
-        self._send_line(proof.say({"kind": "here"}))
-        self.seal(proof.ciphers())
-
-    def seal(self, ciphers: tuple[Cipher, Cipher] | None) -> None:
-        """From now on, seal what is sent and open what comes, with these ciphers for the one and the other.
-
-        Raises:
-            LinkError: more has come than the other end has proven: somebody else may have said it.
-        """
-        if ciphers is not None and self._received:
-            raise LinkError(f"{len(self._received)} bytes have come that the other end has not sealed.")
-        self._ciphers = ciphers
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a line."""
-        self._send_line({"kind": kind, **content})
+        self.send_bytes(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
     def send_bytes(self, data: bytes | memoryview) -> None:
         """Send bytes, which a line has announced."""
@@ -97,10 +81,7 @@ class Frames:
             return
         for start in range(0, len(rest), _RECORD):
             sealed = self._ciphers[0].seal(rest[start : start + _RECORD])
-            self._send(memoryview(len(sealed).to_bytes(_LENGTH, "big") + sealed))
-
-    def _send_line(self, message: dict[str, Any]) -> None:
-        self.send_bytes(json.dumps(message).encode() + b"\n")
+            self._send(memoryview(len(sealed).to_bytes(LENGTH, "big") + sealed))
 
     def _send(self, rest: memoryview) -> None:
         while rest:
@@ -192,7 +173,7 @@ class Frames:
         """Some bytes more, as they were sent."""
         if self._ciphers is None:
             return self._take(CHUNK)
-        length = int.from_bytes(self._exactly(_LENGTH), "big")
+        length = int.from_bytes(self._exactly(LENGTH), "big")
         if length > _RECORD + self._ciphers[1].overhead:
             raise LinkError(f"the other end sent a record of {length} bytes.")
         return self._ciphers[1].open(self._exactly(length))
@@ -226,18 +207,3 @@ def _shape(lengths: Any) -> tuple[int, ...]:
     if not isinstance(lengths, list) or len(lengths) > _MOST_DIMS:
         raise ValueError(f"{str(lengths)[:80]} is no shape")
     return tuple(whole(length, most=_LONGEST_DIM) for length in lengths)
-
-
-def call(
-    host: str, port: int, alive: Callable[[], object], source: str = "", patience_s: float = math.inf
-) -> Frames:
-    """Connect to `host`:`port`, from the address `source` if given. The rest: see `Frames`.
-
-    Raises:
-        LinkError: nobody answers there.
-    """
-    try:
-        connection = socket.create_connection((host, port), _CONNECT_S, (source, 0) if source else None)
-    except OSError as error:
-        raise LinkError(f"nobody answers at {host}:{port} ({error.strerror or error}).") from error
-    return Frames(connection, alive, patience_s=patience_s)

@@ -12,13 +12,13 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
 from ..links.base import Link
-from ..links.terms import State
+from ..links.rules import Standing
 from . import checkpoint as disk
 from . import local_weights
 from .base import Received, received_in
 from .checkpoint import Saved
-from .connect import company_of
 from .donor import Inner
+from .session import session_of
 from .shelf import main_says
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ def joins(link: Link, accelerator: Accelerator) -> bool:
         return False
 
     def is_joining() -> bool:
-        company = company_of(link)
-        assert company is not None
-        return company.link.state is State.JOINING
+        session = session_of(link)
+        assert session is not None
+        return session.link.standing is Standing.JOINING
 
     return main_says(link, accelerator, is_joining, "whether this region joins")
 
@@ -46,9 +46,9 @@ def get_base(link: Link, accelerator: Accelerator, folder: Path) -> Received:
     """
 
     def get() -> Received:
-        company = company_of(link)
-        assert company is not None
-        return company.get_base(folder)
+        session = session_of(link)
+        assert session is not None
+        return session.get_base(folder)
 
     return main_says(link, accelerator, get, "a base from another region", received_in)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..errors import DonorLost, LeftBehind
+from ..errors import DonorLost, LeftBehind, RunOver
 from ..links.log import Marker, from_plain
-from .base import RunOver, received_in
+from .base import received_in
 from .checkpoint import read
-from .company import Company
 from .runner import Runner, Say
+from .session import RegionSession
 from .status import tell
 
 logger = logging.getLogger(__name__)
@@ -40,22 +40,22 @@ class Newcomer:
     Args:
         outer: of this rank.
         accelerator: of this region.
-        company: the leader's side; None on other ranks.
+        session: the leader's side; None on other ranks.
         folder: where bases lie for a while; the same for all ranks of the region.
         say: see `runner.Say`.
     """
 
     def __init__(
-        self, outer: Runner, accelerator: Accelerator, company: Company | None, folder: Path, say: Say
+        self, outer: Runner, accelerator: Accelerator, session: RegionSession | None, folder: Path, say: Say
     ) -> None:
-        self._outer, self._accelerator, self._company = outer, accelerator, company
+        self._outer, self._accelerator, self._session = outer, accelerator, session
         self._folder, self._say = folder, say
         self._admitted_at: int | None = None
 
     def begin(self, joined: Callable[[int, int], object]) -> Marker:
         """Come into the run for the first time; the base is loaded. See `follow`."""
         self._forget_base()
-        self._say(Company.follow, "the log of another region")
+        self._say(RegionSession.follow, "the log of another region")
         return self.follow(joined)
 
     def follow(
@@ -74,7 +74,7 @@ class Newcomer:
         while True:
             try:
                 marker = self._say(
-                    lambda company: company.link.next_marker(_MARKER_S), "the others' progress", _marker_in
+                    lambda session: session.link.next_marker(_MARKER_S), "the others' progress", _marker_in
                 )
                 if marker is None:
                     continue
@@ -85,7 +85,7 @@ class Newcomer:
                     raise RunOver(
                         f"{outer.endings.why}: the run ends before this region has caught up with it."
                     )
-                if self._say(lambda company, marker=marker: company.applies(marker), "the way in"):  # type: ignore[misc]
+                if self._say(lambda session, marker=marker: session.applies(marker), "the way in"):  # type: ignore[misc]
                     break
             except (DonorLost, LeftBehind) as error:
                 logger.warning(
@@ -93,7 +93,7 @@ class Newcomer:
                 )
                 self._begin_again(keep)
         self._admitted_at = outer.inner_step
-        came = {} if self._company is None else self._company.came_from
+        came = {} if self._session is None else self._session.came_from
         outer.journal.write(
             "join", step=outer.inner_step, epoch=marker.number, region=outer.link.region, **came
         )
@@ -128,19 +128,19 @@ class Newcomer:
         )
         if since is not None and all(sent_at > since for sent_at in flying):
             self._admitted_at = None
-            if self._company is not None:
-                self._company.has_followed()
+            if self._session is not None:
+                self._session.has_followed()
 
     def _begin_again(self, keep: bool) -> None:
         """Be another newcomer, with a new base: members may have let the old one in, and wait for it."""
-        self._say(Company.come_back, "the way back")
+        self._say(RegionSession.come_back, "the way back")
         self._load_base(keep)
-        self._say(Company.follow, "the log of another region")
+        self._say(RegionSession.follow, "the log of another region")
 
     def _load_base(self, keep: bool) -> None:
         outer = self._outer
         base = self._say(
-            lambda company: company.get_base(self._folder), "a base from another region", received_in
+            lambda session: session.get_base(self._folder), "a base from another region", received_in
         )
         saved = read(base.folder, outer.link.lane)
         rounds = (saved.facts.step - outer.inner_step) / round_steps(outer)
@@ -155,7 +155,7 @@ class Newcomer:
 
     def _forget_base(self) -> None:
         self._accelerator.wait_for_everyone()  # all ranks read it
-        self._say(Company.forget_base, "the end of the base")
+        self._say(RegionSession.forget_base, "the end of the base")
 
 
 def round_steps(outer: Runner) -> float:

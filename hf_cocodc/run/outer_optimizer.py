@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import platform
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..auto import for_rounds, too_few_rounds
+from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
 from ..errors import InputError, RunStopped
@@ -24,7 +27,7 @@ from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
 from .claim import claim, refuse_second
-from .connect import begin_over, company_of, meet
+from .connect import begin_over, meet
 from .donor import Inner
 from .elastic import Elastic
 from .endings import Endings
@@ -36,6 +39,7 @@ from .loaded import agree_on_beginning, in_all, take_loaded
 from .recovery import recover, ruined_at_the_end
 from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
+from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
 from .supported import refuse_unsupported
 from .tokens import Tokens
@@ -101,7 +105,7 @@ class OuterOptimizer(Finishing):
         HandshakeError: regions disagree.
         CheckpointError: `saved`, or what the accelerator has loaded, is damaged, of another run, or of another step than the
             other regions' checkpoints; or the model holds other weights.
-        LinkError: the store or a region cannot be reached in time.
+        LinkError: the coordinator or a region cannot be reached in time.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class OuterOptimizer(Finishing):
             told = saved, self.settings, link, self.about, self._allowed, bare, is_new
             in_all(link, lambda: check(*told), "whether regions can go on")
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
+        self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
         named = run_of(link)
         self.journal = Journal(path, mark_of(saved, path, named), link.clock)
         self._is_bounded = lambda: self._inner.is_bounded
@@ -193,11 +198,11 @@ class OuterOptimizer(Finishing):
         self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
         self.takes_over: Callable[[Path], object] = lambda base: None
         self.elastic: Elastic | None = None
+        session = session_of(link)
+        if session is not None:
+            session.link.beat = replace(session.link.beat, max_steps=max_steps or 0)
         if link.is_elastic:
-            company = company_of(link)
-            if company is not None:
-                company.max_steps = max_steps
-            self.elastic = Elastic(self, accelerator, company, regions.resolved(), bases)
+            self.elastic = Elastic(self, accelerator, session, regions.resolved(), bases)
             self._undo.append(self.elastic.close)
             if is_lone or not is_new:
                 self.elastic.begin(partial(advance, accelerator, is_new=True) if is_lone else None)
@@ -267,6 +272,14 @@ class OuterOptimizer(Finishing):
         for undo in self._undo:
             undo()
         self._undo = []
+        session = session_of(self.link)
+        if session is not None:
+            how = (
+                "finished"
+                if self.finished
+                else {"stop": "stopped", "leave": "left"}.get(str(self.verdict), "failed")
+            )
+            session.end(Bye(how=how, step=self.inner_step, place=self._place))
         self.link.close(reason)
 
     def save(self, checkpoint: str | Path, *, weights: bool = False) -> None:

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
+from ..coordinator.validation import whole
 from ..errors import CheckpointError, LinkError
-from ..meeting.heard import whole
 from . import checkpoint as disk
 from . import local_weights, manifest
 from .export import put_beside

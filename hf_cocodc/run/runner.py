@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..engine.synchronizer import Synchronizer
-from .company import Company
 from .donor import Inner
 from .endings import Endings
 from .saving import Savable
+from .session import RegionSession
 
 T = TypeVar("T")
 
@@ -40,6 +40,10 @@ class Runner(Savable, Protocol):
         """Whether every region is known to end at this step."""
         ...
 
+    def finish(self) -> None:
+        """End the run with the others, which are at its end."""
+        ...
+
     def coast_one(self, alone: bool = False) -> None:
         """Make an inner step without training; `alone`: without what comes after it (`Elastic.guard`)."""
         ...
@@ -51,4 +55,6 @@ class Say(Protocol):
     What it returns travels as JSON; `read` makes of it what it was.
     """
 
-    def __call__(self, call: Callable[[Company], T], what: str, read: Callable[[Any], T] = ...) -> T: ...
+    def __call__(
+        self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = ...
+    ) -> T: ...

@@ -12,7 +12,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import InputError
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE, RegionConfig, check_alone, from_env, warn_alone
+from ..settings import (
+    ENV_COORDINATOR,
+    ENV_REGION,
+    ENV_REGIONS,
+    RegionConfig,
+    check_alone,
+    from_env,
+    warn_alone,
+)
 
 
 def region_shard(
@@ -79,13 +87,13 @@ def num_shards(count: int, most: int | None) -> int:
 
 def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[int, int]:
     """Take missing arguments from the environment, and check both."""
-    store = os.environ.get(ENV_STORE)
+    coordinator = os.environ.get(ENV_COORDINATOR)
     if isinstance(region, RegionConfig):
         if num_regions is not None:
             raise InputError(
                 f"num_regions={num_regions} beside a RegionConfig: it has the number of regions. Remove num_regions."
             )
-        config, store = region, region.store or store
+        config, coordinator = region, region.coordinator or coordinator
         region = from_env(config.region, os.environ, ENV_REGION, "regions.region")
         num_regions = from_env(config.count, os.environ, ENV_REGIONS, "regions.count")
         if num_regions is not None:
@@ -93,7 +101,7 @@ def _place(region: int | RegionConfig | None, num_regions: int | None) -> tuple[
     place = os.environ.get(ENV_REGION) if region is None else region
     count = os.environ.get(ENV_REGIONS) if num_regions is None else num_regions
     if place is None and count is None:
-        check_alone(None, store)
+        check_alone(None, coordinator)
         warn_alone()
         return 0, 1
     with contextlib.suppress(TypeError, ValueError):

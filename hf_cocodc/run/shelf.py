@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 
 from ..links.base import Link
-from ..meeting.region_store import error_of, failure_of
+from ..links.group import error_of, failure_of
 from . import checkpoint as disk
 from . import manifest, numbering
 from .ranks import from_main

@@ -21,8 +21,8 @@ from ..links.spreading import gather
 from ..resolve import from_config, guard_of, method_of
 from ..settings import OuterConfig
 from .checkpoint import Saved
-from .connect import company_of
 from .journal import Journal, Mark
+from .session import session_of
 from .supported import outer_device
 
 logger = logging.getLogger(__name__)
@@ -212,8 +212,8 @@ def engine_for(
 
 def run_of(link: Link) -> str | None:
     """What names an elastic run in its journals; known to leaders."""
-    company = company_of(link)
-    return None if company is None else company.run
+    session = session_of(link)
+    return None if session is None or not link.is_elastic else session.link.run
 
 
 def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> Mark:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
 
+from ..coordinator.messages import Waiting
 from .status import tell
 
 FIRST_S = 10.0
@@ -13,40 +13,56 @@ AGAIN_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-class Waiting:
+class WaitingWords:
     """Says for whom a region waits: to the command that started it at once, in the log after 10 s and then every minute.
 
     Args:
         region: this one.
         run: name of the run.
-        store: address of the store at which it waits.
+        coordinator: address of the coordinator at which it waits.
         wait_s: seconds for which it waits at most (`regions.start_timeout_s`).
+
+    Attributes:
+        news: what the coordinator has told last.
     """
 
-    def __init__(self, region: int, run: str, store: str, wait_s: float) -> None:
-        self._where = f"run {run!r} at the store {store}"
+    def __init__(self, region: int, run: str, coordinator: str, wait_s: float) -> None:
+        self._where = f"run {run!r} at the coordinator {coordinator}"
         self._region, self._wait_s = region, wait_s
         self._began = time.monotonic()
         self._says_at = self._began + FIRST_S
-        self._told: Sequence[int] = ()
+        self._told: Waiting | None = None
+        self.news: Waiting | None = None
 
-    def __call__(self, absent: Sequence[int]) -> None:
-        """Call it often, with the regions that have not come yet."""
-        whom = " and ".join(f"region {region}" for region in absent)
-        if absent != self._told:
-            self._told = absent
-            tell(f"waiting for {whom}")
-        self.say(whom)
+    def look(self) -> None:
+        """Call it often."""
+        news = self.news
+        if news is None:
+            return
+        whom = " and ".join(f"region {region}" for region in news.absent)
+        if news != self._told:
+            self._told = news
+            stage = f"waiting for {whom}" if whom else "waiting for its place"
+            if news.why:
+                self._tell_why(stage, news.why)
+            elif whom:
+                tell(stage)
+        self._say(f" for {whom}" if whom else f": {news.why}")
 
-    def say(self, what: str) -> None:
-        """Say what it waits for, if it is time to."""
+    def _tell_why(self, stage: str, why: str) -> None:
+        left_s = max(self._wait_s - (time.monotonic() - self._began), 0.0)
+        logger.warning("region %d waits, for %.0f s at most: %s", self._region, left_s, why)
+        tell(stage, news=f"waits for {left_s:.0f} s at most: {why}")
+
+    def _say(self, what: str) -> None:
+        """Say what it waits for, or why it does, if it is time to."""
         now = time.monotonic()
         if now < self._says_at:
             return
         self._says_at = now + AGAIN_S
         waited_s = now - self._began
         logger.warning(
-            "region %d has waited %.0f s for %s (%s). It waits %.0f s more (regions.start_timeout_s).",
+            "region %d has waited %.0f s%s (%s). It waits %.0f s more (regions.start_timeout_s).",
             *(self._region, waited_s, what, self._where, max(self._wait_s - waited_s, 0.0)),
         )
 

@@ -7,15 +7,16 @@ May import: errors.
 """
 
 from .environment import (
+    ENV_COORDINATOR,
     ENV_JOIN,
     ENV_REGION,
     ENV_REGIONS,
     ENV_RUN,
     ENV_SECRET,
-    ENV_STORE,
     check_alone,
     from_env,
     quiet_torch,
+    refuse_old_names,
     warn_alone,
 )
 from .outer import OF_EVERY_METHOD, OuterConfig
@@ -28,7 +29,7 @@ __all__ = [
     "ENV_REGIONS",
     "ENV_RUN",
     "ENV_SECRET",
-    "ENV_STORE",
+    "ENV_COORDINATOR",
     "OF_EVERY_METHOD",
     "OuterConfig",
     "RegionConfig",
@@ -36,6 +37,7 @@ __all__ = [
     "check_host",
     "from_env",
     "quiet_torch",
+    "refuse_old_names",
     "require",
     "warn_alone",
 ]

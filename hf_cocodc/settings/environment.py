@@ -12,30 +12,39 @@ logger = logging.getLogger(__name__)
 
 ENV_REGION = "HF_COCODC_REGION"
 ENV_REGIONS = "HF_COCODC_REGIONS"
-ENV_STORE = "HF_COCODC_STORE"
+ENV_COORDINATOR = "HF_COCODC_COORDINATOR"
 ENV_RUN = "HF_COCODC_RUN"
 ENV_JOIN = "HF_COCODC_JOIN"
 ENV_SECRET = "HF_COCODC_SECRET"
+_OLD_COORDINATOR = "HF_COCODC_STORE"
 _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
 def quiet_torch() -> None:
     """Hide the warnings of torch's C++ in this process and in those that it starts, unless the user has chosen a level.
 
-    They are about a host without a name, or are the stack trace of a store that has gone, of which we say more ourselves. torch
-    reads the level when it is imported, and offers no other way.
+    They are about a host without a name, of which we say more ourselves. torch reads the level when it is imported, and offers
+    no other way.
     """
     os.environ.setdefault(_TORCH_LOGS, "ERROR")
 
 
-def check_alone(region: int | None, store: str | None) -> None:
+def refuse_old_names(env: Mapping[str, str]) -> None:
+    """Refuse a variable that has another name now. Raises InputError if it is set."""
+    if _OLD_COORDINATOR in env:
+        raise InputError(
+            f"{_OLD_COORDINATOR} is called {ENV_COORDINATOR} now. Set that, and unset the other."
+        )
+
+
+def check_alone(region: int | None, coordinator: str | None) -> None:
     """Check a region that was not told how many regions there are: it is alone.
 
     Raises:
-        InputError: it was told its number, or a store: it is meant to have company.
+        InputError: it was told its number, or a coordinator: it is meant to have company.
     """
-    told = f"which region this is ({region})" if region is not None else f"a store ({store})"
-    if region is not None or store is not None:
+    told = f"which region this is ({region})" if region is not None else f"a coordinator ({coordinator})"
+    if region is not None or coordinator is not None:
         raise InputError(
             f"{told} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
             f"(regions.count) in every region; to train alone, set it to 1."
@@ -49,8 +58,8 @@ def warn_alone() -> None:
         logger.warning(
             "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "
             "regions, set in each of them:\n    export %s=2\n    export %s=0    # 1 in the next region\n    export %s=HOST:PORT"
-            "    # of `hf-cocodc store`\nIf you mean to train alone, say so: %s=1, or RegionConfig(count=1).",
-            *(ENV_REGIONS, ENV_REGION, ENV_STORE, ENV_REGIONS),
+            "    # of `hf-cocodc coordinator`\nIf you mean to train alone, say so: %s=1, or RegionConfig(count=1).",
+            *(ENV_REGIONS, ENV_REGION, ENV_COORDINATOR, ENV_REGIONS),
         )
 
 

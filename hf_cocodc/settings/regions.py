@@ -9,14 +9,15 @@ from typing import Any
 
 from ..errors import InputError, shown
 from .environment import (
+    ENV_COORDINATOR,
     ENV_JOIN,
     ENV_REGION,
     ENV_REGIONS,
     ENV_RUN,
     ENV_SECRET,
-    ENV_STORE,
     check_alone,
     from_env,
+    refuse_old_names,
     warn_alone,
 )
 from .rules import Settings, check_host, documented, require, setting, take_number
@@ -39,21 +40,23 @@ class RegionConfig(Settings):
     count: int | None = setting(
         f"M: number of regions with which the run begins (environment {ENV_REGIONS})."
     )
-    store: str | None = setting(f"HOST:PORT of the store that all regions reach (environment {ENV_STORE}).")
+    coordinator: str | None = setting(
+        f"HOST:PORT of the coordinator that all regions reach (environment {ENV_COORDINATOR})."
+    )
     run: str | None = setting(
-        f"Name of the run, equal in all its regions: runs of different names can meet at one store (environment {ENV_RUN}). "
-        "By default the name of the output folder; of the script where there is no output folder."
+        f"Name of the run, equal in all its regions: runs of different names can meet at one coordinator (environment "
+        f"{ENV_RUN}). By default the name of the output folder; of the script where there is no output folder."
     )
     secret_file: str | None = setting(
-        "File with the secret that the run's regions and its store share, at least 16 characters; or the secret itself in the "
-        f"environment ({ENV_SECRET}). Strangers can then neither read the names at the store nor write what a region believes."
+        "File with the secret that the run's regions and their coordinator share, at least 16 characters; or the secret itself "
+        f"in the environment ({ENV_SECRET}). Strangers can then neither take part nor change what a region believes."
     )
     encrypt: bool | None = setting(
         "Encrypt what regions send each other (AES-256-GCM). Needs a secret, and the package cryptography: pip install "
         "'hf-cocodc[encrypt]'. Not needed where a VPN does it."
     )
     interface: str | None = setting(
-        "Network interface of the link, for example wg0; by default the interface that reaches the store."
+        "Network interface of the link, for example wg0; by default the interface that reaches the coordinator."
     )
     connections: int | str | None = setting(
         "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
@@ -131,13 +134,14 @@ class RegionConfig(Settings):
         require(
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
         )
-        if self.store is not None:
-            found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})", self.store)
+        if self.coordinator is not None:
+            found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})", self.coordinator)
             if found is None or not 1 <= int(found[2]) <= 65_535:
                 raise InputError(
-                    f"regions.store={shown(self.store)} must be HOST:PORT, for example 10.0.0.1:29650, with a port in 1 .. 65535."
+                    f"regions.coordinator={shown(self.coordinator)} must be HOST:PORT, for example 10.0.0.1:29650, with a "
+                    "port in 1 .. 65535."
                 )
-            check_host("regions.store", found[1].strip("[]"))
+            check_host("regions.coordinator", found[1].strip("[]"))
         self._check_elastic()
 
     def _check_elastic(self) -> None:
@@ -209,24 +213,26 @@ class RegionConfig(Settings):
         return {name: getattr(self, name) for name in names}
 
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
-        """A checked copy in which the environment, or a default, fills the fields that are None. A single region needs no store.
+        """A checked copy in which the environment, or a default, fills the fields that are None.
 
+        A single region needs no coordinator.
         In a run that ends with a lost region the fields that only other runs have stay None.
 
         Raises:
             InputError: a value contradicts the environment, or a needed value is missing.
         """
         env = os.environ if env is None else env
+        refuse_old_names(env)
         region = from_env(self.region, env, ENV_REGION, "regions.region")
         count = from_env(self.count, env, ENV_REGIONS, "regions.count")
-        store = self.store or env.get(ENV_STORE)
+        coordinator = self.coordinator or env.get(ENV_COORDINATOR)
         join = self.joins(env)
         if count is None:
-            check_alone(region, store)
+            check_alone(region, coordinator)
             warn_alone()
             count = 1
         found = dataclasses.replace(
-            self, region=region, count=count, store=store, join=join, run=self.name_of_run(env)
+            self, region=region, count=count, coordinator=coordinator, join=join, run=self.name_of_run(env)
         )
         if found.elastic:
             found = dataclasses.replace(
@@ -244,7 +250,7 @@ class RegionConfig(Settings):
         """A copy with the number of this region, which must exist and reach the others.
 
         Raises:
-            InputError: it does not exist, or there is no store.
+            InputError: it does not exist, or there is no coordinator.
         """
         assert self.count is not None
         most = self.max or self.count
@@ -264,10 +270,10 @@ class RegionConfig(Settings):
         assert found.region is not None
         if found.region >= (most if self.join else self.count):
             raise InputError(f"region {found.region} of {self.count}: {self._numbers()}")
-        if most > 1 and self.store is None:
+        if most > 1 and self.coordinator is None:
             raise InputError(
-                f"{most} regions need a store to find each other. Start one with `hf-cocodc store` on a "
-                f"machine that all regions can reach, and set {ENV_STORE}=HOST:PORT (regions.store, --store)."
+                f"{most} regions need a coordinator to find each other. Start one with `hf-cocodc coordinator` on a "
+                f"machine that all regions can reach, and set {ENV_COORDINATOR}=HOST:PORT (regions.coordinator, --coordinator)."
             )
         return found
 

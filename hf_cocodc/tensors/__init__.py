@@ -1,4 +1,1 @@
-"""Flat fp32 tensors: how parameters lie in them, their pieces, their memory, and their way between devices.
-
-May import: nothing of this package.
-"""
+"""Flat fp32 tensors: how parameters lie in them, their pieces, their memory, and their way between devices."""

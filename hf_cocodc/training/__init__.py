@@ -1,4 +1,1 @@
-"""Train a recipe: its data, its metrics, and one region, all regions on this machine, or all regions in one process.
-
-May import: auto, errors, integrations, links, methods, newer, recipes, resolve, run, settings, tensors.
-"""
+"""Train a recipe: its data, its metrics, and one region, all regions on this machine, or all regions in one process."""

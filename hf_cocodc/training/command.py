@@ -20,8 +20,8 @@ ENV_OUTLIVES = "HF_COCODC_OUTLIVES_COMMAND"
 """1 for a region that was started on its own, otherwise 0."""
 POLL_S = 1.0
 PATIENCE_S = 600.0
-"""Time for a last checkpoint. Without the command there is no store, and regions hear of a signal only with a transfer: that may
-be a round away."""
+"""Time for a last checkpoint. Without the command there is no coordinator, and regions hear of a signal only with a
+transfer: that may be a round away."""
 
 
 def end_with_command() -> None:

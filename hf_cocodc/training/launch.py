@@ -22,7 +22,7 @@ from ..recipes.recipe import Recipe
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
 from ..run.status import ENV_STATUS, LEFT, heard
-from ..settings import ENV_REGION, ENV_REGIONS, ENV_STORE
+from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
 from ..tensors.threads import REGIONS_HERE
 from .building import output_dir
 from .command import ENV_COMMAND, ENV_OUTLIVES
@@ -163,7 +163,7 @@ def launches(
     recipe_path: str,
     overrides: Sequence[str],
     regions: Sequence[int],
-    store: str | None,
+    coordinator: str | None,
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
     """How `accelerate launch -m hf_cocodc.train` is started for each of `regions` on this machine. Starts nothing.
@@ -177,7 +177,7 @@ def launches(
             ENV_REGION: str(region),
             ENV_REGIONS: str(recipe.regions.count or 1),
             REGIONS_HERE: str(len(regions)),
-            **({} if store is None else {ENV_STORE: store}),
+            **({} if coordinator is None else {ENV_COORDINATOR: coordinator}),
         }
         arguments = list(launcher_args) or _launcher_arguments(place, len(regions), env)
         sets = [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
@@ -192,7 +192,7 @@ def start(
     recipe_path: str,
     overrides: Sequence[str],
     regions: Sequence[int],
-    store: str | None,
+    coordinator: str | None,
     launcher_args: Sequence[str] = (),
     resume: bool = False,
     outlive_us: bool = False,
@@ -203,7 +203,7 @@ def start(
     A region that resumes or joins a run continues its log. A new run leaves an earlier log under another name (log.1.txt). The
     regions end when this process is gone, unless they may `outlive_us`. `machine`: see `machine_of`.
     """
-    planned = launches(recipe, recipe_path, overrides, regions, store, launcher_args)
+    planned = launches(recipe, recipe_path, overrides, regions, coordinator, launcher_args)
     statuses = Path(tempfile.mkdtemp(prefix="hf-cocodc-"))
     atexit.register(shutil.rmtree, statuses, ignore_errors=True)
     started: list[RegionProcess] = []

@@ -25,7 +25,7 @@ def simulate(
 ) -> list[Any]:
     """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
-    Regions compare what they are, as those of a real run do at the store, and refuse the same differences. The numbers are
+    Regions compare what they are, as those of a real run do at the coordinator, and refuse the same differences. The numbers are
     exactly those of a real run if the schedule does not follow measured times. Two methods follow them: CoCoDC, unless
     `overlap_steps` and `sends_per_interval` are given; and DiLoCoX, as soon as its rank has fallen so far that a round would
     be shorter than a transfer. A recipe's regions write under `{output_dir}/simulated`, apart from those of a

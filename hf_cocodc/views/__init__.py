@@ -1,4 +1,1 @@
-"""The result of a run for people: figures and pictures, made from the journals alone.
-
-May import: errors, run.
-"""
+"""The result of a run for people: figures and pictures, made from the journals alone."""

@@ -6,13 +6,13 @@ unpipelined model.
 
 To train two regions of two stages on the CPUs of this machine, run each line in its own terminal:
 
-    hf-cocodc store --port 29650
+    hf-cocodc coordinator --port 29650
     HF_COCODC_REGION=0 accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 recipes/pipeline/train_stages.py
     HF_COCODC_REGION=1 accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 recipes/pipeline/train_stages.py
 
 In the last two terminals, run this first:
 
-    export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_STORE=127.0.0.1:29650
+    export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_COORDINATOR=127.0.0.1:29650
 
 On GPUs, omit the first two variables. To train without a pipeline, replace `--multi_gpu --num_processes 2` by
 `--num_processes 1`, or on CPUs by `--cpu --num_processes 1`. The fields of Options, OuterConfig and RegionConfig are flags, for

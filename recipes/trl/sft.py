@@ -2,13 +2,13 @@
 
 To train two regions on the CPUs of this machine, run each line in its own terminal:
 
-    hf-cocodc store --port 29650
+    hf-cocodc coordinator --port 29650
     HF_COCODC_REGION=0 accelerate launch --cpu --num_processes 1 recipes/trl/sft.py
     HF_COCODC_REGION=1 accelerate launch --cpu --num_processes 1 recipes/trl/sft.py
 
 In the last two terminals, run this first:
 
-    export OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_STORE=127.0.0.1:29650
+    export OMP_NUM_THREADS=1 HF_COCODC_REGIONS=2 HF_COCODC_COORDINATOR=127.0.0.1:29650
 
 It takes about a minute. The fields of SFTConfig and OuterConfig are flags, for example `--packing --method diloco`. On GPUs, give
 `accelerate launch` its usual arguments. The global model ends up in `runs/sft/region-{r}`.

@@ -20,10 +20,10 @@ from hf_cocodc import __version__
 from hf_cocodc.bench import link, workers
 from hf_cocodc.bench.report import Report, read, write
 from hf_cocodc.cli.main import main
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.emulation import hub, privileges
 from hf_cocodc.errors import HandshakeError, LinkError
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.meeting.store import serve_store
 from tests.processes.launching import ROOT
 
 SIZE = 1448
@@ -159,15 +159,18 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["link", "--json", "."], "--json . cannot be written: Is a directory."),
         (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
         (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
-        (["link", "--encrypt", "--region", "0", "--store", "localhost:1"], "regions.encrypt needs a secret"),
+        (
+            ["link", "--encrypt", "--region", "0", "--coordinator", "localhost:1"],
+            "regions.encrypt needs a secret",
+        ),
         (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be at least 0.01."),
         (
             ["link", "--region", "0"],
-            "--store and --region need each other, and --interface, --run and --secret-file need both. Give",
+            "--coordinator and --region need each other, and --interface, --run and --secret-file need both. Give",
         ),
         (["link", "--interface", "wg0"], "--interface, --run and --secret-file need both"),
         (["link", "--run", "mine"], "--interface, --run and --secret-file need both"),
-        (["link", "--store", "nowhere"], "must be HOST:PORT"),
+        (["link", "--coordinator", "nowhere"], "must be HOST:PORT"),
         (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
         (["outer", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written: "),
@@ -313,7 +316,7 @@ def test_faults_are_tabled(tmp_path: Path) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("| a ")]
     assert lines == [
         "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1` | 0, the same bits | no API |",
-        "| a region comes with another secret | told: `with another secret` | 0, the same bits | no API |",
+        "| a region comes with another secret | told: `has another secret` | 0, the same bits | no API |",
     ]
     found = read(tmp_path / "faults.json")[0]["rows"]
     assert [each["exit codes"] for each in found] == ["0 0 0"] * 3
@@ -322,17 +325,15 @@ def test_faults_are_tabled(tmp_path: Path) -> None:
 
 def test_the_ends_of_a_real_link_find_each_other() -> None:
     """Every end gets the same figures, encrypted or not; ends with different options fail and say so."""
-    store, sealed = serve_store("127.0.0.1"), serve_store("127.0.0.1")
     keys = Keys.from_secret("a long secret of ours")
+    served, sealed = serve_in_thread(), serve_in_thread(secrets=[keys])
 
     def meet(region: int, codec: str) -> link.Figures:
-        return link.take_part(
-            link.Trial(megabytes=0.1, codec=codec, repeat=2), f"127.0.0.1:{store.port}", region, 2
-        )
+        return link.take_part(link.Trial(megabytes=0.1, codec=codec, repeat=2), served.address, region, 2)
 
     def encrypt(region: int) -> link.Figures:
         trial = link.Trial(megabytes=0.1, codec="int8", repeat=1, encrypt=True)
-        return link.take_part(trial, f"127.0.0.1:{sealed.port}", region, 2, keys=keys)
+        return link.take_part(trial, sealed.address, region, 2, keys=keys)
 
     with ThreadPoolExecutor(2) as pool:
         one, other = pool.map(meet, (0, 1), ("int8", "int8"))
@@ -344,6 +345,8 @@ def test_the_ends_of_a_real_link_find_each_other() -> None:
         for end in ends:
             with pytest.raises(HandshakeError, match="disagree on codec"):
                 end.result()
+    served.close()
+    sealed.close()
 
 
 def test_a_process_that_fails_is_named_with_its_last_words() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import serve_in_thread
 
 RESULTS = Path(__file__).parent / "results"
 REGIONS, LEAST = 4, 2
@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, folder: Path, seed: int, steps: int) -> None:
         self._folder, self._steps = folder, steps
-        self._store = serve_store("127.0.0.1")
+        self._served = serve_in_thread()
         settings = {
             "regions.count": REGIONS,
             "regions.min": LEAST,
@@ -50,8 +50,8 @@ class Run:
             "training.seed": seed,
         }
         sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-        store = ["--store", f"127.0.0.1:{self._store.port}"]
-        self._command = [sys.executable, "-m", "hf_cocodc", "train", "quickstart/diloco", *sets, *store]
+        place = ["--coordinator", self._served.address]
+        self._command = [sys.executable, "-m", "hf_cocodc", "train", "quickstart/diloco", *sets, *place]
         self._commands = {region: self._start(region) for region in range(REGIONS)}
 
     def watch(self, kills: Sequence[int], freeze: int | None, freeze_s: float) -> None:

@@ -119,7 +119,7 @@ def torchft(
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=f"http://{place.store}:{place.port}",
+        lighthouse_addr=f"http://{place.first}:{place.port}",
         timeout=timeout,
         quorum_timeout=timeout,
         init_sync=False,
@@ -159,15 +159,15 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
     from accelerate import Accelerator
 
     from hf_cocodc import OuterConfig, OuterOptimizer
-    from hf_cocodc.meeting.store import serve_store
+    from hf_cocodc.coordinator.server import serve_in_thread
     from hf_cocodc.settings import RegionConfig
 
-    server = serve_store("0.0.0.0", place.port) if place.region == 0 else None
+    server = serve_in_thread("0.0.0.0", place.port) if place.region == 0 else None
     accelerator = Accelerator(cpu=True)
     bare = model_of(shape)
     model, optimizer = accelerator.prepare(bare, inner_optimizer(bare))
     regions = RegionConfig(
-        region=place.region, count=place.count, store=f"{place.store}:{place.port}", timeout_s=TIMEOUT_S
+        region=place.region, count=place.count, coordinator=f"{place.first}:{place.port}", timeout_s=TIMEOUT_S
     )
     config = OuterConfig(sync_interval=interval, **outer_config)
     outer = OuterOptimizer(accelerator, model, optimizer, config, regions)
@@ -195,7 +195,7 @@ def _accelerated(place: Region, shape: dict[str, int]) -> tuple[Any, nn.Module, 
         WORLD_SIZE=str(place.count),
         LOCAL_RANK="0",
         LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=place.store,
+        MASTER_ADDR=place.first,
         MASTER_PORT=str(place.port),
         ACCELERATE_USE_CPU="true",
     )

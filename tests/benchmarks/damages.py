@@ -6,7 +6,6 @@ what a region that is broken, or somebody on the network, would send.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -117,25 +116,19 @@ def _flip(gathered: bool) -> Callable[..., None]:
 
 
 def overhear(folder: Path) -> None:
-    """Write every greeting of this process to another region to a file, as somebody on the network could."""
-    from hf_cocodc.meeting import callers
+    """Write every greeting of this process for the coordinator to a file, as somebody on the network could."""
+    from hf_cocodc.coordinator import connection
 
-    line_of, call = callers.line_of, callers.Callers._call
-    addresses: dict[tuple[int, ...], str] = {}
+    line_of = connection.line_of
 
-    def called(self: Any, member: Any, address: str) -> None:
-        addresses[tuple(member)] = address
-        call(self, member, address)
-
-    def said(message: dict[str, Any]) -> bytes:
-        line = line_of(message)
-        if "to" in message:
-            facts = {"address": addresses[tuple(message["to"])], "line": line.decode()}
-            with (folder / GREETINGS).open("a") as file:
-                file.write(json.dumps(facts) + "\n")
+    def said(message: dict[str, Any], *limits: int) -> bytes:
+        line = line_of(message, *limits)
+        if "hf_cocodc" in message:
+            with (folder / GREETINGS).open("ab") as file:
+                file.write(line)
         return line
 
-    callers.Callers._call, callers.line_of = called, said  # type: ignore[method-assign]
+    connection.line_of = said  # type: ignore[assignment]
 
 
 DAMAGES: dict[str, Callable[..., None]] = {

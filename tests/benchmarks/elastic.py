@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
 
 from . import workload
 from .elastic_region import H
@@ -88,7 +89,7 @@ class Run:
 
     Attributes:
         folder: with the logs and diaries.
-        store: HOST:PORT of our store, or of the lighthouse.
+        meeting_point: HOST:PORT of our coordinator, or of the lighthouse.
         happened: the events, with their times.
         codes: exit codes, by region; None where a process had not ended.
     """
@@ -97,7 +98,7 @@ class Run:
         self, contestant: Contestant, events: list[Event], folder: Path, options: argparse.Namespace
     ) -> None:
         self._contestant, self._events, self.folder, self._options = contestant, events, folder, options
-        self.store = ""
+        self.meeting_point = ""
         self.happened: list[dict[str, Any]] = []
         self.codes: dict[int, int | None] = {}
         self._processes: dict[int, subprocess.Popen] = {}
@@ -105,7 +106,7 @@ class Run:
 
     def __call__(self) -> str:
         """Run until every process has ended, or time is over; returns what went wrong, or nothing."""
-        with self._meeting_point() as self.store:
+        with self._meeting_point() as self.meeting_point:
             try:
                 for region in range(self._options.regions):
                     self.start(region)
@@ -189,7 +190,7 @@ class Run:
             "region": region,
             "count": self._options.regions,
             "folder": str(folder),
-            "store": self.store,
+            "meeting_point": self.meeting_point,
             "rounds": self._options.rounds,
             "pace_s": self._options.pace,
             "seed": self._options.seed,
@@ -213,10 +214,12 @@ class Run:
 
     @contextlib.contextmanager
     def _meeting_point(self) -> Iterator[str]:
-        """HOST:PORT of our store, or of torchft's lighthouse, which is a program of its own."""
+        """HOST:PORT of our coordinator, or of torchft's lighthouse, which is a program of its own."""
         if self._contestant.by == "ours":
-            store = serve_store("127.0.0.1")
-            yield f"127.0.0.1:{store.port}"
+            secret = self._contestant.env.get("HF_COCODC_SECRET")
+            keys = [] if secret is None else [Keys.from_secret(secret)]
+            with contextlib.closing(serve_in_thread(secrets=keys)) as served:
+                yield served.address
             return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -28,7 +28,7 @@ class Place:
     """Where a process trains, and for how long.
 
     Attributes:
-        store: HOST:PORT of our store, or of the lighthouse.
+        meeting_point: HOST:PORT of our coordinator, or of the lighthouse.
         rounds: outer steps of the run.
         pace_s: seconds of an inner step.
         settings: of the contestant.
@@ -37,13 +37,13 @@ class Place:
         damage: what breaks, see `damages`; nothing if it is empty.
         damaged: the region in which it breaks.
         damaged_at: the last inner step before it breaks.
-        overheard: whether somebody on the network hears how regions greet each other.
+        overheard: whether somebody on the network hears how regions greet the coordinator.
     """
 
     region: int
     count: int
     folder: str
-    store: str
+    meeting_point: str
     rounds: int
     pace_s: float
     seed: int
@@ -114,7 +114,7 @@ def ours(place: Place, diary: Diary) -> None:
     settings = dict(place.settings)
     more = settings.pop("outer", {})
     regions = RegionConfig(
-        region=place.region, count=place.count, store=place.store, run="elastic", **settings
+        region=place.region, count=place.count, coordinator=place.meeting_point, run="elastic", **settings
     )
     lr: dict[str, Any] = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
     config = OuterConfig(method="diloco", sync_interval=place.interval, **lr, **more)
@@ -182,7 +182,7 @@ def torchft(place: Place, diary: Diary) -> None:
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=f"http://{place.store}",
+        lighthouse_addr=f"http://{place.meeting_point}",
         init_sync=False,
         **seconds,
     )

@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.meeting.channel import line_of
-from hf_cocodc.meeting.proof import Proof
-from hf_cocodc.meeting.secret import Keys
+from hf_cocodc.coordinator.client import status
+from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.messages import Alive, Back, Member, Place, Terms, to_plain
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.validation import host_and_port
 from hf_cocodc.parts.guard import WARM_UP
-from tests.processes.strangers import overwriting, ports_of, strangers
+from tests.processes.strangers import ports_of, strangers
 
 from . import workload
 from .damages import GREETINGS
@@ -47,7 +47,7 @@ EARLY = H
 SLOW = 0.2
 LAST = 2
 """The region that breaks, of three."""
-SECRET, OTHER = "the secret of this run and its store", "a secret that somebody has guessed"
+SECRET, OTHER = "the secret of this run and its coordinator", "a secret that somebody has guessed"
 WITH_SECRET = {"HF_COCODC_SECRET": SECRET}
 NONE, NOT_MADE = "no API", "-"
 Beside = Callable[[Run], contextlib.AbstractContextManager[Any]]
@@ -61,7 +61,7 @@ class Fault:
         damage: what breaks in region LAST, see `damages`.
         at: the last inner step before it.
         settings: of RegionConfig; `outer`: of OuterConfig.
-        secret: whether regions and store have a secret.
+        secret: whether regions and coordinator have a secret.
         events: what happens to processes, or beside them.
         torchft: whether torchft lets us do the same.
         sees: words that the other regions print or write to their journals (a regular expression); empty: none are expected.
@@ -95,12 +95,7 @@ class Fault:
 
 def garbage(run: Run) -> contextlib.AbstractContextManager[Any]:
     """At every port of every process."""
-    return strangers([*ports_of(*run.pids), int(run.store.rpartition(":")[2])])
-
-
-def overwrites(run: Run) -> contextlib.AbstractContextManager[Any]:
-    host, _, port = run.store.rpartition(":")
-    return overwriting(TCPStore(host, int(port), is_master=False))
+    return strangers([*ports_of(*run.pids), host_and_port(run.meeting_point)[1]])
 
 
 def comes_with(secret: str | None) -> Beside:
@@ -123,44 +118,46 @@ def comes_with(secret: str | None) -> Beside:
 @contextlib.contextmanager
 def replays(run: Run) -> Iterator[None]:
     """Each greeting that was heard on the network, once more."""
-    for heard in _greetings(run):
-        _call(run, heard["address"], heard["line"].encode())
+    for line in (run.folder / GREETINGS).read_bytes().splitlines(keepends=True):
+        with socket.create_connection(host_and_port(run.meeting_point), timeout=10.0) as connection:
+            connection.sendall(line)
+            heard = b""
+            with contextlib.suppress(TimeoutError):
+                while chunk := connection.recv(1 << 16):
+                    heard += chunk
+        _note(run, heard.decode())
     yield
 
 
 @contextlib.contextmanager
 def calls_again(run: Run) -> Iterator[None]:
-    """The process that region LAST was in an earlier epoch calls region 0, with the secret and all that it knew."""
-    addresses: dict[tuple[int, int], str] = {}
-    for heard in _greetings(run):
-        greeting = json.loads(heard["line"])
-        addresses[tuple(greeting["from"])] = greeting["address"]
-        addresses[tuple(greeting["to"])] = heard["address"]
-    [there] = [member for member in addresses if member[0] == 0]
-    lost = next(member for member in addresses if member[0] == LAST)
-    said = {name: greeting[name] for name in ("hf_cocodc", "run", "hello")}
-    about = {"for": "presence", "run": greeting["run"], "from": lost, "to": there}
-    proof = Proof(Keys.from_secret(SECRET), about)
-    said |= {"from": lost, "to": there, "address": addresses[lost]}
-    _call(run, addresses[there], line_of(proof.say(said)))
+    """The process that region LAST was in an earlier epoch calls the coordinator, with the secret and all that it knew."""
+    keys = Keys.from_secret(SECRET)
+    [state] = status(run.meeting_point, keys)
+    members = tuple(Member(region, region + 1) for region in range(LAST + 1))
+    back = Back(
+        run=state["run"],
+        member=members[LAST],
+        is_member=True,
+        host="127.0.0.1",
+        generation=1,
+        losses=0,
+        changes=0,
+        announced=(),
+        members=tuple(Place(each, "127.0.0.1") for each in members),
+        terms=Terms(count=len(members), elastic=True, least=LEAST, most=len(members)),
+        compared={},
+    )
+    with contextlib.closing(Connection(run.meeting_point, state["name"], "region", keys)) as connection:
+        connection.send(back)
+        while (message := connection.receive(2.0)) is not None and not isinstance(message, Alive):
+            _note(run, json.dumps(to_plain(message)))
     yield
 
 
-def _greetings(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / GREETINGS).read_text().splitlines()]
-
-
-def _call(run: Run, address: str, line: bytes) -> None:
-    """Say a line to a region, and note what it answers."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10.0) as connection:
-        connection.sendall(line)
-        heard = b""
-        with contextlib.suppress(TimeoutError):
-            while chunk := connection.recv(1 << 16):
-                heard += chunk
-    with (_of_strangers(run) / "log.txt").open("ab") as log:
-        log.write(heard)
+def _note(run: Run, heard: str) -> None:
+    with (_of_strangers(run) / "log.txt").open("a") as log:
+        log.write(heard + "\n")
 
 
 def _of_strangers(run: Run) -> Path:
@@ -176,7 +173,6 @@ def once(what: str, step: int, beside: Beside) -> tuple[Event, ...]:
 DROPS = rf"outer\.guard has dropped(?= the outer gradient of region {LAST})"
 SAT_OUT = rf"region {LAST} sat out fragment 0"
 VOID = "is not finite, or far larger(?= than what the regions sent)"
-BEFORE = "it has been connected before"
 BACK = Event(EARLY + H // 2, "kill", LAST, 5.0)
 UNDISTURBED = [Fault("nothing", shift=shift, torchft=True) for shift in range(LAST + 1)]
 """In three orders of the sums over regions: what a rounding error makes of a loss."""
@@ -208,49 +204,35 @@ FAULTS = [
         True,
         sees="is not what that region has sent",
     ),
-    Fault(
-        "every hello replayed, with a secret", secret=True, events=once("calls", EARLY, replays), sees=BEFORE
-    ),
+    Fault("every hello replayed, with a secret", secret=True, events=once("calls", EARLY, replays)),
     Fault(
         "a process of an earlier epoch calls",
         secret=True,
         events=(BACK, *once("calls", 5 * H, calls_again)),
         pace=SLOW,
-        sees=BEFORE,
+        told=rf'"lost": \[\[{LAST}, {LAST + 1}\]\]',
     ),
     Fault(
         "a region comes with another secret",
         secret=True,
         events=once("comes", EARLY, comes_with(OTHER)),
-        told="with another secret",
+        told="has another secret",
     ),
     Fault(
         "a region comes without a secret",
         secret=True,
         events=once("comes", EARLY, comes_with(None)),
-        told="this process has none",
+        told="the caller has none",
     ),
     Fault(
         "garbage at every port",
         events=once("garbage", EARLY, garbage),
         torchft=True,
-        sees="it speaks protocol [0-9]+",
     ),
     Fault(
         "garbage at every port, with a secret",
         secret=True,
         events=once("garbage", EARLY, garbage),
-        sees="it speaks protocol [0-9]+",
-    ),
-    Fault(
-        "the store's keys overwritten",
-        events=once("overwrites", EARLY, overwrites),
-        sees="which no region of this version(?= of hf_cocodc writes)",
-    ),
-    Fault(
-        "the store's keys, with a secret",
-        secret=True,
-        events=once("overwrites", EARLY, overwrites),
     ),
     Fault(
         "a region is killed, and back after 5 s",

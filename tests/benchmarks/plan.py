@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.bench.workers import STORE_PORT, run, serve, store_in_region_0
+from hf_cocodc.bench.workers import PORT, coordinator_in_region_0, run, serve
 from hf_cocodc.emulation.privileges import obstacle
 from hf_cocodc.emulation.wan import INTERFACE, Wan
 from hf_cocodc.planning.course import MEASURED, WARM_UP, mean
@@ -92,7 +92,7 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One region: measure this machine, then train every cell; region 0's figures count."""
     link = LinkFigures(**spec["link"])
     cells = [Cell(*each) for each in spec["cells"]]
-    with store_in_region_0(spec["store"], spec["region"], 2):
+    with coordinator_in_region_0(spec["coordinator"], spec["region"], 2):
         for cell in [each for each in cells for _ in range(TRAININGS[each.link])]:
             speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
             planned = subject_of(link, PACE_S, speeds)
@@ -116,7 +116,7 @@ def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[
     regions = RegionConfig(
         region=spec["region"],
         count=2,
-        store=spec["store"],
+        coordinator=spec["coordinator"],
         interface=INTERFACE,
         connections=planned.connections,
         rate_limit=planned.limit * 8 / 1e6,
@@ -166,7 +166,7 @@ def compare(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         link, mine = LINKS[name], [cell for cell in cells if cell.link == name]
         with Wan(2, rtt_s=link.rtt_s, rate=link.rate, loss=link.loss, congestion=link.congestion) as wan:
             common = {
-                "store": f"{wan.address(0)}:{STORE_PORT}",
+                "coordinator": f"{wan.address(0)}:{PORT}",
                 "link": dataclasses.asdict(link),
                 "cells": mine,
             }

@@ -119,7 +119,7 @@ class Field:
             "folder": str(self._folder),
             "region": region,
             "count": self._regions,
-            "store": self._wan.address(0),
+            "first": self._wan.address(0),
             "address": self._wan.address(region),
         }
         return self._wan.popen(

@@ -27,7 +27,7 @@ class Region:
     region: int
     count: int
     folder: Path
-    store: str
+    first: str
     """The address of region 0 on the link."""
     address: str
     port: int

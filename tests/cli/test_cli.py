@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import hf_cocodc
 from hf_cocodc import newer, settings
@@ -31,8 +30,8 @@ ARGS = ["--num_processes", "2", "--", "--multi_gpu"]
 @pytest.mark.parametrize(
     "words",
     [
-        ["train", "recipe.yaml", "--region", "0", "--store", "10.0.0.1:29650", "--resume"],
-        ["train", "--region", "0", "--store", "10.0.0.1:29650", "--resume", "recipe.yaml"],
+        ["train", "recipe.yaml", "--region", "0", "--coordinator", "10.0.0.1:29650", "--resume"],
+        ["train", "--region", "0", "--coordinator", "10.0.0.1:29650", "--resume", "recipe.yaml"],
     ],
 )
 def test_what_stands_behind_dashes_is_for_the_launcher(words: list[str]) -> None:
@@ -46,7 +45,7 @@ def test_what_stands_behind_dashes_is_for_the_launcher(words: list[str]) -> None
 def test_only_train_starts_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     """Other commands refuse arguments that nobody would read."""
     with pytest.raises(SystemExit):
-        parse(["store", "--", *ARGS])
+        parse(["coordinator", "--", *ARGS])
     assert "hf-cocodc train" in capsys.readouterr().err
 
 
@@ -83,7 +82,7 @@ def test_the_package_is_a_program_with_a_name() -> None:
     [
         (["train", "x.yaml", "--fast"], "usage: hf-cocodc train RECIPE"),
         (["simulate", "x.yaml", "--fast"], "usage: hf-cocodc simulate "),
-        (["store", "--fast", "5"], "usage: hf-cocodc store "),
+        (["coordinator", "--fast", "5"], "usage: hf-cocodc coordinator "),
         (["bench", "wan", "--fast"], "usage: hf-cocodc bench wan "),
     ],
 )
@@ -102,12 +101,15 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["store", "--port", "99999"], "--port 99999 must lie in 0 .. 65535."),
-        (["store", "--port", "-1"], "--port -1 must lie in 0 .. 65535."),
-        (["store", "--host", "a" * 70], "is not the name of a machine"),
-        (["train", "diloco.yaml", "--region", "0", "--store", "h:99999"], "with a port in 1 .. 65535"),
-        (["train", "diloco.yaml", "--region", "0", "--store", "h:0"], "with a port in 1 .. 65535"),
-        (["train", "diloco.yaml", "--region", "0", "--store", "a..b:1"], "is not the name of a machine"),
+        (["coordinator", "--port", "99999"], "--port 99999 must lie in 0 .. 65535."),
+        (["coordinator", "--port", "-1"], "--port -1 must lie in 0 .. 65535."),
+        (["coordinator", "--host", "a" * 70], "is not the name of a machine"),
+        (["train", "diloco.yaml", "--region", "0", "--coordinator", "h:99999"], "with a port in 1 .. 65535"),
+        (["train", "diloco.yaml", "--region", "0", "--coordinator", "h:0"], "with a port in 1 .. 65535"),
+        (
+            ["train", "diloco.yaml", "--region", "0", "--coordinator", "a..b:1"],
+            "is not the name of a machine",
+        ),
         (["train", "dilocox.yaml", "--set", "outer.codec=int8"], "Remove outer.rank (--set outer.rank=null)"),
         (
             ["train", "dilocox.yaml", "--set", "outer.method=co2", "--set", "outer.merge=mix"],
@@ -213,7 +215,7 @@ def test_no_command_imports_torch_before_it_needs_it(tmp_path: Path) -> None:
             ["train", "picture.yaml"],
         ),
         *(["simulate", "typo.yaml"], ["simulate", "picture.yaml", "--step-s", "nan"]),
-        *(["train", str(RECIPES / "co2.yaml"), "--region", "7"], ["store", "--port", "99999"]),
+        *(["train", str(RECIPES / "co2.yaml"), "--region", "7"], ["coordinator", "--port", "99999"]),
         *(["bench", "outer", "--millions", "0"], ["bench", "codec", "--json", "no/such/file"]),
         *(["bench", "link", "--regions", "0"], ["bench", "outer", "--millions", "99999999"]),
         *(["train", str(RECIPES / f"{name}.yaml"), "--set", override] for name, override in WRONG_SETTINGS),
@@ -254,7 +256,7 @@ for words in {words!r}:
         (["simulate", "x.yaml", "--step-time=1"], "--step-time is called --step-s now"),
         (["simulate", "x.yaml", "--bandwidth"], "--bandwidth is called --rate-mbit now"),
         (
-            ["status", "--store", "h:1", "--json"],
+            ["status", "--coordinator", "h:1", "--json"],
             "argument --json: name a FILE, or - for the standard output",
         ),
     ],
@@ -376,10 +378,10 @@ def test_an_ipv6_address_reaches_the_regions(monkeypatch: pytest.MonkeyPatch) ->
         given.extend(overrides)
         raise InputError("that is all")
 
-    monkeypatch.setattr("hf_cocodc.meeting.store.connect_store", lambda *args: dist.HashStore())
+    monkeypatch.setattr("hf_cocodc.coordinator.client.status", lambda *args: [])
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
-    assert main(["train", str(RECIPES / "diloco.yaml"), "--region", "1", "--store", "[::1]:29650"]) == 2
-    assert Recipe.load(RECIPES / "diloco.yaml", given).regions.store == "[::1]:29650"
+    assert main(["train", str(RECIPES / "diloco.yaml"), "--region", "1", "--coordinator", "[::1]:29650"]) == 2
+    assert Recipe.load(RECIPES / "diloco.yaml", given).regions.coordinator == "[::1]:29650"
 
 
 def test_a_check_of_a_file_leaves_a_link(tmp_path: Path) -> None:

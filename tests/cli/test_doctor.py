@@ -12,9 +12,9 @@ import pytest
 
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.doctor import examine, facts
 from hf_cocodc.doctor.findings import OK, Finding
-from hf_cocodc.meeting.store import serve_store
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +42,17 @@ def test_this_machine_can_train_the_quickstart(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_is_wrong_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe that cannot work, and a store that does not answer: both are said, and what else is seen."""
-    wrong = ["--set", "model.config.num_attention_heads=7", "--store", "127.0.0.1:1", "--region", "0"]
+    """A recipe that cannot work, and a coordinator that does not answer: both are said, and what else is seen."""
+    wrong = ["--set", "model.config.num_attention_heads=7", "--coordinator", "127.0.0.1:1", "--region", "0"]
     assert main(["doctor", "quickstart/diloco", *wrong, "--json", "found.json"]) == 2
     found = levels(tmp_path / "found.json")
-    assert found["recipe"] == found["store"] == ["wrong"] and found["interface"] == ["ok"]
+    assert found["recipe"] == found["coordinator"] == ["wrong"] and found["interface"] == ["ok"]
     wrong_lines = [
         each for each in json.loads(Path("found.json").read_text())["findings"] if each["level"] == "wrong"
     ]
     assert all(each["command"] for each in wrong_lines)
     ended = capsys.readouterr()
-    assert "wrong: recipe, store" in ended.err
+    assert "wrong: recipe, coordinator" in ended.err
     assert "must divide" in ended.out or "divisible" in ended.out or "heads" in ended.out
 
 
@@ -65,20 +65,22 @@ def test_the_command_mends_what_is_wrong(
     assert "$ hf-cocodc train RECIPE --set training.bf16=false\n" in capsys.readouterr().out
 
 
-def test_a_store_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coordinator_that_has_no_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a machine that nobody knows; what else is seen is said too."""
-    wrong = ["--set", "outer.codec=bf17", "--store", "no-such-machine.invalid:1", "--region", "0"]
+    wrong = ["--set", "outer.codec=bf17", "--coordinator", "no-such-machine.invalid:1", "--region", "0"]
     assert main(["doctor", "quickstart/diloco", *wrong]) == 2
     said = capsys.readouterr().out
-    assert "no way to the store at no-such-machine.invalid:1: " in said and "Did you mean 'bf16'" in said
+    assert (
+        "no way to the coordinator at no-such-machine.invalid:1: " in said and "Did you mean 'bf16'" in said
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--region", "2", "--store", "127.0.0.1:1"], "--region 2 does not exist"),
-        (["--region", "0"], "--region 0 of 2 needs a store"),
-        (["--wait", "5"], "it needs --region and --store"),
+        (["--region", "2", "--coordinator", "127.0.0.1:1"], "--region 2 does not exist"),
+        (["--region", "0"], "--region 0 of 2 needs a coordinator"),
+        (["--wait", "5"], "it needs --region and --coordinator"),
         (["--wait", "-1"], "--wait -1 must lie in"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
     ],
@@ -103,7 +105,7 @@ def test_the_number_of_a_region_that_joins_later(capsys: pytest.CaptureFixture[s
     """It may look at its machine before the run: `train --join` takes it."""
     more = ["--set", "regions.max=3", "--set", "regions.min=1", "--region", "2"]
     assert main(["doctor", "quickstart/diloco", *more]) == 2
-    assert "--region 2 of 2 needs a store" in capsys.readouterr().err
+    assert "--region 2 of 2 needs a coordinator" in capsys.readouterr().err
 
 
 def test_a_held_out_split_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +132,7 @@ def test_lines_are_printed_as_they_are_known(
 
     monkeypatch.setattr(examine, "examine", interrupted)
     assert main(["doctor", "quickstart/diloco"]) == 130
-    assert capsys.readouterr().out == "ok     clock       synchronised\n"
+    assert capsys.readouterr().out == "ok     clock        synchronised\n"
 
 
 def test_a_package_that_is_missing(
@@ -154,12 +156,12 @@ def test_a_package_that_is_missing(
 
 @pytest.mark.slow
 def test_two_doctors_compare(tmp_path: Path) -> None:
-    """As processes, at a real store: they call each other, and other data is found."""
-    server = serve_store()
+    """As processes, at a real coordinator: they call each other, and other data is found."""
+    server = serve_in_thread()
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "hf_cocodc", "doctor", "quickstart/diloco", "--region", str(region)]
-            + ["--store", f"127.0.0.1:{server.port}", "--wait", "120", "--json", f"{region}.json"],
+            + ["--coordinator", f"127.0.0.1:{server.port}", "--wait", "120", "--json", f"{region}.json"],
             stdout=subprocess.DEVNULL,
         )
         for region in (0, 1)
@@ -167,6 +169,6 @@ def test_two_doctors_compare(tmp_path: Path) -> None:
     assert [process.wait(200) for process in processes] == [0, 0]
     for region in (0, 1):
         assert levels(tmp_path / f"{region}.json")[f"region {1 - region}"] == ["ok", "ok"]
-    other = ["--set", "data.split=test", "--region", "1", "--store", f"127.0.0.1:{server.port}"]
+    other = ["--set", "data.split=test", "--region", "1", "--coordinator", f"127.0.0.1:{server.port}"]
     assert main(["doctor", "quickstart/diloco", *other, "--json", "other.json"]) == 2
     assert "wrong" in levels(tmp_path / "other.json")["region 0"]

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from hf_cocodc.cli.main import main
+from hf_cocodc.cli.status import look
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
-from hf_cocodc.meeting import live
-from hf_cocodc.meeting.sealed import SEAL
-from hf_cocodc.meeting.store import SteadyStore, serve_store
 from hf_cocodc.run.lock import hold, region_lock
-from hf_cocodc.settings import ENV_STORE
+from hf_cocodc.settings import ENV_COORDINATOR
 from hf_cocodc.training import launch
-from tests.meeting.records import RECORD, process
-from tests.meeting.waiting import eventually
+from tests.coordinator.regions import hello, meet, part
 
 
 @pytest.fixture
@@ -57,14 +55,14 @@ def test_it_names_the_commands_that_a_run_starts(
         assert words[at:] == each.command[1:]
         assert {
             **dict(word.split("=", 1) for word in words[: at - 1]),
-            ENV_STORE: each.env[ENV_STORE],
+            ENV_COORDINATOR: each.env[ENV_COORDINATOR],
         } == each.env
 
 
 def test_it_refuses_what_a_run_refuses(
     started: list[launch.Launch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A value, a region without a store, a folder in use: in the same words."""
+    """A value, a region without a coordinator, a folder in use: in the same words."""
     wrong: list[list[str]] = [
         ["--set", "training.optim=nonsense"],
         ["--region", "1"],
@@ -92,37 +90,23 @@ def test_it_refuses_a_folder_that_another_run_has(
     assert train("--dry-run") == 0
 
 
-def test_it_leaves_the_store_as_it_is(
-    started: list[launch.Launch],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_it_changes_nothing_at_the_coordinator(
+    started: list[launch.Launch], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not begin it, and claims no number there; it says which number a region that joins would take."""
-    monkeypatch.setattr(live, "BEAT_S", 0.05)
-    server = serve_store()
-    address = f"127.0.0.1:{server.port}"
-    assert train("--dry-run", "--region", "1", "--store", address) == 0
-    assert f"store        {address}\n" in capsys.readouterr().out
-    assert not server.check([SEAL])
-    joins = [
-        "--join",
-        "--store",
-        address,
-        "--set",
-        "regions.min=1",
-        "--set",
-        "regions.max=5",
-        "--run",
-        "mine",
-    ]
+    """It claims no number there; it says which number a region that joins would take."""
+    served = serve_in_thread()
+    address = served.address
+    assert train("--dry-run", "--region", "1", "--coordinator", address) == 0
+    assert f"coordinator  {address}\n" in capsys.readouterr().out
+    assert look(address, None) == []
+    joins = ["--join", "--coordinator", address, "--run", "mine"]
+    joins += ["--set", "regions.min=1", "--set", "regions.max=5"]
     assert train("--dry-run", *joins) == 2
     assert "no run named 'mine' trains at" in capsys.readouterr().err
-    publisher = live.Publisher(SteadyStore(address), "mine", process(0), lambda: RECORD)
-    eventually(lambda: len(live.names(SteadyStore(address))) == 1)
-    keys = server.num_keys()
-    assert train("--dry-run", *joins) == 0
-    said = capsys.readouterr().out
-    free = min(set(range(RECORD.most)) - set(RECORD.regions))
-    assert f"would train  region {free}\n" in said and "--set regions.join=true" in said
-    assert server.num_keys() == keys
-    publisher.close()
+    regions = meet(address, *(hello(region, elastic=True) for region in (0, 1)), run="mine")
+    for _ in range(2):
+        assert train("--dry-run", *joins) == 0
+        said = capsys.readouterr().out
+        assert "would train  region 2\n" in said and "--set regions.join=true" in said
+    part(*regions)
+    served.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import shlex
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,38 +15,50 @@ import pytest
 from hf_cocodc.cli import joining, train
 from hf_cocodc.cli.joining import loss_in_words, way_back
 from hf_cocodc.cli.main import main, parse
-from hf_cocodc.errors import InputError
-from hf_cocodc.meeting import live
-from hf_cocodc.meeting.store import SteadyStore, serve_store
+from hf_cocodc.cli.status import look
+from hf_cocodc.coordinator.messages import Bye
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import InputError, RunOver
 from hf_cocodc.recipes.recipe import Recipe
-from tests.meeting.records import process
-from tests.meeting.waiting import eventually
+from tests.coordinator.regions import Region, hello, meet, part, wait_until
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 ELASTIC = ["--set", "regions.count=4", "--set", "regions.min=2"]
 
 
+@pytest.fixture
+def address() -> Iterator[str]:
+    served = serve_in_thread()
+    yield served.address
+    served.close()
+
+
+def begun(address: str, name: str, count: int = 2) -> list[Region]:
+    """A run that trains; two more regions may come in."""
+    return meet(address, *(hello(region, count, elastic=True) for region in range(count)), run=name)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([*ELASTIC, "--join", "--resume", "--store", "127.0.0.1:1"], "--join with --resume"),
-        ([*ELASTIC, "--join", "--region", "1"], "--join needs the store"),
-        (["--join", "--region", "1", "--store", "127.0.0.1:1"], "Nobody can join such a run."),
+        ([*ELASTIC, "--join", "--resume", "--coordinator", "127.0.0.1:1"], "--join with --resume"),
+        ([*ELASTIC, "--join", "--region", "1"], "--join needs the coordinator"),
+        (["--join", "--region", "1", "--coordinator", "127.0.0.1:1"], "Nobody can join such a run."),
         (
-            [*ELASTIC, "--join", "--region", "4", "--store", "127.0.0.1:1"],
+            [*ELASTIC, "--join", "--region", "4", "--coordinator", "127.0.0.1:1"],
             "--region 4 does not exist: with regions.count=4",
         ),
         (
-            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "6", "--store", "127.0.0.1:1"],
+            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "6", "--coordinator", "127.0.0.1:1"],
             "--region 6 does not exist: with regions.max=6, regions are numbered 0 .. 5",
         ),
         (
-            [*ELASTIC, "--set", "regions.max=6", "--region", "5", "--store", "127.0.0.1:1"],
+            [*ELASTIC, "--set", "regions.max=6", "--region", "5", "--coordinator", "127.0.0.1:1"],
             "with regions.count=4",
         ),
         (
-            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "5", "--store", "127.0.0.1:1"],
-            "no store answers at 127.0.0.1:1",
+            [*ELASTIC, "--set", "regions.max=6", "--join", "--region", "5", "--coordinator", "127.0.0.1:1"],
+            "no coordinator answers at 127.0.0.1:1",
         ),
     ],
 )
@@ -58,7 +70,7 @@ def test_a_region_that_cannot_join_is_refused_in_one_paragraph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is loaded, with exit code 2."""
-    monkeypatch.setattr("hf_cocodc.meeting.store.CONNECT_S", 0.1)
+    monkeypatch.setattr(joining, "CONNECT_S", 0.1)
     assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *words]) == 2
     errors = capsys.readouterr().err
     assert said in errors
@@ -66,19 +78,19 @@ def test_a_region_that_cannot_join_is_refused_in_one_paragraph(
 
 
 def test_the_command_that_brings_a_lost_region_back_can_be_pasted() -> None:
-    """With the same recipe, changes and launcher arguments, and the store that the command has started."""
+    """With the same recipe, changes and launcher arguments, and the coordinator that the command has started."""
     words = ["train", RECIPE, "--set", "outer={method: eager}", *ELASTIC, "--run", "a b", "--", "--cpu"]
     again = way_back(parse(words), 3, "127.0.0.1:29650")
     assert again.startswith("hf-cocodc train")
     options = parse(shlex.split(again)[1:])
-    assert (options.join, options.region, options.store) == (True, 3, "127.0.0.1:29650")
+    assert (options.join, options.region, options.coordinator) == (True, 3, "127.0.0.1:29650")
     assert (options.overrides, options.run_name) == (["outer={method: eager}", *ELASTIC[1::2]], "a b")
     assert options.launcher == ["--cpu"]
 
 
 @pytest.mark.parametrize("run_trains", [True, False])
 def test_a_region_that_comes_back_checks_its_recipe_only_once(
-    run_trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_trains: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its own process, because the others train without it meanwhile."""
     checked: list[Recipe] = []
@@ -91,8 +103,7 @@ def test_a_region_that_comes_back_checks_its_recipe_only_once(
     monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda recipe, here: checked.append(recipe))
     monkeypatch.setattr(train, "trains", lambda *given: run_trains)
     monkeypatch.setattr(train, "_train", start)
-    server = serve_store()
-    place = ["--region", "1", "--store", f"127.0.0.1:{server.port}"]
+    place = ["--region", "1", "--coordinator", address]
     assert main(["train", RECIPE, "--set", f"training.output_dir={tmp_path}", *ELASTIC, *place]) == 0
     assert bool(started[0].regions.join) is run_trains
     assert len(checked) == (0 if run_trains else 1)
@@ -134,61 +145,97 @@ def test_a_loss_has_a_reason() -> None:
 
 
 def test_a_newcomer_without_a_number_takes_the_lowest_that_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the run that is named after its output folder; it waits for the run to begin."""
-    monkeypatch.setattr(live, "BEAT_S", 0.05)
-    monkeypatch.setattr(joining, "WAIT_S", 0.1)
-    server = serve_store()
-    address = f"127.0.0.1:{server.port}"
-    settings = [
-        f"training.output_dir={tmp_path / 'mine'}",
-        "regions.min=1",
-        "regions.max=4",
-        "regions.join=true",
-    ]
-    recipe = Recipe.load(RECIPE, [*settings, "regions.start_timeout_s=60"])
-    members = tuple(
-        live.Standing(region=region, ticket=region + 1, address="10.0.0.1:1") for region in (0, 2)
-    )
-    record = live.Record(
-        run="r", name="mine", epoch=0, losses=0, members=members, count=2, least=1, most=4, hello={}
-    )
-    run = threading.Timer(
-        0.5,
-        lambda: published.append(live.Publisher(SteadyStore(address), "mine", process(0), lambda: record)),
-    )
-    published: list[live.Publisher] = []
+    """Of the run that is named after its output folder; it waits for the run to begin, and holds it until it has ended."""
+    monkeypatch.setattr(joining, "AGAIN_S", 0.1)
+    settings = [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1", "regions.max=4"]
+    recipe = Recipe.load(RECIPE, [*settings, "regions.join=true", "regions.start_timeout_s=60"])
+    regions: list[Region] = []
+    run = threading.Timer(0.5, lambda: regions.extend(begun(address, "mine")))
     run.start()
     first, second = joining.claim_number(recipe, address), joining.claim_number(recipe, address)
-    assert (first.region, second.region) == (1, 3)
+    run.join()
+    assert (first.region, second.region) == (2, 3)
     assert f"waiting for run 'mine' at {address}" in capsys.readouterr().out
-    for each in (first, second):
+    with pytest.raises(InputError, match=r"as many regions as it may have \(regions.max=4\)"):
+        joining.claim_number(recipe, address)
+    first.close()
+    third = joining.claim_number(recipe, address)
+    assert third.region == 2
+    for each in (second, third):
         each.close()
-    published[0].close(ended=True)
-    hasty = dataclasses.replace(recipe, regions=dataclasses.replace(recipe.regions, start_timeout_s=0.1))
+    part(*regions)
+
+
+def test_a_run_that_has_not_begun_cannot_be_joined(address: str, tmp_path: Path) -> None:
+    settings = [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1", "regions.start_timeout_s=0.1"]
+    recipe = Recipe.load(RECIPE, settings)
     with pytest.raises(InputError, match="no region of run 'mine' trains .* there is nothing to join"):
-        joining.claim_number(hasty, address)
+        joining.claim_number(recipe, address)
+
+
+@pytest.mark.parametrize("region", [[], ["--region", "1"]])
+@pytest.mark.parametrize(("how", "code"), [("finished", 0), ("stopped", 1)])
+def test_who_comes_too_late_hears_it_at_once(
+    region: list[str],
+    how: str,
+    code: int,
+    address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The place of the model and exit code 0, or how to go on; before anything is loaded."""
+    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda *given: pytest.fail("it loads"))
+    first, other = begun(address, tmp_path.name)
+    first.client.close(Bye(how=how, step=800, place="/out/region-0"))
+    part(other)
+    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--join", "--coordinator", address]
+    assert main(["train", RECIPE, *words, *region]) == code
+    said = capsys.readouterr()
+    if how == "finished":
+        assert "has finished at step 800: there is nothing to join. Its model lies at /out/reg" in said.out
+    else:
+        assert "has stopped at step 800: there is nothing to join. Start all its regions with" in said.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_ends_while_a_number_is_claimed(address: str, tmp_path: Path) -> None:
+    """The newcomer does not wait for it."""
+    recipe = Recipe.load(RECIPE, [f"training.output_dir={tmp_path / 'mine'}", "regions.min=1"])
+    first, other = begun(address, "mine")
+    first.client.close(Bye(how="finished", step=800))
+    part(other)
+    with pytest.raises(RunOver, match="run 'mine' has finished at step 800: there is nothing to join"):
+        joining.claim_number(recipe, address)
+
+
+def test_a_run_of_the_same_name_may_begin_after_one_that_has_finished(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A region that is started again after the end hears for what it waits."""
+
+    def stop(*given: Any, **facts: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_cocodc.training.launch.start", stop)
+    first, other = begun(address, tmp_path.name)
+    first.client.close(Bye(how="finished", step=800))
+    part(other)
+    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--coordinator", address]
+    assert main(["train", RECIPE, *words]) == 130
+    assert "a new run of this name begins once all regions are here." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("resume", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_region_that_its_scheduler_starts_again_comes_back(
-    trains: bool, resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trains: bool, resume: bool, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the command that started it: if the run trains, the region joins it, and its log goes on; with --resume too."""
-    monkeypatch.setattr(live, "BEAT_S", 0.05)
-    server = serve_store()
-    address = f"127.0.0.1:{server.port}"
-    member = live.Standing(region=0, ticket=1, address="10.0.0.1:1")
-    record = live.Record(
-        run="r", name=tmp_path.name, epoch=1, losses=1, members=(member,), count=4, least=2, most=4, hello={}
-    )
-    publisher = live.Publisher(
-        SteadyStore(address), tmp_path.name, process(0), lambda: record if trains else None
-    )
-    store = SteadyStore(address)
-    eventually(lambda: not trains or live.names(store))
+    regions = begun(address, tmp_path.name) if trains else []
+    wait_until(lambda: not trains or bool(look(address, None)))
     given: list[Any] = []
 
     def start(
@@ -199,10 +246,10 @@ def test_a_region_that_its_scheduler_starts_again_comes_back(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_cocodc.training.launch.start", start)
-    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--store", address]
+    words = ["--set", f"training.output_dir={tmp_path}", *ELASTIC, "--region", "1", "--coordinator", address]
     assert main(["train", RECIPE, *words, *(["--resume"] if resume else [])]) == 130
     assert given == [trains or None, trains, [1], resume and not trains]
-    publisher.close()
+    part(*regions)
 
 
 def test_an_interrupted_run_names_the_checkpoint_of_those_that_were_left(

@@ -35,9 +35,9 @@ def has_networks() -> None:
 
 
 STORE = (
-    "from hf_cocodc.meeting.store import connect_store, serve_store; server = serve_store('127.0.0.1', 0); "
+    "import torch.distributed as dist; server = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+    "dist.TCPStore('127.0.0.1', server.port).set('a', 'b'); "
 )
-CLIENT = "connect_store(f'127.0.0.1:{server.port}', 10).set('a', 'b'); "
 
 
 def test_a_user_may_choose_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +51,11 @@ def test_commands_and_what_they_start_are_quiet() -> None:
     """A script of a user's own says what torch says."""
     command = (
         "import subprocess, sys; from hf_cocodc.cli import main, recipe\n"
-        f"def run(options): exec({STORE + CLIENT!r}); return subprocess.call([sys.executable, '-c', {STORE + CLIENT!r}])\n"
+        f"def run(options): exec({STORE!r}); return subprocess.call([sys.executable, '-c', {STORE!r}])\n"
         "recipe._keys = run\n"
         "sys.exit(main.main(['recipe', 'keys']))\n"
     )
-    assert LINE in alone("-c", STORE + CLIENT)
+    assert LINE in alone("-c", STORE)
     assert alone("-c", command) == ""
 
 

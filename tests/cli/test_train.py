@@ -181,11 +181,11 @@ sys.exit(main(["simulate", "quickstart/diloco"]))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_store_ends_in_good_order(sent: signal.Signals) -> None:
+def test_a_coordinator_ends_in_good_order(sent: signal.Signals) -> None:
     """SIGTERM killed it, and was ignored where it was the first process of a container."""
-    command = [sys.executable, "-m", "hf_cocodc", "store", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
-        assert store.stdout is not None
-        assert store.stdout.readline().startswith("store listening on")
-        store.send_signal(sent)
-        assert store.wait(60) == 0
+    command = [sys.executable, "-m", "hf_cocodc", "coordinator", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        assert served.stdout.readline().startswith("coordinator listening on")
+        served.send_signal(sent)
+        assert served.wait(60) == 0

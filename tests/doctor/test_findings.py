@@ -10,4 +10,4 @@ def test_long_lines_are_wrapped() -> None:
     found = lines(Finding("region 1", WRONG, "word " * 60, "command " * 30))
     assert len(found) == 5 and found[-1].endswith("command ")
     assert all(len(line) <= 100 for line in found[:-1])
-    assert {line[:19] for line in found[1:]} == {" " * 19}
+    assert {line[:20] for line in found[1:]} == {" " * 20}

@@ -1,4 +1,4 @@
-"""Doctors of several regions compare at a store what they find, and call each other."""
+"""Doctors of several regions compare at a coordinator what they find, and call each other."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.doctor import coordinator as doctors_coordinator
 from hf_cocodc.doctor import others
-from hf_cocodc.doctor import store as doctors_store
 from hf_cocodc.doctor.findings import OK, WARN, WRONG, Finding
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.meeting.store import SteadyStore, StoreAwayError, serve_store
+from hf_cocodc.errors import MeetingError
 from hf_cocodc.settings import RegionConfig
 
 KEYS = Keys.from_secret("a secret for the tests of a doctor")
-KEY = "hf_cocodc/doctor/a%20run/1"
 MINE: dict[str, Any] = {
     "versions": {"hf-cocodc": "0.1.0", "torch": "2.13.0+cpu", "datasets": "5.2.0"},
     "settings": {"outer.sync_interval": 30, "regions.timeout_s": 120.0, "regions.may_differ": ""},
@@ -30,29 +31,28 @@ LONG_AGO = {"host": "far away", "calls": "127.0.0.1:9", "token": "t", "beats": 1
 
 
 class Shelf:
-    """A store in this process; reading a key may do something first."""
+    """A coordinator in this process, as the doctor of one region sees it."""
 
-    def __init__(self, **told: bytes) -> None:
-        self.kept: dict[str, Any] = dict(told)
-        self.address = "10.0.0.1:29650"
+    coordinator = "10.0.0.1:29650"
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self.kept[key] = value.encode() if isinstance(value, str) else value
+    def __init__(self, region: int = 0, told: dict[int, Any] | None = None) -> None:
+        self.region, self.told = region, told if told is not None else {}
 
-    def peek(self, key: str) -> bytes:
-        return self.kept.get(key, b"")
+    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
+        self.told[self.region] = json.loads(json.dumps(told))
+        return self.told
 
 
 class Living(Shelf):
-    """A store at which region 1's doctor is alive: its words change whenever they are read."""
+    """A coordinator at which region 1's doctor is alive: its words change whenever they are read."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        self._told, self._beats = {**LONG_AGO, **changes}, 0
+        self._theirs, self._beats = {**LONG_AGO, **changes}, 0
 
-    def peek(self, key: str) -> bytes:
+    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
         self._beats += 1
-        return json.dumps({**self._told, "beats": self._beats}).encode()
+        return {1: {**self._theirs, "beats": self._beats}}
 
 
 @pytest.fixture
@@ -71,9 +71,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return now
 
 
-def compared(store: Any, region: int, wait_s: float = 0.0, **changes: Any) -> list[Finding]:
+def compared(board: Any, wait_s: float = 0.0, **changes: Any) -> list[Finding]:
     found: Mapping[str, Any] = {**MINE, **changes}
-    return list(others.compare(store, "a run", region, 2, found, "127.0.0.1", wait_s, lambda words: None))
+    return list(others.compare(board, 2, found, "127.0.0.1", wait_s, lambda words: None))
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def settings(**changes: Any) -> dict[str, Any]:
         ({"versions": MINE["versions"] | {"datasets": "5.1.0"}}, WARN, "has datasets 5.2.0, this machine 5.1.0"),
     ],
 )  # fmt: skip
-def test_what_lies_at_the_store_is_compared(changes: dict[str, Any], level: str, words: str) -> None:
+def test_what_others_have_told_is_compared(changes: dict[str, Any], level: str, words: str) -> None:
     """The first doctor finds nothing; the second compares with what the first has left there."""
-    store = Shelf()
-    [first] = compared(store, 0)
+    board = Shelf(0)
+    [first] = compared(board)
     assert (first.level, first.topic) == (WARN, "region 1") and "nothing was compared" in first.words
-    found = compared(store, 1, **changes)
+    found = compared(Shelf(1, board.told), **changes)
     assert level in [each.level for each in found if words in each.words], found
     assert (WRONG in [each.level for each in found]) == (level == WRONG)
     assert all(each.command for each in found if each.level == WRONG)
@@ -126,23 +126,22 @@ def test_what_lies_at_the_store_is_compared(changes: dict[str, Any], level: str,
 )  # fmt: skip
 def test_what_may_differ(allowed: list[str], changes: dict[str, Any], level: str, words: str) -> None:
     """What the regions of the run will let pass, named by regions.may_differ, is no fault; the key is named all the same."""
-    store = Shelf()
+    board = Shelf(0)
     theirs = settings(**{"regions.may_differ": ",".join(allowed)})
-    compared(store, 0, settings=theirs)
+    compared(board, settings=theirs)
     ours = changes | {"settings": {**theirs, **changes.get("settings", {})}}
-    found = compared(store, 1, **ours)
+    found = compared(Shelf(1, board.told), **ours)
     assert level in [each.level for each in found if words in each.words], found
     assert (WRONG in [each.level for each in found]) == (level == WRONG)
 
 
 def test_doctors_that_wait_call_each_other() -> None:
-    """Over a real store with a secret: each reaches the other, and says how long it took."""
-    server = serve_store()
+    """Over a real coordinator with a secret: each reaches the other, and says how long it took."""
+    served = serve_in_thread(secrets=[KEYS])
     found: dict[int, list[Finding]] = {}
 
     def doctor(region: int) -> None:
-        store = SteadyStore(f"127.0.0.1:{server.port}", 30.0, KEYS)
-        found[region] = compared(store, region, wait_s=60.0)
+        found[region] = compared(others.Board(served.address, KEYS, "a run", region), wait_s=60.0)
 
     threads = [threading.Thread(target=doctor, args=(region,), name=f"doctor-{region}") for region in (0, 1)]
     for thread in threads:
@@ -153,13 +152,14 @@ def test_doctors_that_wait_call_each_other() -> None:
     for lines in found.values():
         assert [each.level for each in lines] == [OK, OK], lines
         assert "answers at 127.0.0.1 in" in lines[1].words
+    served.close()
 
 
 def test_one_that_does_not_answer_is_wrong(clock: SimpleNamespace) -> None:
-    """Its words at the store change, so it is there; but its address answers nobody."""
+    """Its words at the coordinator change, so it is there; but its address answers nobody."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    found = compared(Living(calls=address), 0, wait_s=1.0)
+    found = compared(Living(calls=address), wait_s=1.0)
     [line] = [each for each in found if each.level == WRONG]
     assert f"does not answer at {address} (Connection refused)" in line.words
     assert f"nc -vz {address.replace(':', ' ')}" in str(line.command)
@@ -191,46 +191,38 @@ def test_a_call_takes_one_round_trip(clock: SimpleNamespace, monkeypatch: pytest
 
 
 class Away(Living):
-    """A store that goes away after some calls."""
+    """A coordinator that goes away after some calls."""
 
     def __init__(self, calls: int, **changes: Any) -> None:
         super().__init__(**changes)
         self._left = calls
 
-    def _answer(self) -> None:
+    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
         self._left -= 1
         if self._left < 0:
-            raise StoreAwayError("the store at 10.0.0.1:29650 has gone (Connection was closed).")
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._answer()
-        super().set(key, value)
-
-    def peek(self, key: str) -> bytes:
-        self._answer()
-        return super().peek(key)
+            raise MeetingError("the coordinator at 10.0.0.1:29650 has closed the connection.")
+        return super().tell(told)
 
 
-@pytest.mark.parametrize("calls", range(4))
-def test_a_store_that_goes_away(calls: int, clock: SimpleNamespace) -> None:
-    """While a doctor tells, hears or waits: a line, after which it says what it knows of the others."""
-    found = compared(Away(calls), 0, wait_s=100.0)
-    assert [each.level for each in found if each.topic == "store"] == [WRONG]
-    assert "has gone" in found[0].words and str(found[0].command).startswith(
-        "hf-cocodc store --host 10.0.0.1"
-    )
-    assert ("region 1" in [each.topic for each in found]) == (calls >= 2)
+@pytest.mark.parametrize("calls", range(3))
+def test_a_coordinator_that_goes_away(calls: int, clock: SimpleNamespace) -> None:
+    """While a doctor tells or waits: a line, after which it says what it knows of the others."""
+    found = compared(Away(calls), wait_s=100.0)
+    assert [each.level for each in found if each.topic == "coordinator"] == [WRONG]
+    assert "has closed the connection" in found[0].words
+    assert str(found[0].command).startswith("hf-cocodc coordinator --host 10.0.0.1")
+    assert ("region 1" in [each.topic for each in found]) == (calls >= 1)
 
 
-def test_a_real_store_that_goes_away() -> None:
-    """Its process has ended; what torch then raises is said in words."""
-    server = serve_store()
-    store = SteadyStore(f"127.0.0.1:{server.port}", 10.0)
-    told = others.compare(store, "a run", 0, 2, MINE, "127.0.0.1", 0.0, lambda words: None)
-    store.set("x", "y")
-    del server
-    found = list(told)
-    assert [(each.topic, each.level) for each in found] == [("store", WRONG)]
+def test_a_real_coordinator_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process has ended."""
+    monkeypatch.setattr(others, "told_by_doctors", partial(others.told_by_doctors, timeout_s=0.2))
+    served = serve_in_thread()
+    board = others.Board(served.address, None, "a run", 0)
+    told = others.compare(board, 2, MINE, "127.0.0.1", 0.0, lambda words: None)
+    board.tell(LONG_AGO)
+    served.close()
+    assert [(each.topic, each.level) for each in told] == [("coordinator", WRONG)]
 
 
 def test_an_interrupt_shows_what_is_known(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,15 +239,17 @@ def test_an_interrupt_shows_what_is_known(clock: SimpleNamespace, monkeypatch: p
             seen.append(each)
 
     with pytest.raises(KeyboardInterrupt):
-        look(others.compare(Living(), "a run", 0, 2, MINE, "127.0.0.1", 100.0, lambda words: None))  # type: ignore[arg-type]
+        look(others.compare(Living(), 2, MINE, "127.0.0.1", 100.0, lambda words: None))  # type: ignore[arg-type]
     assert "same versions" in seen[0].words and "it was not called" in seen[1].words
 
 
-@pytest.mark.parametrize("told", [b"", b"{}", b"[1]", b"\xff", b'{"host": 1}', b"[" * 99 + b"]" * 99])
-def test_what_no_doctor_writes_is_said(told: bytes) -> None:
-    """What others put there is never believed, and breaks nothing."""
-    [line] = compared(Shelf(**{KEY: told}), 0)
-    assert line.level == (WRONG if told else WARN)
+@pytest.mark.parametrize(
+    "told", [{}, [1], None, {"host": 1}, {**LONG_AGO, "calls": "nowhere"}, {**LONG_AGO, "x": 1}]
+)
+def test_what_no_doctor_tells_is_said(told: Any) -> None:
+    """What others tell is never believed, and breaks nothing."""
+    [line] = compared(Shelf(0, {1: told}))
+    assert line.level == WRONG and "is not what a doctor of this version tells" in line.words
     assert line.topic == "region 1" and line.command
 
 
@@ -264,7 +258,7 @@ def test_what_others_say_is_no_command() -> None:
     evil = "x; touch /tmp/y"
     versions = {"hf-cocodc": evil, "torch": "$(touch /tmp/y)"}
     facts = {"data.path": evil, evil: 1}
-    found = compared(Living(host=evil, versions=versions, facts=facts), 0)
+    found = compared(Living(host=evil, versions=versions, facts=facts))
     commands = [str(each.command) for each in found if each.level == WRONG]
     assert commands[0] == "pip install 'hf-cocodc==x; touch /tmp/y'"
     assert commands[1] == "pip install 'torch==$(touch /tmp/y)'"
@@ -272,42 +266,39 @@ def test_what_others_say_is_no_command() -> None:
 
 
 def test_an_address_on_which_nobody_can_listen() -> None:
-    found = list(others.compare(Shelf(), "r", 0, 2, MINE, "203.0.113.7", 1.0, lambda words: None))  # type: ignore[arg-type]
+    found = list(others.compare(Shelf(), 2, MINE, "203.0.113.7", 1.0, lambda words: None))  # type: ignore[arg-type]
     assert [(each.topic, each.level) for each in found] == [("regions", WRONG)]
     assert "cannot listen on 203.0.113.7" in found[0].words and "regions.interface" in str(found[0].command)
 
 
-def test_a_slow_name_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks it at every connection to the store."""
-    monkeypatch.setattr(doctors_store, "SLOW_S", 0.0)
-    server = serve_store()
-    lines, store = doctors_store.reach(f"127.0.0.1:{server.port}", RegionConfig(), KEYS)
-    assert lines[1].level == WARN and "a connection takes" in lines[1].words and store is not None
-    assert lines[1].command == "echo '::ffff:127.0.0.1 store' | sudo tee -a /etc/hosts"
+def test_a_slow_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctors_coordinator, "SLOW_S", 0.0)
+    served = serve_in_thread(secrets=[KEYS])
+    lines, is_there = doctors_coordinator.reach(served.address, RegionConfig(), KEYS)
+    assert lines[1].level == WARN and "but only after" in lines[1].words and is_there
+    served.close()
 
 
-def test_the_store_and_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No store, another secret, no secret far away, and a good one."""
-    monkeypatch.setattr(doctors_store, "SLOW_S", 60.0)
-    server = serve_store()
-    address = f"127.0.0.1:{server.port}"
-    regions = RegionConfig(store=address)
-    lines, store = doctors_store.reach(address, regions, KEYS)
-    assert [each.level for each in lines] == [OK, OK] and store is not None
-    lines, store = doctors_store.reach(address, regions, None)
-    assert [each.level for each in lines] == [OK, WRONG] and store is None
-    assert "was begun with a secret, and this process has none" in lines[1].words
+def test_the_coordinator_and_the_secret() -> None:
+    """No coordinator, another secret, no secret far away, and a good one."""
+    served = serve_in_thread(secrets=[KEYS])
+    address, reach = served.address, doctors_coordinator.reach
+    regions = RegionConfig(coordinator=address)
+    lines, is_there = reach(address, regions, KEYS)
+    assert [each.level for each in lines] == [OK, OK] and is_there
+    lines, is_there = reach(address, regions, None)
+    assert [each.level for each in lines] == [OK, WRONG] and not is_there
+    assert "the coordinator has a secret, and the caller has none" in lines[1].words
     assert str(lines[1].command).startswith("scp 127.0.0.1:secret secret")
-    lines, store = doctors_store.reach(address, regions, Keys.from_secret("another secret of a doctor"))
-    assert [each.level for each in lines] == [OK, WRONG] and "with another secret" in lines[1].words
-    assert str(lines[1].command).startswith(f"hf-cocodc store --host 127.0.0.1 --port {server.port}")
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-    lines, _ = doctors_store.reach(nobody, regions, KEYS, timeout_s=0.1)
-    assert lines[1].level == WRONG and "no store answers" in lines[1].words
-    assert f"nc -vz {nobody.replace(':', ' ')}" in str(lines[1].command)
-    lines, _ = doctors_store.reach("no-such-machine.invalid:1", regions, KEYS)
+    lines, is_there = reach(address, regions, Keys.from_secret("another secret of a doctor"))
+    assert [each.level for each in lines] == [OK, WRONG] and "another secret" in lines[1].words
+    assert str(lines[1].command).startswith(f"hf-cocodc coordinator --host 127.0.0.1 --port {served.port}")
+    served.close()
+    lines, _ = reach(address, regions, KEYS, timeout_s=0.1)
+    assert lines[1].level == WRONG and "no coordinator answers" in lines[1].words
+    assert f"nc -vz 127.0.0.1 {served.port}" in str(lines[1].command)
+    lines, _ = reach("no-such-machine.invalid:1", regions, KEYS)
     assert (lines[1].level, lines[1].command) == (WRONG, "getent hosts no-such-machine.invalid")
-    assert doctors_store.secret("10.0.0.1:29650", regions, None).level == WARN
-    wrong = doctors_store.secret("10.0.0.1:29650", RegionConfig(encrypt=True), None)
-    assert wrong.level == WRONG and wrong.command == doctors_store.NEW_SECRET
+    assert doctors_coordinator.secret("10.0.0.1:29650", regions, None).level == WARN
+    wrong = doctors_coordinator.secret("10.0.0.1:29650", RegionConfig(encrypt=True), None)
+    assert wrong.level == WRONG and wrong.command == doctors_coordinator.NEW_SECRET

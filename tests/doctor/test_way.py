@@ -44,7 +44,7 @@ FEW = 'sysctl -w net.ipv4.ip_local_port_range="29700 29999"'
         ({"path_mtu": 1380, "probes_mtu": True}, "packets", OK, "1380 on the way", None),
         ({"mtu": 1500, "path_mtu": 1500}, "packets", WARN, "a tunnel adds", "ip link set wg0 mtu 1420"),
         ({"mtu": 1500, "path_mtu": 1500, "interface": "eth0"}, "packets", OK, "1500 bytes on eth0", None),
-        ({}, "ports", OK, "two of 32768 .. 60999", None),
+        ({}, "ports", OK, "listens in 32768 .. 60999", None),
         ({"ports": (29700, 29709)}, "ports", WARN, "only 10", FEW),
         ({}, "congestion", OK, "TCP bbr", None),
         ({"congestion": "cubic"}, "congestion", WARN, "TCP cubic needs seconds", f"modprobe tcp_bbr; {BBR}"),
@@ -75,7 +75,7 @@ def test_what_a_machine_does_not_say_is_not_known(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "store", "level", "words"),
+    ("address", "coordinator", "level", "words"),
     [
         ("10.0.0.2", STORE, OK, "announces 10.0.0.2"),
         ("192.168.1.7", "8.8.8.8:29650", WARN, "behind NAT"),
@@ -84,9 +84,9 @@ def test_what_a_machine_does_not_say_is_not_known(line: str) -> None:
         (None, STORE, UNKNOWN, "not known here"),
     ],
 )
-def test_the_address_that_is_announced(address: str | None, store: str, level: str, words: str) -> None:
+def test_the_address_that_is_announced(address: str | None, coordinator: str, level: str, words: str) -> None:
     """Others must be able to call it."""
-    found = way.address(replace(FAR, address=address), store)
+    found = way.address(replace(FAR, address=address), coordinator)
     assert (found.level, words in found.words) == (level, True), found
 
 
@@ -107,14 +107,14 @@ def test_a_limit_that_the_kernel_does_not_keep(congestion: str) -> None:
 def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback is found with its name, and the time of a round trip; without /proc nothing is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        store = f"127.0.0.1:{server.getsockname()[1]}"
-        found = facts.network(store, None)
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        found = facts.network(coordinator, None)
         assert (found.address, found.interface, found.is_up) == ("127.0.0.1", "lo", True)
         assert found.rtt_s is not None and found.mtu is not None and found.mtu > 1000
         assert found.paces is not None
         with pytest.raises(InputError, match="regions.interface='wg9' is not a network interface"):
-            facts.network(store, "wg9")
+            facts.network(coordinator, "wg9")
     monkeypatch.setattr(facts, "SYSCTL", tmp_path)
-    blind = facts.network(store, None)
+    blind = facts.network(coordinator, None)
     assert (blind.congestion, blind.ports, blind.send_buffer, blind.probes_mtu) == (None, None, None, None)
     assert blind.rtt_s is None  # nobody listens any more

@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.methods import METHODS
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.facts import Facts
+from hf_cocodc.run.hellos import hello
 from hf_cocodc.run.supported import outer_device
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors import flat as tensors

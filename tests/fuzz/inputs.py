@@ -198,18 +198,18 @@ ENVIRONMENTS = [
     {"HF_COCODC_REGION": "9" * 5000},
     {"HF_COCODC_REGION": "-1", "HF_COCODC_REGIONS": "2"},
     {"HF_COCODC_REGIONS": "x"},
-    {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": "nowhere"},
-    {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_STORE": "127.0.0.1:1"},
-    {"HF_COCODC_STORE": "h:99999"},
+    {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_COORDINATOR": "nowhere"},
+    {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "2", "HF_COCODC_COORDINATOR": "127.0.0.1:1"},
+    {"HF_COCODC_COORDINATOR": "h:99999"},
     {"HF_COCODC_RUN": "r" * 60_000},
-    {"HF_COCODC_STORE": "h" * 60_000},
+    {"HF_COCODC_COORDINATOR": "h" * 60_000},
     {"HF_COCODC_SECRET": "short"},
 ]
 WORDS = [
     *(
         "train",
         "simulate",
-        "store",
+        "coordinator",
         "bench",
         "outer",
         "wan",
@@ -295,7 +295,7 @@ NAMES = ["fp32", "int8", "lowrank", "topk", "diloco", "co2", "wg0", "bbr", "auto
 _BENCH = {"--json": FILES, "--repeat": NUMBERS}
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "train": {
-        **{"--region": NUMBERS, "--store": ADDRESSES, "--resume": [], "--join": [], "--run": NAMES},
+        **{"--region": NUMBERS, "--coordinator": ADDRESSES, "--resume": [], "--join": [], "--run": NAMES},
         **{"--secret-file": FILES, "--dry-run": []},
     },
     "plan": {
@@ -305,19 +305,19 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         ),
         **{"--link": FILES, "--json": FILES, "--write": FILES, "--congestion": NAMES},
     },
-    "status": {"--store": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--json": FILES},
-    "leave": {"--store": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--region": NUMBERS},
+    "status": {"--coordinator": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--json": FILES},
+    "leave": {"--coordinator": ADDRESSES, "--run": NAMES, "--secret-file": FILES, "--region": NUMBERS},
     "doctor": {
-        **{"--region": NUMBERS, "--store": ADDRESSES, "--run": NAMES, "--wait": NUMBERS},
+        **{"--region": NUMBERS, "--coordinator": ADDRESSES, "--run": NAMES, "--wait": NUMBERS},
         **{"--secret-file": FILES, "--json": FILES},
     },
     "simulate": {
         **dict.fromkeys(("--regions", "--step-s", "--rtt-ms", "--rate-mbit", "--latency"), NUMBERS),
         **{"--json": FILES},
     },
-    "store": {
+    "coordinator": {
         **{"--host": [*ADDRESSES, "0.0.0.0", "::1", "a" * 70], "--port": NUMBERS},
-        **{"--secret-file": FILES, "--insecure": []},
+        **{"--secret-file": FILES, "--insecure": [], "--state": FILES, "--assume-lost": NUMBERS},
     },
     "bench outer": {**_BENCH, "--millions": NUMBERS, "--threads": NUMBERS},
     "bench codec": {**_BENCH, "--millions": NUMBERS, "--only": NAMES},
@@ -325,7 +325,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **_BENCH,
         **dict.fromkeys(("--megabytes", "--regions", "--region", "--rate-mbit", "--rate-limit"), NUMBERS),
         **dict.fromkeys(("--codec", "--interface", "--run"), NAMES),
-        **{"--connections": [*NUMBERS, "auto"], "--store": ADDRESSES, "--secret-file": FILES},
+        **{"--connections": [*NUMBERS, "auto"], "--coordinator": ADDRESSES, "--secret-file": FILES},
     },
     "bench wan": {
         "--json": FILES,

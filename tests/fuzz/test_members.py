@@ -1,117 +1,273 @@
-"""Whatever a newcomer or a member says, in JSON: it is refused in words, or both stay what they are."""
+"""Whatever a region, a newcomer or a command says: it is refused in words, or all stay what they are."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
-import selectors
-from types import SimpleNamespace
-from typing import Any
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+from unittest import mock
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.coordinator import messages, rules
+from hf_cocodc.coordinator.messages import (
+    KINDS,
+    Decided,
+    Decision,
+    Hello,
+    Member,
+    Posted,
+    Terms,
+    from_plain,
+    to_plain,
+)
+from hf_cocodc.coordinator.rules import Came, Ended, Run, Send, Tick
+from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
+from hf_cocodc.links import rules as links
+from hf_cocodc.links.rules import Call, Part, Standing
 from hf_cocodc.links.wire import _count_in
-from hf_cocodc.meeting.caller import Caller, Member
-from hf_cocodc.meeting.callers import Callers
-from hf_cocodc.meeting.changes import Changes
-from hf_cocodc.meeting.channel import Channel, line_of
-from hf_cocodc.meeting.handshake import PROTOCOL
-from hf_cocodc.meeting.heard import whole
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.meeting.store import SteadyStore
-from hf_cocodc.meeting.verdict import Decision, Report, to_plain
-from tests.fuzz.test_messages import ADDRESS, KEYS, NAMES, PLAIN, ends
+from hf_cocodc.run import asking
+from hf_cocodc.run.asking import Donors
+from tests.fuzz.test_messages import NAMES, PLAIN
 from tests.links.memory import Regions
 
-PLAIN_DICTS = st.dictionaries(st.sampled_from(NAMES), PLAIN, max_size=4)
-ME, OTHER = Member(0, 3), Member(1, 7)
-GREETING = {
-    "hf_cocodc": PROTOCOL,
-    "run": "run-7",
-    "from": [1, 7],
-    "to": [0, 3],
-    "address": ADDRESS,
-    "hello": {},
-    "refused": None,
-}
-REPORT = to_plain(Report(number=0, member=OTHER, first=1, done=4, has=True, lost=(ME,), members=(ME, OTHER)))
-DECISION = to_plain(Decision(number=0, members=(ME,), lost=(OTHER,), done=4))
-"""What members say, as JSON has it."""
+ME, OTHER, NEW = Member(0, 1), Member(1, 2), Member(2, 3)
+TERMS = Terms(count=2, elastic=True, most=3)
 
 
-def changed(sound: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """A sound message of which some values are others, or no message at all."""
-    some = st.dictionaries(st.sampled_from([*sound, "proof", "nonce"]), PLAIN, max_size=3)
-    return some.map(lambda more: {**sound, **more}) | st.dictionaries(st.sampled_from(NAMES), PLAIN)
+class _Few:
+    """A number of regions."""
 
 
-@given(changed(GREETING), st.sampled_from(["came", "asks", "welcomed"]), st.sampled_from([None, KEYS]))
-def test_greetings_of_members(said: dict[str, Any], stage: str, keys: Keys | None) -> None:
-    """At each stage of a call: the caller is closed, refused, or a member that others can name. With a secret it never is one."""
-    adopted: list[tuple[Caller, dict[str, Any]]] = []
-    with ends() as (_, other), selectors.DefaultSelector() as selector:
-        callers = Callers(
-            *("run-7", ME, "127.0.0.1", selector, lambda member: False, lambda hello: None),
-            lambda caller, hello, messages: adopted.append((caller, hello)),
-            keys,
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type that a message has: few members and small numbers, so that they have to do with each other."""
+    if kind is Any or kind is dict or get_origin(kind) is dict:
+        return st.dictionaries(st.sampled_from(NAMES), PLAIN, max_size=2)
+    if kind is Member:
+        return st.sampled_from([ME, OTHER, NEW]) | st.builds(Member, values(int), values(int))
+    if kind is _Few:
+        return st.integers(1, 3)
+    if kind is int:
+        return st.sampled_from([0, 1, 1, 2, 2, 3, -1, 7, (1 << 53) - 1])
+    if kind is float:
+        return st.sampled_from([0.0, 1.0, -1.0, 1e9, 1e300])
+    if kind is bool:
+        return st.booleans()
+    if kind is str:
+        return st.sampled_from(["", "join", "leave", "silent", "late", "finished", "base", "x" * 300])
+    if get_origin(kind) in (types.UnionType, typing.Union):
+        return st.none() | values(next(each for each in get_args(kind) if each is not type(None)))
+    if get_origin(kind) is tuple:
+        return st.lists(values(get_args(kind)[0]), max_size=3).map(tuple)
+    hints = get_type_hints(kind)
+    if kind is Terms:
+        hints |= dict.fromkeys(("count", "most"), _Few)
+    if issubclass(kind, tuple):
+        return st.builds(kind, *(values(each) for each in hints.values()))
+    return st.builds(kind, **{name: values(each) for name, each in hints.items()})
+
+
+def some(union: Any) -> st.SearchStrategy[Any]:
+    """A message of one of these kinds."""
+    return st.sampled_from(get_args(union)).flatmap(values)
+
+
+MESSAGES = st.sampled_from(sorted(KINDS)).flatmap(lambda name: values(KINDS[name]))
+
+
+@given(MESSAGES)
+def test_messages_cross_as_they_are(message: Any) -> None:
+    """Every message whose numbers lie in their ranges."""
+    said = json.dumps(to_plain(message))
+    assert json.dumps(to_plain(from_plain(json.loads(said)))) == said
+
+
+@given(MESSAGES, st.dictionaries(st.sampled_from([*NAMES, "member", "terms", "members"]), PLAIN, max_size=3))
+def test_changed_messages(message: Any, changed: dict[str, Any]) -> None:
+    """A message that says what was said, or LinkError."""
+    plain = {**to_plain(message), **changed}
+    with contextlib.suppress(LinkError):
+        found = to_plain(from_plain(plain))
+        assert found.keys() >= plain.keys()
+        assert to_plain(from_plain(found)).keys() == found.keys()
+
+
+@given(PLAIN | st.dictionaries(st.sampled_from(NAMES), PLAIN) | st.just([]))
+def test_what_is_no_message(plain: Any) -> None:
+    with contextlib.suppress(LinkError):
+        from_plain(plain)
+        raise AssertionError(f"{plain} is believed")
+
+
+@pytest.mark.parametrize("number", [0, -1, 1025, (1 << 53) - 1])
+@pytest.mark.parametrize("name", ["count", "most"])
+def test_a_number_of_regions_that_no_run_has(name: str, number: int) -> None:
+    """The coordinator goes through all of them: it would take its time, and its memory."""
+    hello = to_plain(Hello(region=0, join=False, host="h", machine="m", token="t", terms=TERMS, compared={}))
+    with pytest.raises(LinkError, match="is no message"):
+        from_plain({**hello, "terms": {**hello["terms"], name: number}})
+
+
+# ---- the coordinator's rules
+
+
+def begun(elastic: bool) -> Run:
+    """A run of two regions that trains; connections 0 and 1 are theirs."""
+    state = Run(name="run")
+    terms = replace(TERMS, elastic=elastic)
+    for region in range(2):
+        hello = Hello(
+            region=region, join=False, host="h", machine="m", token=f"t{region}", terms=terms, compared={}
         )
-        callers.expect({}, {}, {})
-        caller = Caller(Channel(other), None, stage, math.inf, is_theirs=stage != "asks")
-        if stage == "asks":
-            caller.member, caller.proof = OTHER, callers._proof(ME, OTHER)
-            caller.proof.say({})
-        elif stage == "welcomed":
-            caller.member, caller.proof = OTHER, callers._proof(OTHER, ME)
-            caller.proof.hear(callers._proof(OTHER, ME).say({}))
-            caller.proof.say({})
-        callers._all.append(caller)
-        selector.register(other, selectors.EVENT_READ, caller)
-        callers._hear(caller, json.loads(json.dumps(said)))
-        callers.close()
-    for who, hello in adopted:
-        assert keys is None and who.member is not None
-        line_of({"from": who.member, "hello": hello})
-        assert whole(hello["region"]) == who.member.region and whole(hello["ticket"]) == who.member.ticket
+        state, _ = rules.step(state, Came(region, hello), 0.0)
+    assert state.members == (ME, OTHER)
+    return state
 
 
-@given(changed(REPORT), changed(DECISION))
-def test_reports_and_decisions(report: dict[str, Any], decision: dict[str, Any]) -> None:
-    """One that is believed, or LinkError; no other member is waited for or asked for more than there is."""
-    presence: Any = SimpleNamespace(
-        on=lambda kind, handler: None, members=(OTHER,), tell=lambda *given, **content: None
+@settings(max_examples=100, deadline=None)
+@given(
+    st.booleans(),
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            some(messages.FromRegion) | some(messages.FromCommand) | st.sampled_from(["ends", "waits"]),
+            st.sampled_from([0.0, 0.1, 3.0, 20.0]),
+        ),
+        max_size=12,
+    ),
+)
+def test_what_the_coordinator_hears(elastic: bool, said: list[tuple[int, Any, float]]) -> None:
+    """Whatever callers say, in any order: it goes on, says only what can be read, and what it has decided stays."""
+    state, now = begun(elastic), 0.0
+    for who, what, later in said:
+        now += later
+        event = Ended(who) if what == "ends" else Tick() if what == "waits" else Came(who, what)
+        before = state
+        state, effects = rules.step(state, event, now)
+        for effect in effects:
+            if isinstance(effect, Send):
+                from_plain(json.loads(json.dumps(to_plain(effect.message))))
+        assert not {seat.member.ticket for seat in state.seats.values()} & state.lost
+        assert len({seat.member for seat in state.seats.values()}) == len(state.seats)
+        numbers = [each.number for each in state.announced]
+        assert numbers == sorted(set(numbers)) and all(each <= state.changes for each in numbers)
+        if state.run == before.run and not state.recovers and not before.recovers:
+            assert state.losses >= before.losses and state.changes >= before.changes
+            assert state.lost >= before.lost and state.tickets >= before.tickets
+        if isinstance(event, Came) and not elastic and isinstance(what, messages.Report):
+            assert state.losses == before.losses, "a fixed run decides nothing"
+
+
+# ---- the member's rules
+
+LINK_EVENTS = st.sampled_from([each for each in get_args(links.Event) if each is not Decided]).flatmap(values)
+DECIDED = st.builds(
+    Decided,
+    generation=st.just(1),
+    decision=st.builds(
+        Decision,
+        number=st.integers(0, 3),
+        members=st.just((ME,)),
+        lost=st.lists(st.sampled_from([ME, OTHER, NEW, NEW]), max_size=2).map(tuple),
+        done=st.integers(0, 4),
+    ),
+    whys=st.just(()),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.booleans(),
+    st.sampled_from([Standing.MEMBER, Standing.MEMBER, Standing.FOLLOWING]),
+    st.lists(LINK_EVENTS | DECIDED | st.just(links.Made("a mean")), max_size=20),
+)
+def test_what_a_member_hears_and_does(elastic: bool, standing: Standing, events: list[Any]) -> None:
+    """Whatever happens: calls complete in their order and once, with what this process holds; none after it is out."""
+    roster = (ME, OTHER) if standing is Standing.MEMBER else ()
+    part, completed, was_marked = Part(me=ME, elastic=elastic, standing=standing, roster=roster), [0], False
+    for event in events:
+        before = part
+        part, effects = links.step(part, event)
+        was_marked = was_marked or isinstance(event, links.Marked)
+        calls: list[Call] = [each.call for each in effects if isinstance(each, links.Complete)]
+        for call in calls:
+            assert call.has
+            assert was_marked or call.number == completed[-1] + 1
+            completed.append(call.number)
+        if before.standing is Standing.OUT:
+            assert part == before and not effects
+        if part.frozen:
+            assert not any(isinstance(each, links.Begin) for each in effects)
+        assert ME in part.members and not {each.ticket for each in part.members if each != ME} & part.lost
+        assert part.knows >= part.changes and part.losses >= before.losses and part.lost >= before.lost
+        numbers = [each.number for each in part.announced]
+        assert numbers == sorted(set(numbers)) and all(each > part.changes for each in numbers)
+        if standing is Standing.MEMBER and not was_marked:
+            assert numbers == list(range(part.changes + 1, part.knows + 1))
+        for each in effects:
+            if isinstance(each, links.Tell):
+                assert from_plain(json.loads(json.dumps(to_plain(each.report)))) == each.report
+
+
+# ---- a real link
+
+
+@pytest.fixture(scope="module")
+def regions() -> Iterator[Regions]:
+    made = Regions(2)
+    yield made
+    made.end()
+
+
+@settings(deadline=None)
+@given(
+    said=st.lists(
+        st.builds(
+            Posted,
+            sender=values(Member),
+            topic=st.sampled_from(["wire", "base", "offer", "x"]),
+            content=st.dictionaries(st.sampled_from(["key", "value", *NAMES]), PLAIN, max_size=3),
+        )
+        | values(messages.Noted)
+        | values(messages.Suspect)
+        | values(messages.Resumed)
+        | values(messages.Alive),
+        max_size=5,
     )
-    presence.tell_all = presence.tell
-    freeze: Any = lambda: None  # noqa: E731  its thread asks for nothing
-    changes = Changes(SteadyStore("127.0.0.1:1"), "run-7", ME, presence, freeze, lambda decision: None)
-    changes.close()
-    changes._thread.join()
-    for said in ({"report": report}, report):
-        with contextlib.suppress(LinkError):
-            changes._hear(OTHER, said)
-    for said in ({"decision": decision}, decision):
-        with contextlib.suppress(LinkError):
-            changes._learn(said)
-    assert set(changes._reports) <= {OTHER} and changes.number <= 1
-    line_of({"report": [to_plain(each) for each in changes._reports.values()]})
+)
+def test_what_a_link_hears(regions: Regions, said: list[Any]) -> None:
+    """Whatever another process has sent through the coordinator: the region and its members stay what they are."""
+    link = regions.links[0]
+    for message in said:
+        link._hear(message)
+    assert link.members == (0, 1) and link.standing is Standing.MEMBER and not link._part.frozen
+    assert link.wire.regions == [1]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["connected", "pair", "ready", "closed", "have"]), PLAIN_DICTS)))
-def test_what_a_member_hears(told: list[tuple[str, dict[str, Any]]]) -> None:
-    """Whatever a newcomer says, and a member: both stay what they are, and a wrong number is refused in words."""
-    regions = Regions(2)
-    life, newcomer = regions.links[0]._life, regions.hub.member(2)
-    regions.hub.dead.add(newcomer.ticket)  # so nobody waits for it
-    for kind, content in told:
-        for member in (regions.first[1], newcomer):
-            for handler in regions.hub.presences[life.me]._handlers[kind]:
-                with contextlib.suppress(ValueError):
-                    handler(member, content)
-    assert life.members == tuple(regions.first) and 1 in life.wire.regions
-    assert all(0 < op < 1 << 53 and losses >= 0 for op, losses in life.ops._haves)
-    regions.hub.end()
+@given(
+    values(Member), st.sampled_from(["offer", "no_base", "x"]), st.dictionaries(st.sampled_from(NAMES), PLAIN)
+)
+def test_answers_to_a_newcomer(sender: Member, topic: str, content: dict[str, Any]) -> None:
+    """Of the member that it has asked, and of others: an offer, or a reason in words why it gets no base there."""
+
+    def post(to: Member, topic_asked: str) -> None:
+        donors.hear(sender, topic, content)
+        donors.hear(OTHER, "no_base", {"why": "none"})
+
+    donors = Donors(0, post, lambda member: True, lambda member: "127.0.0.1")
+    with (
+        mock.patch.object(asking, "receive", return_value=None),
+        contextlib.suppress(DonorLost),
+    ):
+        donors.base_of(OTHER, Path("nowhere"), stuck_timeout_s=5.0)
+        assert sender == OTHER and topic == "offer"
 
 
 @given(st.floats())

@@ -18,6 +18,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hf_cocodc.coordinator.channel import Channel
+from hf_cocodc.coordinator.cipher import AesGcm, Altered, Tagged
+from hf_cocodc.coordinator.entrance import Entrance, key_id
+from hf_cocodc.coordinator.messages import PROTOCOL, Member
+from hf_cocodc.coordinator.proof import Proof, Refused
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.validation import host_and_port
 from hf_cocodc.doctor import others
 from hf_cocodc.doctor.findings import lines
 from hf_cocodc.errors import CheckpointError, LinkError
@@ -25,18 +32,9 @@ from hf_cocodc.links.introduction import Introduction
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.links.records import ROW, from_row, to_row
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.meeting.callers import Member
-from hf_cocodc.meeting.channel import Channel, line_of
-from hf_cocodc.meeting.cipher import AesGcm, Altered, Tagged
-from hf_cocodc.meeting.handlers import Handlers
-from hf_cocodc.meeting.heard import host_and_port
-from hf_cocodc.meeting.proof import Proof, Refused
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.meeting.signs import Peer
-from hf_cocodc.run.donor import offered
+from hf_cocodc.run.donor import Offer, _Caller, offered
 from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.frames import Frames
-from hf_cocodc.run.greeting import _knows, _line_in
 from hf_cocodc.run.parcel import check_files
 from hf_cocodc.run.trees import put_together
 from tests.links.test_door import INTRODUCTION, Way
@@ -53,7 +51,7 @@ NAMES = (
         "doing",
         "host",
         "port",
-        "secret",
+        "token",
         "from",
         "to",
         "hello",
@@ -114,41 +112,66 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 @example(b"[" * 100_000 + b"\n")
 @example(b"9" * 5000 + b"\n")
 @example(b'{"kind": "note", "text": "\\ud800"}\n')
-def test_lines_of_presence(said: bytes) -> None:
-    """A dict that can be shown, or nothing; and a member that says it stays one."""
+def test_lines_of_a_channel(said: bytes) -> None:
+    """A dict that can be shown, or nothing."""
     with ends() as (one, other):
-        channel, peer = Channel(other), None
+        channel = Channel(other)
         one.sendall(said)
         one.shutdown(socket.SHUT_WR)
-        messages = []
         while not channel.ended:
-            messages += channel.read()
-        peer = Peer(Member(1, 2), channel, heard_at=0.0, moved_at=0.0)
-        handlers = Handlers()
-        for message in messages:
-            json.dumps(message, ensure_ascii=False).encode()
-            kind = message.pop("kind", None)
-            peer.hear(kind, message, 1.0, 3)
-            handlers.call(str(kind), peer.member, message)
-        line_of({"step": peer.inner_step, "done": peer.done, "awaits": peer.awaits, "note": peer.note})
-        peer.seen(2.0)
+            channel.receive()
+        while channel.num_lines:
+            message = channel.take_line()
+            assert message is None or json.dumps(message, ensure_ascii=False).encode()
         channel.close()
 
 
-@given(st.dictionaries(st.sampled_from(("host", "port", "secret", "step")), LEAVES), LEAVES)
+@given(
+    st.dictionaries(
+        st.sampled_from(["hf_cocodc", "version", "key", "public", "nonce", "proof", "refused", "kind"]), PLAIN
+    ),
+    st.sampled_from([None, KEYS]),
+)
+@example({"hf_cocodc": PROTOCOL}, KEYS)
+@example({"hf_cocodc": PROTOCOL, "key": key_id(KEYS)}, KEYS)
+@example({"hf_cocodc": "\x1b[2J", "version": "9" * 5000}, None)
+def test_first_lines_at_a_coordinator(said: dict[str, Any], keys: Keys | None) -> None:
+    """A reason in words that can be shown, or nothing from who proves nothing yet: with a secret he says a nonce at least."""
+    entrance: Any = SimpleNamespace(_secrets={} if keys is None else {key_id(keys): keys})
+    caller: Any = SimpleNamespace(key="", proof=None)
+    why = Entrance._reason_to_refuse(entrance, caller, said)
+    if why is None:
+        assert said["hf_cocodc"] == PROTOCOL and caller.proof is not None
+        assert caller.key == key_id(keys)
+    else:
+        assert caller.proof is None and 0 < len(why) < 1000 and why.isprintable()
+        json.dumps(why, ensure_ascii=False).encode()
+
+
+@given(st.dictionaries(st.sampled_from(("host", "port", "token", "step")), PLAIN), LEAVES)
 def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
     with contextlib.suppress(ValueError, KeyError):
-        assert offered({"host": "127.0.0.1", **said}, ADDRESS).host == "127.0.0.1"
+        offer = offered({"host": "127.0.0.1", "token": "0f" * 32, **said}, "127.0.0.1")
+        assert offer.host == "127.0.0.1" and 0 < offer.port < 65536 and len(offer.greeting) < 100
     with contextlib.suppress(ValueError):
         host, port = host_and_port(address)
         assert host and 0 < port < 65536
 
 
-@given(st.binary(max_size=200) | PLAIN.map(lambda said: json.dumps(said).encode() + b"\n"))
-def test_greetings_of_a_donor(said: bytes) -> None:
-    """No line, or one that does not know the secret."""
-    line = _line_in(bytearray(said))
-    assert line is None or not _knows(None, line, "0123456789abcdef")
+@given(
+    st.binary(max_size=200) | PLAIN.map(lambda said: json.dumps(said).encode() + b"\n"),
+    st.sampled_from([None, KEYS]),
+    st.booleans(),
+)
+def test_callers_of_a_donor(said: bytes, keys: Keys | None, encrypt: bool) -> None:
+    """Nobody who does not know the token, whatever he says, and no more of it is read than the token takes."""
+    with ends() as (one, other):
+        caller = _Caller(other, Offer("127.0.0.1", 1, "0f" * 32, 3), keys, encrypt)
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+        while not caller.is_over:
+            assert not caller.knows()
+        assert len(caller._said) <= caller._size < 200
 
 
 @given(
@@ -265,23 +288,21 @@ def test_rows_of_records(numbers: list[float]) -> None:
     assert math.isnan(from_row(Trailer, to_row(Trailer()), 1).loss)
 
 
-def said_by_doctor(peek: Any, wait_s: float, answer: Any = None) -> None:
-    """Check that every line of a doctor that reads this at the store can be shown, and that there is one."""
+def said_by_doctor(tell: Any, wait_s: float, answer: Any = None) -> None:
+    """Check that every line of a doctor that reads this at the coordinator can be shown, and that there is one."""
     now = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
-    store: Any = SimpleNamespace(address="h:1", set=lambda key, value: None, peek=peek)
+    board: Any = SimpleNamespace(coordinator="h:1", region=0, tell=tell)
     with mock.patch.object(others, "time", clock), mock.patch.object(others, "call", return_value=answer):
-        found = list(others.compare(store, "r", 0, 2, MINE, "127.0.0.1", wait_s, lambda words: None))
+        found = list(others.compare(board, 2, MINE, "127.0.0.1", wait_s, lambda words: None))
     assert {each.topic for each in found} == {"region 1"}
     assert "".join(line for each in found for line in lines(each)).isprintable()
 
 
-@given(st.binary(max_size=300) | PLAIN.map(lambda said: json.dumps(said).encode()))
-@example(b"[" * 100_000)
-@example(b"9" * 5000)
-def test_words_of_no_doctor(said: bytes) -> None:
-    """What lies at the store where another region's doctor would tell what it has found."""
-    said_by_doctor(lambda key: said, 0.0)
+@given(PLAIN)
+def test_words_of_no_doctor(said: Any) -> None:
+    """What is told at the coordinator where another region's doctor would tell what it has found."""
+    said_by_doctor(lambda own: {1: said}, 0.0)
 
 
 @given(
@@ -298,7 +319,7 @@ def test_words_of_no_doctor(said: bytes) -> None:
 def test_words_of_another_doctor(changed: dict[str, Any], answer: Any) -> None:
     """Its words change while this one listens, so it is called, and answers."""
     beats = itertools.count(1)
-    said_by_doctor(lambda key: json.dumps({**TOLD, "beats": next(beats), **changed}).encode(), 5.0, answer)
+    said_by_doctor(lambda own: {1: {**TOLD, "beats": next(beats), **changed}}, 5.0, answer)
 
 
 @given(st.binary(max_size=99))

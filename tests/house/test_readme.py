@@ -78,7 +78,7 @@ def test_every_command_of_the_readme_is_one() -> None:
     assert names >= {
         "train",
         "simulate",
-        "store",
+        "coordinator",
         "status",
         "leave",
         "recipe",
@@ -96,4 +96,4 @@ def test_one_run_goes_from_nothing_to_training() -> None:
     _, new, link, plan, doctor, train = lines
     assert plan.recipe == new.file and plan.link == link.json
     assert str(plan.write) == doctor.recipe == train.recipe
-    assert link.store == doctor.store == train.store
+    assert link.coordinator == doctor.coordinator == train.coordinator

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_cocodc import OuterConfig
+from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Handle, Link, Parcel
-from hf_cocodc.meeting.handshake import compare, hello
 from hf_cocodc.resolve import from_config
+from hf_cocodc.run.hellos import hello
 from tests.integrations.test_training_variants import CONFIG, STEPS, global_params, train, trained_params
 from tests.toys import RECOMPUTING, llama
 

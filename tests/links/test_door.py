@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from hf_cocodc.coordinator.messages import Member
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links import door
+from hf_cocodc.links import introduction as introduction_module
 from hf_cocodc.links.door import Door, with_door
-from hf_cocodc.links.introduction import Introduction
+from hf_cocodc.links.introduction import Introduction, Letters
 from hf_cocodc.links.wire import Wire
+from tests.links.memory import Post, connect
 
 HOST = "127.0.0.1"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
@@ -86,29 +88,19 @@ def test_the_search_for_a_socket_changes_none() -> None:
     assert all(blocks)
 
 
-def connect(*wires: Wire, key: str, store: dist.Store) -> None:
-    first, second = wires
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(first.connect, second.region, key, store)]
-        calls.append(pool.submit(second.connect, first.region, key, store))
-        for call in calls:
-            call.result()
-
-
 @linux
 def test_strangers_do_not_reach_a_wire_and_newcomers_do() -> None:
     """Garbage, small numbers, and nothing at all arrive nowhere; later pairs connect, and the first one works on."""
     before = set(door._listening())
-    store = dist.HashStore()
     wires = [Wire(region, 1, timeout_s=20.0) for region in range(3)]
     ports = []
     for number in [number for inode, number in door._listening().items() if inode not in before]:
         with socket.socket(fileno=os.dup(number)) as listening:
             ports.append(listening.getsockname()[1])
     assert len(ports) == 3 and not any(map(reaches, ports))
-    connect(*wires[:2], key="a", store=store)
+    connect(*wires[:2], key="a")
     assert not any(map(reaches, ports))
-    connect(*wires[1:], key="b", store=store)
+    connect(*wires[1:], key="b")
     view = [wire.view([0, 1], 0) for wire in wires[:2]]
     with ThreadPoolExecutor(2) as pool:
         told = [torch.full((1,), float(region), dtype=torch.float64) for region in range(2)]
@@ -163,11 +155,34 @@ def test_an_introduction_of_ours_is_believed() -> None:
     assert introduction.get("0/1") == named and introduction.get("0/0") == INTRODUCTION
 
 
-def test_a_stranger_at_the_store_ends_a_connection_with_a_sentence() -> None:
+def test_a_foreign_letter_ends_a_connection_with_a_sentence() -> None:
     """Not the process."""
-    store = dist.HashStore()
-    store.set("k/0/1", "evil")
+    post = Post()
+    post.way(1, 0)("k").tell("0/1", b"evil")
     wire = Wire(0, 1, timeout_s=5.0)
     with pytest.raises(LinkError, match="no introduction"):
-        wire.connect(1, "k", store)
+        wire.connect(1, "k", post.way(0, 1))
     wire.close(broken=True)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"key": "k"}, {"key": 3, "value": "00"}, {"key": "k", "value": "no hex"}], ids=str
+)
+def test_what_is_no_letter_is_ignored(content: dict[str, object]) -> None:
+    letters = Letters()
+    letters.put(Member(1, 2), content)
+    with pytest.raises(TimeoutError):
+        letters.take(Member(1, 2), "k", 0.0)
+
+
+def test_letters_take_no_more_memory_than_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest stay; each is taken once, from its sender alone."""
+    monkeypatch.setattr(introduction_module, "_MOST_LETTERS", 2)
+    letters, sender = Letters(), Member(1, 2)
+    for number in range(3):
+        letters.put(sender, {"key": str(number), "value": "ab"})
+    assert letters.take(sender, "2", 0.0) == b"\xab"
+    for who, key in ((sender, "0"), (sender, "2"), (Member(1, 3), "1")):
+        with pytest.raises(TimeoutError):
+            letters.take(who, key, 0.0)
+    assert letters.take(sender, "1", 0.0) == b"\xab"

@@ -15,7 +15,7 @@ from hf_cocodc.parts.codecs.base import Coder, Message
 from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.tensors.pools import Pool
-from tests.links.memory import Regions
+from tests.links.memory import connected
 
 TOPK = TopK(2, 64, Cast(torch.float32))
 
@@ -42,14 +42,14 @@ def exchanged(
     coder: Coder, count: int, message: int, weights: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
     """What each region comes to, if all bytes that region 1 sends in its first (0) or second (1) message become 255."""
-    regions = Regions(count)
+    wires = connected(range(count), connections=2)
 
     def mean(region: int) -> Tensor:
-        view = regions.links[region]._life.wire.view(range(count), 0)
+        view = wires[region].view(range(count), 0)
         send = view.send
 
         def damaging(other: int, payload: Tensor, tag: int, *rest: Any) -> Any:
-            is_damaged = region == 1 and tag == message + 1
+            is_damaged = region == 1 and tag == message
             return send(other, torch.full_like(payload, 255) if is_damaged else payload, tag, *rest)
 
         monkeypatch.setattr(view, "send", damaging)
@@ -61,11 +61,10 @@ def exchanged(
     with ThreadPoolExecutor(count) as pool:
         found = [pool.submit(mean, region) for region in range(count)]
         others = [found[region].exception() for region in range(count) if region != 1]
-        if any(others):
-            regions.hub.end()  # region 1 may wait for them
-        ends = [each.exception() or each.result() for each in found]
-    regions.hub.end()
-    return ends
+        for region, wire in wires.items():
+            if any(others) and region != 1:
+                wire.close(broken=False, at_once=True)  # region 1 may wait for them
+        return [each.exception() or each.result() for each in found]
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_cocodc.coordinator.messages import Member
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links import following as following_module
 from hf_cocodc.links.following import Following
 from hf_cocodc.links.log import Entry, Log, Marker, Sinks, from_plain, rows_of, to_plain
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.meeting.presence import Member
 from tests.links.memory import wait_until
 
 ENTRY = Entry(

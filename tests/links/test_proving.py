@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import calls, door, proving
 from hf_cocodc.links.view import View
 from hf_cocodc.links.wire import TAGS, Wire
-from hf_cocodc.meeting.secret import Keys
-from tests.links.test_door import HOST, connect, linux
+from tests.links.memory import connect
+from tests.links.test_door import HOST, linux
 
 KEYS = Keys.from_secret("a long secret of ours")
 NUMBERS = range(8)
@@ -48,7 +48,7 @@ PAYLOADS = [torch.arange(100_000).to(torch.uint8), torch.arange(100_000).flip(0)
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_messages_arrive_as_they_were_sent(encrypt: bool) -> None:
     wires = two_wires(keys=KEYS, encrypt=encrypt)
-    connect(*wires, key="pair", store=dist.HashStore())
+    connect(*wires)
     got = exchanged([wire.view([0, 1], 0) for wire in wires], PAYLOADS)
     assert torch.equal(got[0], PAYLOADS[1]) and torch.equal(got[1], PAYLOADS[0])
     for wire in wires:
@@ -74,7 +74,7 @@ def test_strangers_that_were_first_are_found_out(
             for first in NUMBERS:
                 stranger = kept.enter_context(socket.create_connection((HOST, port)))
                 stranger.sendall(struct.pack("q", first))
-        connect(*wires, key="pair", store=dist.HashStore())
+        connect(*wires)
     assert (
         "has not proven that it is of this run: the connection is made once more (it was silent"
         in caplog.text
@@ -89,7 +89,7 @@ def test_another_secret_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(proving, "_TRIES", 2)
     wires = [Wire(0, 1, timeout_s=20.0, keys=KEYS), Wire(1, 1, timeout_s=20.0, keys=KEYS.of("other"))]
     with pytest.raises(LinkError, match="does not prove that it has the secret of the run") as caught:
-        connect(*wires, key="pair", store=dist.HashStore())
+        connect(*wires)
     assert "regions.interface" not in str(caught.value), "it would not help"
     for wire in wires:
         wire.close(broken=False)
@@ -99,7 +99,7 @@ def test_another_secret_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_was_altered_is_not_believed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the region; the buffer keeps what it had."""
     wires = two_wires(keys=KEYS, encrypt=True)
-    connect(*wires, key="pair", store=dist.HashStore())
+    connect(*wires)
     labels = b"7/0", b"7/1" if fault == "another attempt" else b"7/0"
     views = [wire.view([0, 1], TAGS, label=label) for wire, label in zip(wires, labels, strict=True)]
     cipher = wires[0]._pairs[1].ciphers[0]
@@ -129,7 +129,7 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
     """What is encrypted lies in memory once more until it is sent: for some pieces of a model, not for all."""
     monkeypatch.setattr(calls, "_PIECE_BYTES", 1000)
     wires = two_wires(keys=keys, encrypt=keys is not None)
-    connect(*wires, key="pair", store=dist.HashStore())
+    connect(*wires)
     under_way: list[int] = []
     start = View._start
 
@@ -141,9 +141,7 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
     raws = [torch.arange(200_500).to(torch.uint8), torch.zeros(200_500, dtype=torch.uint8)]
     with ThreadPoolExecutor(2) as pool:
         views = [wire.view([0, 1], 0) for wire in wires]
-        told = [
-            calls.BroadcastCall(view, raw, 0, "weights", None) for view, raw in zip(views, raws, strict=True)
-        ]
+        told = [calls.BroadcastCall(view, raw, 0, "weights") for view, raw in zip(views, raws, strict=True)]
         list(pool.map(calls.BroadcastCall.run, told))
     assert torch.equal(*raws)
     assert [call.bytes_sent for call in told] == [200_500, 0]

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
 from hf_cocodc.links.base import Arrival, Here, Link, Parcel
+from hf_cocodc.links.group import RegionGroup
 from hf_cocodc.links.ranks import SharedLink
 from hf_cocodc.links.spreading import gather, spread_all
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.meeting.region_store import RegionStore
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.parts.codecs.base import Result
-from tests.processes.forks import TIMEOUT_S, fork, rank_env
+from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 T = TypeVar("T")
 RANKS = 3
@@ -41,7 +40,7 @@ ENDS: dict[str, Exception] = {
 class Scripted:
     """The leader's link of region 2: others come, are lost in the middle of calls that belong together, and go on without it."""
 
-    region, admits, most_regions = 2, 7, 5
+    region, knows, most_regions = 2, 7, 5
 
     def __init__(self) -> None:
         self.members: tuple[int, ...] = (0, 2)
@@ -59,7 +58,7 @@ class Scripted:
         if parcel.what in ENDS:
             return Ended(ENDS[parcel.what])
         mean = torch.full((parcel.numel,), float(sum(self.members)))
-        trailers = tuple(Trailer(admits=region) for region in self.members)
+        trailers = tuple(Trailer(knows=region) for region in self.members)
         return Here(Arrival(Result(mean, mean.clone, {}), trailers, 5, 0.0, 1.0, self.members, changes=4))
 
     def gather(self, record: Any, what: str) -> tuple[Any, ...]:
@@ -84,12 +83,11 @@ class Ended:
         raise self._error
 
 
-def live(store: str, rank: int, folder: str) -> None:
+def live(rank: int, folder: str) -> None:
     """One rank: makes the calls, and writes down what it was told."""
     dist.init_process_group("gloo")
     leader = Scripted() if rank == 0 else None
-    inside = RegionStore(store, rank, RANKS)
-    link = SharedLink(cast(Link, leader), 2, 3, torch.device("cpu"), inside, is_elastic=True)
+    link = SharedLink(cast(Link, leader), 2, 3, torch.device("cpu"), RegionGroup(), is_elastic=True)
     said: list[Any] = [link.takes_part(), link.members]
 
     def change(call: Callable[[Scripted], None]) -> None:
@@ -98,8 +96,8 @@ def live(store: str, rank: int, folder: str) -> None:
     def mean(what: str) -> Any:
         arrival = link.mean(Parcel(list, 3, Trailer, what)).wait()  # type: ignore[arg-type]
         link.landed(arrival)
-        admits = [trailer.admits for trailer in arrival.trailers]
-        return arrival.result.mean.tolist(), arrival.members, arrival.changes, admits, link.members
+        knows = [trailer.knows for trailer in arrival.trailers]
+        return arrival.result.mean.tolist(), arrival.members, arrival.changes, knows, link.members
 
     said.append(mean("two regions"))
     change(lambda found: setattr(found, "members", (0, 2, 3, 9)))
@@ -115,9 +113,9 @@ def live(store: str, rank: int, folder: str) -> None:
         except LinkError as error:
             said.append([type(error).__name__, str(error)])
     if leader is not None:
-        assert len(leader.landings) == 2 and (link.admits, link.most_regions) == (7, 5)
+        assert len(leader.landings) == 2 and (link.knows, link.most_regions) == (7, 5)
     else:
-        assert link.admits == 0
+        assert link.knows == 0
     Path(folder, f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
@@ -126,21 +124,13 @@ def test_all_ranks_know_who_takes_part(tmp_path: Path) -> None:
     """Transfers and records of two, four and three regions, in processes of their own. Region 0 is lost between two calls that
     belong together: all ranks make them again. All ranks hear as well that the others have gone on without this region, or that a
     newcomer's donor is lost."""
-    store, master = serve_store("127.0.0.1"), serve_store("127.0.0.1")
+    master, log = torch_master(), tmp_path / "log"
     ranks = [
-        fork(
-            live,
-            f"127.0.0.1:{store.port}",
-            rank,
-            str(tmp_path),
-            log=tmp_path / "log",
-            **rank_env(master, rank, RANKS),
-        )
-        for rank in range(RANKS)
+        fork(live, rank, str(tmp_path), log=log, **rank_env(master, rank, RANKS)) for rank in range(RANKS)
     ]
     for process in ranks:
         process.join(TIMEOUT_S)
-        assert process.exitcode == 0, (tmp_path / "log").read_text()[-4000:]
+        assert process.exitcode == 0, log.read_text()[-4000:]
     first, *others = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
     assert first == [
         True,

@@ -26,7 +26,7 @@ SOUND = Trailer(
     saved_at=90,
     round_lr=3e-4,
     layout=2**32 - 1,
-    admits=2**53 - 1,
+    knows=2**53 - 1,
     norm=1e300,
     trained_at=100,
 )
@@ -71,7 +71,7 @@ def test_a_weight_lies_between_0_and_1(sent: float, counts: float, caplog: pytes
         ("saved_at", (-1, -math.inf)),
         ("round_lr", (math.inf, math.nan, -1)),
         ("layout", (2**32, -2)),
-        ("admits", (-3, math.nan)),
+        ("knows", (-3, math.nan)),
         ("norm", (-1, math.nan, math.inf)),
         ("trained_at", (-2, math.nan, 2**53)),
     ],

@@ -9,44 +9,22 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import pairs, wire
 from hf_cocodc.links.pairs import Pending
 from hf_cocodc.links.view import Revoked, View
 from hf_cocodc.links.wire import END_OF_TAGS, TAGS, Wire
-from hf_cocodc.meeting.store import serve_store
+from tests.links.memory import Post, at_once, connect, connected, wait_until
 
 IDS = (2, 5, 9)
-
-
-def connected(regions: Sequence[int] = IDS, **settings: Any) -> dict[int, Wire]:
-    """A wire for each region, connected pair by pair."""
-    wires = {region: Wire(region, **{"connections": 1, "timeout_s": 20.0, **settings}) for region in regions}
-    store = serve_store("127.0.0.1")
-    for one, other in combinations(regions, 2):
-        link(wires, one, other, f"{one}-{other}", store)
-    return wires
-
-
-def link(wires: dict[int, Wire], one: int, other: int, key: str, store: dist.Store) -> None:
-    """Connect two wires. They share a client of the store: neither may block it."""
-    at_once(lambda: wires[one].connect(other, key, store), lambda: wires[other].connect(one, key, store))
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result() for each in [pool.submit(call) for call in calls]]
 
 
 def met(views: Sequence[View]) -> list[list[float]]:
@@ -62,32 +40,28 @@ def row() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.uint8)
 
 
-class Watch:
-    """Notes for whom a view waits."""
-
-    def __init__(self) -> None:
-        self.seen: list[int | str] = []
-
-    def wait_for(self, region: int, what: str) -> None:
-        self.seen.append(region)
-
-    def arrived(self) -> None:
-        self.seen.append("arrived")
-
-
 def test_a_view_knows_positions_and_its_errors_ids() -> None:
     """Regions keep their numbers whoever takes part; only inside a view they have positions."""
-    wires = connected()
+    wires = connected(IDS)
     assert [wires[5].regions, wires[9].regions] == [[2, 9], [2, 5]]
     views = [wires[region].view(reversed(IDS), 0) for region in IDS]
     assert [(view.region, view.others, view.regions) for view in views] == [
         *((0, [1, 2], [2, 5, 9]), (1, [0, 2], [2, 5, 9]), (2, [0, 1], [2, 5, 9]))
     ]
     assert met(views) == [[2.0, 5.0, 9.0]] * 3
-    watch, pending = Watch(), views[0].receive(2, row(), TAGS - 1, 0, "late news")
-    views[2].wait([views[2].send(0, row(), TAGS - 1, 0, "late news")], "late news")
-    views[0].wait([pending], "late news", watch)
-    assert watch.seen == [9, "arrived"]
+    pending, waits = views[0].receive(2, row(), TAGS - 1, 0, "late news"), wires[2].waits
+    moved_at = waits.moved_at
+
+    def wait() -> None:
+        views[0].wait([pending], "late news", may_be_late=True)
+
+    def send() -> None:
+        wait_until(lambda: waits.region is not None)
+        assert (waits.region, waits.what) == (9, "late news") and waits.late_since is not None
+        views[2].wait([views[2].send(0, row(), TAGS - 1, 0, "late news")], "late news")
+
+    at_once(wait, send)
+    assert waits.region is waits.late_since is None and waits.moved_at > moved_at
     alone = wires[5].view([5], 64)
     assert (alone.region, alone.num_regions, alone.others, alone.rtt_s) == (0, 1, [], 0.0)
     assert met([alone]) == [[5.0]]
@@ -97,11 +71,10 @@ def test_a_connection_that_is_no_longer_wanted_does_not_count() -> None:
     """Its end is closed, and the one that was there before stays. The other end notices it."""
     wires = connected(IDS[:2])
     before = [wires[region].view(IDS[:2], 0) for region in IDS[:2]]
-    store = serve_store("127.0.0.1")
-    late = Wire(5, connections=1, timeout_s=20.0)
+    post, late = Post(), Wire(5, connections=1, timeout_s=20.0)
     with ThreadPoolExecutor(2) as pool:
-        refusing = pool.submit(wires[2].connect, 5, "again", store, lambda: False)
-        late.connect(2, "again", store)
+        refusing = pool.submit(wires[2].connect, 5, "again", post.way(2, 5), lambda: False)
+        late.connect(2, "again", post.way(5, 2))
         with pytest.raises(LinkError, match="region 5 has left, or has come as another process"):
             refusing.result()
     assert met(before) == [[2.0, 5.0]] * 2
@@ -130,7 +103,7 @@ def test_who_looks_meanwhile_ends_the_waiting() -> None:
 
 def test_a_time_out_fails_its_pair_alone() -> None:
     """The others of the region that waited in vain, and of the one that was silent, go on."""
-    wires = connected()
+    wires = connected(IDS)
     wires[2].timeout_s = 0.001
     view = wires[2].view(IDS, 0)
     with pytest.raises(RegionLostError, match="region 5 went silent in the middle of news") as caught:
@@ -163,13 +136,13 @@ def test_a_patient_wire_waits_for_a_region_that_lives() -> None:
 
 def test_a_region_that_comes_back_is_connected_again() -> None:
     """A dropped pair is unknown until both ends connect under another key; then all is as before."""
-    wires = connected()
+    wires = connected(IDS)
     wires[5].drop(9)
     wires[9].drop(5)
     wires[9].drop(5)
     with pytest.raises(LinkError, match="region 5 has no connection to region 9"):
         wires[5].view(IDS, 0)
-    link(wires, 5, 9, "again", serve_store("127.0.0.1"))
+    connect(wires[5], wires[9], "again")
     assert met([wires[region].view(IDS, 0) for region in IDS]) == [[2.0, 5.0, 9.0]] * 3
 
 
@@ -177,20 +150,19 @@ def test_a_revoked_view_is_of_no_use_to_a_thread_that_wakes_up_late() -> None:
     """Whatever comes late, nothing is done with it, and nobody is told that it has arrived."""
     wires = connected(IDS[:2])
     views = [wires[region].view(IDS[:2], 0) for region in IDS[:2]]
-    watch, waits, late = Watch(), threading.Event(), []
-    watch.arrived = lambda: late.append("arrived")
-    watch.wait_for = lambda region, what: waits.set()
+    waits, late = wires[2].waits, []
     pending = views[0].receive(1, row(), TAGS - 1, 0, "news")
 
     def wait() -> None:
         with pytest.raises(Revoked):
-            views[0].wait([pending], "news", watch)
+            views[0].wait([pending], "news", may_be_late=True)
         late.append("revoked")
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    waits.wait()
+    wait_until(lambda: waits.region == 5)
     views[0].revoke()
+    moved_at = waits.moved_at
     assert pending in pending.connection._void
     for call in (
         views[0].tag,
@@ -201,10 +173,10 @@ def test_a_revoked_view_is_of_no_use_to_a_thread_that_wakes_up_late() -> None:
     ):
         with pytest.raises(Revoked):
             call()
-    assert met([wires[region].view(IDS[:2], TAGS) for region in IDS[:2]]) == [[2.0, 5.0]] * 2
     views[1].wait([views[1].send(0, row(), TAGS - 1, 0, "news")], "news")
     thread.join()
-    assert late == ["revoked"]
+    assert late == ["revoked"] and waits.moved_at == moved_at
+    assert met([wires[region].view(IDS[:2], TAGS) for region in IDS[:2]]) == [[2.0, 5.0]] * 2
 
 
 def test_nothing_is_left_of_dropped_pairs() -> None:
@@ -212,9 +184,9 @@ def test_nothing_is_left_of_dropped_pairs() -> None:
     one, other = IDS[:2]
     gc.collect()  # connections of earlier tests
     wires = {region: Wire(region, 2, timeout_s=20.0) for region in (one, other)}
-    store, before, memories, threads = serve_store("127.0.0.1"), num_sockets(), [], []
+    before, memories, threads = num_sockets(), [], []
     for turn in range(5):
-        link(wires, one, other, str(turn), store)
+        connect(wires[one], wires[other], str(turn))
         views = [wires[region].view((one, other), 0) for region in (one, other)]
         vain = [_begin(view, memories) for view in views]
         threads.append(threading.Thread(target=_wait_in_vain, args=(views[turn % 2], vain[turn % 2])))
@@ -247,7 +219,7 @@ def _begin(view: View, memories: list[weakref.ref]) -> Pending:
 
 def _wait_in_vain(view: View, pending: Pending) -> None:
     with pytest.raises(Revoked):
-        view.wait([pending], "something", Watch())
+        view.wait([pending], "something", may_be_late=True)
 
 
 def test_a_revoked_view_does_not_wait_for_the_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +278,7 @@ def test_a_number_of_connections_that_no_region_asks_for(
 ) -> None:
     """The other end takes no memory for it, and names the region."""
     wires = {region: Wire(region, timeout_s=20.0) for region in IDS[:2]}
-    swap, store = View.swap, serve_store("127.0.0.1")
+    swap, post = View.swap, Post()
 
     def lying(view: View, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         lies = what == "the number of connections" and view.regions[view.region] == IDS[0]
@@ -314,7 +286,10 @@ def test_a_number_of_connections_that_no_region_asks_for(
 
     monkeypatch.setattr(View, "swap", lying)
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(wires[one].connect, other, "2-5", store) for one, other in (IDS[:2], IDS[1::-1])]
+        calls = [
+            pool.submit(wires[one].connect, other, "2-5", post.way(one, other))
+            for one, other in (IDS[:2], IDS[1::-1])
+        ]
         for each in calls:
             with pytest.raises(
                 RegionLostError, match=f"region 2 asks for {re.escape(f'{told:g}')} connections"
@@ -325,27 +300,34 @@ def test_a_number_of_connections_that_no_region_asks_for(
 
 def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> None:
     """How many connections the first regions agreed on is unknown to a region that comes later."""
-    store, wires = serve_store("127.0.0.1"), {region: Wire(region, timeout_s=20.0) for region in range(3)}
-    found = at_once(*(lambda r=region: wires[r].connect_all(2, "run", store) for region in range(2)))
+    post, wires = Post(), {region: Wire(region, timeout_s=20.0) for region in range(3)}
+
+    def connect_all(region: int) -> int:
+        return wires[region].connect_all({1 - region: "run"}, partial(post.way, region))
+
+    found = at_once(*(partial(connect_all, region) for region in range(2)))
     assert found[0] == found[1]
     for region in range(2):
-        link(wires, region, 2, f"{region}-2", store)
+        connect(wires[region], wires[2], f"{region}-2")
     assert {wire.view(range(3), 0).connections for wire in wires.values()} == {pairs.MAX_CONNECTIONS}
     assert wires[0].view(range(2), 0, connections=found[0]).connections == found[0]
 
 
 def test_a_region_that_does_not_come_is_named() -> None:
     """The wire stays as it was."""
-    alone, store = Wire(2, timeout_s=0.5), serve_store("127.0.0.1")
+    alone, post = Wire(2, timeout_s=0.5), Post(timeout_s=0.5)
     with pytest.raises(LinkError, match="region 2 could not connect to region 7 from its address 127"):
-        alone.connect(7, "2-7", store)
+        alone.connect(7, "2-7", post.way(2, 7))
     assert alone.regions == []
 
 
 def test_threads_do_not_grow_with_pairs() -> None:
     """Neither with connections: gloo has one thread for all of them."""
     before = _threads()
-    wires = connected(connections=4)  # 8 connections each
+    wires = connected(IDS, connections=4)  # 8 connections each
+    until = time.monotonic() + 10
+    while len(_threads() - before) >= 2 * len(wires) and time.monotonic() < until:
+        time.sleep(0.05)  # threads that have made connections are just ending
     assert len(wires) <= len(_threads() - before) < 2 * len(wires), "torch may have started one of its own"
 
 

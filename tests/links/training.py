@@ -1,4 +1,4 @@
-"""Real engines that train over elastic links in memory, and what must hold whatever happens to a region."""
+"""Real engines that train over the links of an elastic run, and what must hold whatever happens to a region."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Arrival, Handle, Parcel
-from hf_cocodc.links.elastic import ElasticLink
-from hf_cocodc.links.terms import State
+from hf_cocodc.links.rules import Standing
+from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.trailer import NOTHING_TO_SAY, Word, Words
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs.base import Message
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from tests.links.memory import Fault, Regions
+from tests.links.memory import Regions
 from tests.toys import Blocks
 
 STEPS = 7
@@ -68,7 +68,7 @@ class Trained:
         epochs: number of the epoch after each inner step.
     """
 
-    link: ElasticLink
+    link: TcpLink
     method: Method
     state: dict[str, Any] | None = None
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Trained:
             message = next(parcel.converse())
             assert isinstance(message, Message)
             name = parcel.what if parcel.what not in self.sent else f"{parcel.what}, again"
-            takes_part = self.link.state is State.MEMBER
+            takes_part = self.link.standing is Standing.MEMBER
             self.sent[name] = Sent(message.values.clone(), mean(parcel), takes_part)
             return self.sent[name]
 
@@ -109,20 +109,27 @@ class Trained:
             return hash(tuple(torch.cat([p.flatten() for p in self.model.parameters()]).tolist()))
 
 
+class Died(Exception):
+    """The region's process has come to its end."""
+
+
 def train_all(
-    name: str, faults: list[Fault], steps: int = STEPS
-) -> tuple[Regions, dict[int, tuple[Trained, int]]]:
-    """Three regions train; returns those that have come to the end."""
-    regions = Regions(3, faults)
+    name: str, dies: dict[int, int], steps: int = STEPS
+) -> tuple[dict[int, tuple[Trained, int]], dict[int, BaseException]]:
+    """Three regions train; some die in an inner step. Returns those that have come to the end, and the errors of the others."""
     method = method_of(name)
 
-    def body(region: int, link: ElasticLink) -> tuple[Trained, int]:
+    def body(region: int, link: TcpLink) -> tuple[Trained, int]:
         trained = Trained(link, method)
-        for _ in range(steps):
+        for step in range(1, steps + 1):
+            if step == dies.get(region):
+                raise Died("its process has died")
             trained.train(region)
         return trained, trained.finish()
 
-    return regions, regions.run(body)
+    found = Regions(3).run(body)
+    errors = {region: each for region, each in found.items() if isinstance(each, BaseException)}
+    return {region: each for region, each in found.items() if not isinstance(each, BaseException)}, errors
 
 
 def check(name: str, found: dict[int, tuple[Trained, int]]) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_cocodc.coordinator import handshake
 from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
-from hf_cocodc.meeting import handshake
 from hf_cocodc.parts import outer, schedules
 from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from tests.toys import batch, llama, params_of
 
 METHODS = {
     "diloco": OuterConfig(sync_interval=4),
+    "diloco, 10 steps": OuterConfig(sync_interval=10),
+    "streaming, 10 steps": OuterConfig(
+        method="streaming", sync_interval=10, num_fragments=2, overlap_steps=2
+    ),
     "eager": OuterConfig(method="eager", sync_interval=4),
     "streaming": OuterConfig(method="streaming", sync_interval=6, num_fragments=2, overlap_steps=2),
 }
@@ -27,11 +32,18 @@ HURRY = "hurry"
 
 
 def loop(
-    folder: str, steps: int, step_s: float, method: str, least: int, saves: int = 0, **regions: Any
+    folder: str,
+    steps: int,
+    step_s: float,
+    method: str,
+    least: int,
+    saves: int = 0,
+    hears_signals: bool = False,
+    **regions: Any,
 ) -> None:
     """A plain loop of `steps` inner steps, each of `step_s` seconds at least until HURRY lies in the folder.
 
-    It saves every `saves` steps.
+    It saves every `saves` steps, and asks to stop at SIGTERM if it `hears_signals`.
     """
     region, rank = int(os.environ["HF_COCODC_REGION"]), int(os.environ.get("RANK", 0))
     home = Path(folder)
@@ -49,6 +61,8 @@ def loop(
         accelerator, model, optimizer, METHODS[method], config, max_steps=steps, journal=journal
     ) as outer:
         began_at = outer.inner_step
+        if hears_signals:
+            signal.signal(signal.SIGTERM, lambda *_: outer.ask_to_stop("SIGTERM"))
         while outer.inner_step < steps and not outer.should_stop:
             tokens = batch(region + 10 * rank, outer.inner_step)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)

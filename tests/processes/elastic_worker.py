@@ -1,4 +1,4 @@
-"""One region of an elastic run, without Trainer: real processes, sockets, gloo and a store."""
+"""One region of an elastic run, without Trainer: real processes, sockets, gloo and a coordinator."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hf_cocodc.coordinator.client import Client
+from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.errors import LeftBehind
-from hf_cocodc.links.elastic import ElasticLink
-from hf_cocodc.links.terms import Reach, Terms
+from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.wire import Wire
-from hf_cocodc.meeting.changes import Changes
-from hf_cocodc.meeting.presence import Member, Presence
-from hf_cocodc.meeting.store import SteadyStore, connect_store
 from tests.links.training import Trained, method_of
 
 TIMEOUT_S = 30.0
 
 
-def connect(region: int, count: int, address: str, **terms: Any) -> ElasticLink:
-    """Meet the other regions at the store, and connect to them."""
-    store = connect_store(address, TIMEOUT_S)
-    me = Member(region, region + 1)
-    presence = Presence("run", me, "127.0.0.1", TIMEOUT_S)
-    store.set(f"at/{region}", presence.address)
-    at = {Member(other, other + 1): store.get(f"at/{other}").decode() for other in range(count)}
-    presence.connect(at, time.monotonic() + TIMEOUT_S)
-    wire = Wire(region, connections=2, timeout_s=TIMEOUT_S)
-    wire.connect_all(count, "run/wire", store)
-
-    def agree(freeze: Any, decided: Any) -> Changes:
-        return Changes(SteadyStore(address), "run", me, presence, freeze, decided)
-
-    reach = Reach(me, wire, presence, agree, tuple(at))
-    return ElasticLink(reach, Terms(lambda: store, "run", **terms), timeout_s=TIMEOUT_S)
+def connect(region: int, count: int, address: str, **more: Any) -> TcpLink:
+    """Meet the other regions at the coordinator, and connect to them."""
+    terms = Terms(count=count, elastic=True, most=count, **{"timeout_s": TIMEOUT_S, **more})
+    client = Client(address, "run", period_s=0.1)
+    hello = Hello(
+        region=region,
+        join=False,
+        host="127.0.0.1",
+        machine="here",
+        token=f"region {region}",
+        terms=terms,
+        compared={},
+    )
+    client.meet(hello, TIMEOUT_S)
+    wire = Wire(region, connections=2, timeout_s=TIMEOUT_S, is_patient=True)
+    return TcpLink(client, terms, wire, {}, timeout_s=TIMEOUT_S)
 
 
 def train(

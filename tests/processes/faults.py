@@ -1,4 +1,4 @@
-"""Regions in processes of their own, and what happens to them: they are killed, frozen and started again; so is the store."""
+"""Regions in processes of their own, which are killed, frozen and started again; and so is the coordinator."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_cocodc.emulation.wan import Wan
 from hf_cocodc.run.journal import read
 from tests.processes import faults_worker
 from tests.processes.coming_worker import HURRY
+from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.faults_worker import Task
 from tests.processes.forks import fork
 from tests.processes.launching import environment
-from tests.processes.stores import StoreProcess
 
 START_S, END_S = 120.0, 240.0
 """How long a test waits for what must happen soon, and for the end of a run."""
@@ -44,12 +44,12 @@ class Elsewhere:
 
 
 class Regions:
-    """The regions of a run. At the end of the block all their processes, and the store's, are killed.
+    """The regions of a run. At the end of the block all their processes, and the coordinator's, are killed.
 
     Args:
         count: regions with which the run begins.
         task: what they do.
-        wan: with one more place than there may be regions, if they and the store are machines of their own.
+        wan: with one more place than there may be regions, if they and the coordinator are machines of their own.
     """
 
     def __init__(self, count: int, task: Task, wan: Wan | None = None) -> None:
@@ -61,9 +61,10 @@ class Regions:
 
     def __enter__(self) -> Regions:
         if self._wan is None:
-            self.store = StoreProcess(self.folder)
+            self.coordinator = CoordinatorProcess(self.folder)
         else:
-            self.store = StoreProcess(self.folder, self._wan.address(self._wan.regions - 1), self._elsewhere)
+            host = self._wan.address(self._wan.regions - 1)
+            self.coordinator = CoordinatorProcess(self.folder, host, self._elsewhere)
         return self
 
     def _elsewhere(self, body: Callable[..., None], *arguments: Any, log: Path) -> Elsewhere:
@@ -80,7 +81,7 @@ class Regions:
         for process in self._every:
             process.kill()
             process.join()
-        self.store.kill()
+        self.coordinator.kill()
 
     def start(self, regions: Iterable[int] | None = None, fault: str = "", join: bool = False) -> None:
         """Start these regions, or all; each with the command of its first start."""
@@ -88,7 +89,7 @@ class Regions:
             env = {
                 "HF_COCODC_REGION": str(region),
                 "HF_COCODC_REGIONS": str(self.count),
-                "HF_COCODC_STORE": self.store.address,
+                "HF_COCODC_COORDINATOR": self.coordinator.address,
                 "HF_COCODC_RUN": "faults",
             }
             env |= {"FAULT": fault} if fault else {}

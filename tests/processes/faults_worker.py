@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,36 @@ from tests.processes.coming_worker import HURRY
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama
 
-POINTS = {
-    "before a send": ("hf_cocodc.engine.traffic", "Traffic", "send"),
-    "in a transfer": ("hf_cocodc.links.view", "View", "begin_swap"),
-    "before its haves": ("hf_cocodc.meeting.presence", "Presence", "tell:have"),
-    "between its haves": ("hf_cocodc.meeting.presence", "Presence", "tell:have"),
-    "after a landing": ("hf_cocodc.engine.traffic", "Traffic", "land"),
-    "in finish": ("hf_cocodc.engine.traffic", "Traffic", "end"),
-    "in a save": ("hf_cocodc.engine.synchronizer", "Synchronizer", "state_dict"),
-    "while it gives its base": ("hf_cocodc.run.donor", "Donation", "_send"),
-    "before it answers a newcomer": ("hf_cocodc.links.pairing", "Pairing", "_answer"),
+
+def always(*args: Any) -> bool:
+    return True
+
+
+def tells(own: torch.Tensor, what: str) -> bool:
+    """Whether a region swaps trailers. (Then it swaps that it has the result.)"""
+    return own.dtype is torch.float64
+
+
+def says_have(own: torch.Tensor, what: str) -> bool:
+    return own.dtype is torch.float32
+
+
+def sends_have(region: int, index: int | None, operation: str, memory: torch.Tensor, *rest: Any) -> bool:
+    return (index, operation, memory.numel()) == (None, "send", 4)
+
+
+POINTS: dict[str, tuple[str, str, str, Callable[..., bool]]] = {
+    "before a send": ("hf_cocodc.engine.traffic", "Traffic", "send", always),
+    "in a transfer": ("hf_cocodc.links.view", "View", "begin_swap", tells),
+    "before its haves": ("hf_cocodc.links.view", "View", "begin_swap", says_have),
+    "between its haves": ("hf_cocodc.links.view", "View", "_start", sends_have),
+    "after a landing": ("hf_cocodc.engine.traffic", "Traffic", "land", always),
+    "in finish": ("hf_cocodc.engine.traffic", "Traffic", "end", always),
+    "in a save": ("hf_cocodc.engine.synchronizer", "Synchronizer", "state_dict", always),
+    "while it gives its base": ("hf_cocodc.run.donor", "Donation", "_send", always),
+    "before it connects to a newcomer": ("hf_cocodc.links.tcp", "TcpLink", "_meet", always),
 }
-"""Module, class and method; a method with a kind counts only messages of that kind."""
+"""Module, class and method, and which of its calls count."""
 AFTER = {"in a transfer", "between its haves", "after a landing", "in a save"}
 """Points behind the call; the others lie before it."""
 EVAL_ROWS = 32
@@ -79,14 +98,13 @@ class Task:
 def obey(fault: str) -> None:
     """Kill this process at the point that FAULT names."""
     point, _, number = fault.rpartition(":")
-    module, owner, name = POINTS[point]
-    name, _, kind = name.partition(":")
+    module, owner, name, is_it = POINTS[point]
     target = getattr(importlib.import_module(module), owner)
     call, left = getattr(target, name), [int(number)]
 
     @functools.wraps(call)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        counts = training.is_set() and (not kind or kind in args)
+        counts = training.is_set() and is_it(*args)
         if counts:
             left[0] -= 1
         if counts and not left[0] and point not in AFTER:

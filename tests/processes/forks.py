@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch.distributed import TCPStore
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import serve_in_thread
 from tests.processes.launching import environment, outcomes
 
 TIMEOUT_S = 90
@@ -39,7 +39,7 @@ def fork_regions(
     body: Callable[..., None], ranks: int | Sequence[int], arguments: list[Any], folder: Path
 ) -> dict[str, dict]:
     """What `run_regions` gives of a worker's `body`, in two regions, without its launchers: quicker by far."""
-    store, masters = serve_store("127.0.0.1"), [serve_store("127.0.0.1") for _ in range(2)]
+    store, masters = serve_in_thread(), [torch_master() for _ in range(2)]
     sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
     log = folder / "log.txt"
     processes = [
@@ -53,13 +53,18 @@ def fork_regions(
     return outcomes(folder)
 
 
+def torch_master() -> TCPStore:
+    """The store at which the ranks of one region meet, as a launcher serves it."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def region_env(store: Any, region: int, num_regions: int = 2) -> dict[str, str]:
     """What tells a process its region."""
     address = f"127.0.0.1:{store.port}"
     return {
         "HF_COCODC_REGION": str(region),
         "HF_COCODC_REGIONS": str(num_regions),
-        "HF_COCODC_STORE": address,
+        "HF_COCODC_COORDINATOR": address,
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import serve_in_thread
 
 ROOT = Path(__file__).parents[2]
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -57,7 +57,7 @@ def run_regions(
     worker: str = WORKER,
 ) -> dict[str, dict]:
     """Run the worker as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     run_all(
         [
             (
@@ -65,7 +65,7 @@ def run_regions(
                 environment(
                     HF_COCODC_REGION=str(region),
                     HF_COCODC_REGIONS=str(num_regions),
-                    HF_COCODC_STORE=f"127.0.0.1:{store.port}",
+                    HF_COCODC_COORDINATOR=f"127.0.0.1:{store.port}",
                 ),
             )
             for region in range(num_regions)
@@ -80,11 +80,11 @@ def run_recipe(recipe: str, flags: Sequence[str], change: Callable[[str], str] =
     [exports] = re.findall(r"^    export (.+)$", text, re.MULTILINE)
     lines = re.findall(r"^    (HF_COCODC_REGION=\d) accelerate launch (.+)$", text, re.MULTILINE)
     assert len(lines) == 2
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     commands = []
     for region, line in lines:
         env = dict(setting.split("=") for setting in [region, *exports.split()])
-        env["HF_COCODC_STORE"] = f"127.0.0.1:{store.port}"
+        env["HF_COCODC_COORDINATOR"] = f"127.0.0.1:{store.port}"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(change(line))]
         commands.append(([*launcher, *flags], environment(**env)))
     run_all(commands)

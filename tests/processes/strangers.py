@@ -1,4 +1,4 @@
-"""Strangers at every port of a run: they send garbage, say nothing, or overwrite the store. And regions that they reach."""
+"""Strangers at every port of a run: they send garbage, say nothing, or give orders. And regions that they reach."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore
 
+from hf_cocodc.coordinator.client import ask
+from hf_cocodc.coordinator.messages import PROTOCOL, AskLeave
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.errors import MeetingError
 from tests.processes.coming_worker import loop
 
 GARBAGE = 200
@@ -47,7 +50,7 @@ def garbage(number: int) -> bytes:
         (number % 8).to_bytes(8, "little") + chance.randbytes(chance.randrange(64)),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"[" * 9999 + b"\n",
-        b'{"hf_cocodc": 9, "from": [0, 1], "run": "x"}\n',
+        b'{"hf_cocodc": %d, "key": "00"}\n' % PROTOCOL,
         chance.randbytes(chance.randrange(1, 20_000)),
         b"\n" * 1000,
     )
@@ -98,8 +101,10 @@ def knocking(ports: Callable[[], list[int]]) -> Iterator[Counter[int]]:
 
 
 @contextlib.contextmanager
-def strangers(ports: list[int]) -> Iterator[dict[int, int]]:
-    """At each port, GARBAGE connections that send garbage and HALF_OPEN that say nothing, kept inside the block.
+def strangers(
+    ports: list[int], num_garbage: int = GARBAGE, num_silent: int = HALF_OPEN
+) -> Iterator[dict[int, int]]:
+    """At each port, so many connections that send garbage, and so many that say nothing, kept inside the block.
 
     Yields how many of them were answered, by port.
     """
@@ -110,7 +115,7 @@ def strangers(ports: list[int]) -> Iterator[dict[int, int]]:
     try:
         with selectors.DefaultSelector() as selector:
             for port in ports:
-                for number in range(GARBAGE + HALF_OPEN):
+                for number in range(num_garbage + num_silent):
                     one = socket.socket()
                     one.setblocking(False)
                     one.connect_ex(("127.0.0.1", port))
@@ -122,7 +127,7 @@ def strangers(ports: list[int]) -> Iterator[dict[int, int]]:
                     one, port, number = key.data
                     selector.unregister(one)
                     answered[port] += not one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    if number < GARBAGE:
+                    if number < num_garbage:
                         with contextlib.suppress(OSError):
                             one.send(garbage(number))
         yield answered
@@ -133,21 +138,25 @@ def strangers(ports: list[int]) -> Iterator[dict[int, int]]:
 
 
 @contextlib.contextmanager
-def overwriting(store: TCPStore) -> Iterator[list[str]]:
-    """Somebody without the secret overwrites every key of the store, ten times a second; the keys that it saw."""
-    seen: list[str] = []
+def ordering(address: str, run: str, *secrets: str | None) -> Iterator[list[str]]:
+    """Somebody without the secret asks every region to leave, ten times a second; what the coordinator says to that."""
+    said: list[str] = []
     done = threading.Event()
 
     def work() -> None:
         while not done.wait(0.1):
-            for key in store.list_keys():
-                seen.append(key)
-                store.set(key, "gone")
+            for secret in secrets:
+                try:
+                    keys = None if secret is None else Keys.from_secret(secret)
+                    ask(address, keys, run, AskLeave(region=len(said) % 2), 5.0)
+                    said.append("")
+                except MeetingError as error:
+                    said.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        yield seen
+        yield said
     finally:
         done.set()
         thread.join()

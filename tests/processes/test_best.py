@@ -14,7 +14,14 @@ from hf_cocodc.run.journal import read
 from tests.processes import sharded_worker
 from tests.processes.ending_worker import STEPS
 from tests.processes.forks import fork_regions
-from tests.processes.test_endings import assert_finished_together, complete, outcomes, run, serve_store, start
+from tests.processes.test_endings import (
+    assert_finished_together,
+    complete,
+    outcomes,
+    run,
+    serve_in_thread,
+    start,
+)
 from tests.toys import params_of
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "load_best_model_at_end": True}
@@ -34,7 +41,7 @@ def best_of(folder: Path, region: int) -> tuple[int, torch.Tensor]:
 def test_regions_end_with_the_best_model(ranks: Any, tmp_path: Path) -> None:
     """All ranks hold the global weights of the step that all regions have chosen."""
     common = {"learning_rate": RATE, "may_differ": "batch", **BEST}
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread()
     found = outcomes(tmp_path, start(tmp_path, store, ranks=ranks, **common), ranks)
     assert_finished_together(found[0], found[-1])
     (step, weights), (other_step, other_weights) = (best_of(tmp_path, region) for region in range(2))

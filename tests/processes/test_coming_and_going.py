@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.meeting import live
-from hf_cocodc.meeting.store import SteadyStore, serve_store
+from hf_cocodc.coordinator import client
+from hf_cocodc.coordinator.messages import AskLeave
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.unread import merged
 from hf_cocodc.views.runs import read_run
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
+from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.donor_worker import silent
-from tests.processes.forks import Process, fork, rank_env, region_env, wait_until
+from tests.processes.forks import Process, fork, rank_env, region_env, torch_master, wait_until
 from tests.processes.pausing_worker import pausing
 
 TIMEOUT_S = 90
@@ -32,21 +35,32 @@ class Run:
         count: how many begin.
         body: of the worker.
         arguments: for it.
+        secrets: of the coordinator.
+        coordinator: another one than one in a thread.
     """
 
-    def __init__(self, folder: Path, count: int, body: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        body: Callable[..., None],
+        *arguments: Any,
+        secrets: Sequence[Keys] = (),
+        coordinator: CoordinatorProcess | None = None,
+    ) -> None:
         self.folder, self._count = folder, count
         self._body, self._arguments = body, arguments
-        self.store = serve_store("127.0.0.1")
-        self._masters = [self.store]
+        self.coordinator = coordinator or serve_in_thread(secrets=secrets)
+        self._masters: list[Any] = []
         self.processes: dict[int, Process] = {}
         self._ranks: dict[int, list[Process]] = {}
         for region in range(count):
             self.start(region)
 
-    def start(self, region: int, ranks: int = 1) -> None:
+    def start(self, region: int, ranks: int = 1, join: bool = False) -> None:
         """Start a region, for the first time or again."""
-        env, master = region_env(self.store, region, self._count), serve_store("127.0.0.1")
+        env, master = region_env(self.coordinator, region, self._count), torch_master()
+        env |= {"HF_COCODC_JOIN": "1"} if join else {}
         whole = (self._body, str(self.folder), *self._arguments)
         self._ranks[region] = [
             fork(*whole, log=self.log(region), **env, **rank_env(master, rank, ranks))
@@ -101,12 +115,9 @@ class Run:
         self.wait_until_it_waits(0)
         return step_of(self.folder, 0)
 
-    def ask_to_leave(self, region: int, why: str) -> None:
+    def ask_to_leave(self, region: int) -> None:
         """As `hf-cocodc leave` does."""
-        store = SteadyStore(f"127.0.0.1:{self.store.port}")
-        record = live.read(store, "elastic")
-        assert record is not None
-        live.Request(store, record, region).write(why)
+        client.ask(self.coordinator.address, None, "elastic", AskLeave(region=region), TIMEOUT_S)
 
     def results(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions, which hurry from now on, have at the end."""
@@ -152,11 +163,13 @@ def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., No
 )
 def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tmp_path: Path) -> None:
     """With the same command, while the others train; all end with equal weights and learning rates."""
+    secrets = []
     if isinstance(body, partial):
-        (tmp_path / "secret").write_text("a secret that nobody must read")
+        secrets.append(Keys.from_secret(secret := "a secret that nobody must read"))
+        (tmp_path / "secret").write_text(secret)
         (tmp_path / "secret").chmod(0o600)
         body = partial(body, secret_file=str(tmp_path / "secret"))
-    run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1)
+    run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1, secrets=secrets)
     run.wait_for_step(2, 9)
     run.kill(2)
     run.wait_for_step(0, 14)
@@ -251,10 +264,10 @@ def test_a_region_that_is_asked_to_leave_does(body: Callable[..., None], tmp_pat
     """In good order, and the others train on without it."""
     run = Run(tmp_path, 3, body, 60, 0.1, "streaming", 1)
     run.wait_for_step(2, 9)
-    run.ask_to_leave(2, "its machine is needed")
+    run.ask_to_leave(2)
     run.processes[2].join(TIMEOUT_S)
     said = run.log(2).read_text()
-    assert "region 2 leaves (its machine is needed): the others go on without it." in said
+    assert "region 2 leaves (hf-cocodc leave): the others go on without it." in said
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
     [left] = events(tmp_path, 0, "left")
@@ -277,7 +290,7 @@ def test_a_region_leaves_where_all_evaluate(tmp_path: Path) -> None:
     """The others decide by the mean of all metrics there, and need it. It had skipped this, and all ended with an error."""
     run = Run(tmp_path, 3, partial(trainer, eval_every=1), 60, 0.1, "diloco", 1)
     run.wait_for_step(2, 9)
-    run.ask_to_leave(2, "its machine is needed")
+    run.ask_to_leave(2)
     run.processes[2].join(TIMEOUT_S)
     first, second = run.results(0, 1)
     assert torch.equal(first["weights"], second["weights"])
@@ -289,7 +302,7 @@ def test_a_region_leaves_while_too_few_wait_for_more(tmp_path: Path) -> None:
     """The others wait on, and train with it and the one that was lost when they come back."""
     run = Run(tmp_path, 3, loop, 60, 0.05, "streaming", 3)
     held_at = run.lose(2)
-    run.ask_to_leave(1, "its machine is needed")
+    run.ask_to_leave(1)
     run.processes[1].join(TIMEOUT_S)
     assert run.processes[1].exitcode == 0, run.log(1).read_text()[-4000:]
     left = torch.load(tmp_path / "region-1.pt", weights_only=False)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import Served, serve_in_thread
+from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.elastic_worker import train
 from tests.processes.forks import TIMEOUT_S, fork, wait_until
 
@@ -25,11 +26,12 @@ class Three:
     folder: Path
     name: str
     terms: dict[str, Any] = field(default_factory=dict)
+    coordinator: Served | CoordinatorProcess = field(default_factory=serve_in_thread)
+    pause_s: float = 0.02
 
     def __post_init__(self) -> None:
         self.log = self.folder / "log.txt"
-        self.store = serve_store("127.0.0.1")
-        rest = f"127.0.0.1:{self.store.port}", self.folder, self.name, STEPS, 0.02, self.terms
+        rest = self.coordinator.address, self.folder, self.name, STEPS, self.pause_s, self.terms
         self.processes = [fork(train, region, 3, *rest, log=self.log) for region in range(3)]
 
     def hit(self, region: int, number: int) -> None:
@@ -38,11 +40,12 @@ class Three:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait_for_step(self, region: int, step: int) -> None:
+    def step(self, region: int) -> int:
         made = self.folder / f"steps-{region}.txt"
-        wait_until(
-            lambda: made.exists() and len(made.read_text().split()) >= step, self.processes[region], self.log
-        )
+        return len(made.read_text().split()) if made.exists() else 0
+
+    def wait_for_step(self, region: int, step: int) -> None:
+        wait_until(lambda: self.step(region) >= step, self.processes[region], self.log)
 
     def found(self, *regions: int) -> list[dict[str, Any]]:
         """What these regions saw, once they have ended well."""

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
+from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.ending_worker import LATE_S, STEPS, live
-from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, wait_until
+from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, torch_master, wait_until
 from tests.processes.launching import environment
-from tests.processes.stores import StoreProcess
 
 HEARD = range(7, 11)  # what happens at step 6 rides on the transfers of step 6 or 8, which land a step later
 _kept_stores: list[TCPStore] = []
@@ -28,7 +28,7 @@ _kept_stores: list[TCPStore] = []
 
 def start(
     folder: Path,
-    store: TCPStore | StoreProcess,
+    store: Any,
     *own: dict[str, Any],
     ranks: int | list[int] = 1,
     **common: Any,
@@ -37,7 +37,7 @@ def start(
     folder.mkdir(exist_ok=True)
     sizes = [ranks] * 2 if isinstance(ranks, int) else ranks
     bodies = [functools.partial(live, **common, **each) for each in (own or ({}, {}))]
-    masters = [serve_store("127.0.0.1") for _ in bodies]
+    masters = [torch_master() for _ in bodies]
     _kept_stores.extend(masters)
     return [
         fork(
@@ -63,7 +63,7 @@ def outcomes(folder: Path, processes: list[Process], ranks: int | list[int] = 1)
 
 
 def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any]]:
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     return outcomes(folder, start(folder, store, *own, **common))
 
 
@@ -125,7 +125,7 @@ FAR_APART = {"method": "diloco", "sync_interval": STEPS}
 )
 def test_an_error_in_one_region(outer: dict[str, Any], tmp_path: Path) -> None:
     """The other is told which region and what error, and saves; both can go on over the same store, to the very end."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     ours, theirs = outcomes(tmp_path, start(tmp_path, store, {}, {"action": "fail"}, outer=outer))
     assert theirs["error"] == "ValueError: the data is broken"
     assert ours["error"].startswith(f"RunStopped: all regions stopped at step {ours['step']}: region 1 was")
@@ -140,7 +140,7 @@ def test_an_error_in_one_region(outer: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_killed_region_is_named(tmp_path: Path) -> None:
     """SIGKILL of region 1 ends region 0 as soon as it hears nothing more, not after the time-out."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     processes = start(tmp_path, store, {}, {"action": "die"})
     [ours] = outcomes(tmp_path, processes[:1])
     processes[1].join(TIMEOUT_S)
@@ -150,7 +150,7 @@ def test_a_killed_region_is_named(tmp_path: Path) -> None:
 
 def test_sigterm_to_one_region(tmp_path: Path) -> None:
     """Both save the same step, and go on from it to the bits of a run that nobody stopped."""
-    stores = [serve_store("127.0.0.1") for _ in range(2)]
+    stores = [serve_in_thread("127.0.0.1") for _ in range(2)]
     journal = tmp_path / "again" / "region-1" / "cocodc" / "journal.jsonl"
     whole = start(tmp_path / "whole", stores[0])
     again = start(tmp_path / "again", stores[1], step_s=0.05)
@@ -174,7 +174,7 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
 
 def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
     """Long before the next transfer all ranks of both regions stop at one step; they go on from there to the same bits."""
-    stores = [serve_store("127.0.0.1") for _ in range(2)]
+    stores = [serve_in_thread("127.0.0.1") for _ in range(2)]
     journal = tmp_path / "again" / "region-1" / "cocodc" / "journal.jsonl"
     steady = {"ranks": 2, "outer": FAR_APART, "logging_strategy": "steps", "logging_steps": 1}
     whole = start(tmp_path / "whole", stores[0], **steady)
@@ -196,7 +196,7 @@ def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
     """No rank stops before the others."""
-    store, master = (serve_store("127.0.0.1") for _ in range(2))
+    store, master = serve_in_thread(), torch_master()
     env, log = region_env(store, 0, num_regions=1), tmp_path / "log.txt"
     body = functools.partial(live, step_s=0.1, save_strategy="steps", save_steps=4)
     processes = [fork(body, str(tmp_path), log=log, **env, **rank_env(master, rank, 2)) for rank in range(2)]
@@ -210,13 +210,13 @@ def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
+def test_sigterm_after_the_coordinator_has_ended(tmp_path: Path) -> None:
     """The request travels with a transfer then: both regions save the same step. An evaluation due there is left out."""
-    stores = [serve_store("127.0.0.1")]
+    coordinator = serve_in_thread()
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    processes = start(tmp_path, stores[0], step_s=0.1, eval_strategy="steps", eval_steps=1)
+    processes = start(tmp_path, coordinator, step_s=0.1, eval_strategy="steps", eval_steps=1)
     wait_until(functools.partial(has_come_to, 6, journal), processes[1], tmp_path / "log.txt")
-    stores.clear()
+    coordinator.close()
     processes[1].terminate()
     found = outcomes(tmp_path, processes)
     [step] = {each["step"] for each in found}
@@ -231,7 +231,7 @@ def test_sigterm_after_the_store_has_ended(tmp_path: Path) -> None:
 def test_sigterm_while_the_store_hangs(tmp_path: Path) -> None:
     """Its process is suspended. The request travels with a transfer, from a rank that is not the leader."""
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    with StoreProcess(tmp_path) as store:
+    with CoordinatorProcess(tmp_path) as store:
         processes = start(tmp_path, store, ranks=2, step_s=0.1)
         wait_until(functools.partial(has_come_to, 6, journal), processes[3], tmp_path / "log.txt")
         store.freeze()
@@ -245,7 +245,7 @@ def test_sigterm_while_the_store_hangs(tmp_path: Path) -> None:
 
 def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
     """Ranks that hear the signal at different steps leave at the same one, as do those of the other region."""
-    store, journal = serve_store("127.0.0.1"), tmp_path / "region-1" / "cocodc" / "journal.jsonl"
+    store, journal = serve_in_thread("127.0.0.1"), tmp_path / "region-1" / "cocodc" / "journal.jsonl"
     processes = start(tmp_path, store, ranks=2, step_s=0.05)
     for rank, step in ((1, 6), (0, 8)):
         wait_until(functools.partial(has_come_to, step, journal), processes[2 + rank], tmp_path / "log.txt")
@@ -258,7 +258,7 @@ def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
 
 def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
     """A region that a rank has left cannot go on: nobody waits for it until the time-out."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     processes = start(tmp_path, store, {}, {"action": "fail", "on_rank": 1}, ranks=2)
     ours, beside, _, failed = outcomes(tmp_path, processes, ranks=2)
     assert failed["error"] == "ValueError: the data is broken"
@@ -272,7 +272,7 @@ def test_a_late_region_costs_a_region_of_several_ranks_nothing(tmp_path: Path) -
     """Region 1 starts late, and is late once more at a transfer, by more than the time-out of region 0's own processes."""
     hasty = {"patience_s": LATE_S - 3, "may_differ": "batch"}
     late = {"action": "dawdle", "late_s": LATE_S, "may_differ": "batch"}
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     processes = start(tmp_path, store, hasty, late, ranks=[2, 1])
     first, second, other = outcomes(tmp_path, processes, ranks=[2, 1])
     assert_finished_together(first, other)
@@ -297,7 +297,7 @@ def test_epochs_of_unequal_shards(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) -> None:
     """A notebook survives its KeyboardInterrupt: the other region still learns of it, and why."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     first, second = start(tmp_path, store, {}, {"action": "interrupt twice", "lingers": True}, timeout_s=8.0)
     [ours] = outcomes(tmp_path, [first])
     assert second.is_alive()
@@ -309,7 +309,7 @@ def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     """KeyboardInterrupt in region 1 ends its script; region 0's ends soon after and names it."""
-    store = serve_store("127.0.0.1")
+    store = serve_in_thread("127.0.0.1")
     scripts = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.processes.ending_worker", str(tmp_path), json.dumps(arguments)],

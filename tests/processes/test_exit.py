@@ -17,9 +17,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, RegionConfig
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.connect import connect
-from tests.processes.forks import fork, rank_env
+from tests.processes.forks import fork, rank_env, torch_master
 from tests.processes.launching import environment
 from tests.toys import llama
 
@@ -46,7 +45,7 @@ def end_with_a_collective(kept: list[object]) -> None:
 
 def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path) -> None:
     """One that asks for the interpreter when that is gone would abort the process: a run that went well would fail."""
-    log, master = tmp_path / "log.txt", serve_store("127.0.0.1")
+    log, master = tmp_path / "log.txt", torch_master()
     ranks = [
         fork(end_with_a_collective, [], log=log, **rank_env(master, rank, RANKS)) for rank in range(RANKS)
     ]

@@ -90,8 +90,9 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     frozen.send_signal(signal.SIGSTOP)
     _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
-    assert "region 1 sent nothing for" in errors
-    assert "timeout_s=4" in errors
+    assert "region 1 sent nothing while region 0 waited for fragment 0 sent at step" in errors
+    assert "it has given no sign of life for" in errors
+    assert "(regions.timeout_s=4)" in errors
     assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "nothing is left behind"
 
 
@@ -147,36 +148,44 @@ def test_a_second_ctrl_c_ends_all_regions_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_region_that_never_comes(tmp_path: Path) -> None:
-    """One region of two, alone at the store, ends after start_timeout_s and names the one that is missing."""
-    store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
+    """One region of two, alone at the coordinator, ends after start_timeout_s and names the one that is missing."""
+    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
     try:
-        assert store.stdout is not None
-        address = store.stdout.readline().split()[3].rstrip(";")
-        run = start(tmp_path, "--region", "0", "--store", address, "--set", "regions.start_timeout_s=3")
+        assert coordinator.stdout is not None
+        address = coordinator.stdout.readline().split()[3].rstrip(";")
+        run = start(tmp_path, "--region", "0", "--coordinator", address, "--set", "regions.start_timeout_s=3")
         _, errors = run.communicate(timeout=TIMEOUT_S)
     finally:
-        store.send_signal(signal.SIGINT)
-        store.communicate(timeout=30)
+        coordinator.send_signal(signal.SIGINT)
+        coordinator.communicate(timeout=30)
     assert run.returncode == 1
     assert "region 1 did not arrive within 3 s" in errors
-    assert store.returncode == 0
+    assert coordinator.returncode == 0
 
 
 @pytest.mark.slow
 def test_regions_that_disagree(tmp_path: Path) -> None:
     """Two regions started with another interval end at the handshake: the field and both values are named; exit code 2."""
-    store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
+    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
     try:
-        assert store.stdout is not None
-        address = store.stdout.readline().split()[3].rstrip(";")
+        assert coordinator.stdout is not None
+        address = coordinator.stdout.readline().split()[3].rstrip(";")
         runs = [
-            start(tmp_path, "--region", str(r), "--store", address, "--set", f"outer.sync_interval={10 + r}")
+            start(
+                tmp_path,
+                "--region",
+                str(r),
+                "--coordinator",
+                address,
+                "--set",
+                f"outer.sync_interval={10 + r}",
+            )
             for r in (0, 1)
         ]
         errors = [run.communicate(timeout=TIMEOUT_S)[1] for run in runs]
     finally:
-        store.send_signal(signal.SIGINT)
-        store.communicate(timeout=30)
+        coordinator.send_signal(signal.SIGINT)
+        coordinator.communicate(timeout=30)
     for run, error in zip(runs, errors, strict=True):
         assert run.returncode == 2
         assert "disagree on outer.sync_interval: region 0 has 10, region 1 has 11" in error

@@ -1,4 +1,4 @@
-"""Regions that die, freeze, come back or join, and a store that dies, while the others train on: real processes."""
+"""Regions that die, freeze, come back or join, and a coordinator that dies, while the others train on: real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from hf_cocodc.emulation.privileges import obstacle
 from hf_cocodc.emulation.wan import Wan
-from hf_cocodc.meeting.live import ALIVE_S
 from tests.processes.faults import Regions
 from tests.processes.faults_worker import POINTS, Task
 
@@ -19,9 +18,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 10},
     "streaming": {"method": "streaming", "sync_interval": 12, "num_fragments": 2, "overlap_steps": 3},
 }
-TIMES = {"in finish": 1, "before its haves": 3, "between its haves": 3}
-"""At which time a region dies; it says that it has a result once to each of the two others."""
-WITH_NEWCOMERS = {"while it gives its base", "before it answers a newcomer"}
+TIMES = {"in finish": 1, "between its haves": 3}
+"""At which time a region dies: it says to each of the two others that it has a result."""
+WITH_NEWCOMERS = {"while it gives its base", "before it connects to a newcomer"}
 OF_MEMBERS = [point for point in POINTS if point not in WITH_NEWCOMERS]
 
 pytestmark = pytest.mark.slow
@@ -125,39 +124,39 @@ def test_a_freeze_longer_than_grace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["killed", "frozen"])
-def test_training_goes_on_without_the_store(what: str, tmp_path: Path) -> None:
+def test_training_goes_on_without_the_coordinator(what: str, tmp_path: Path) -> None:
     """No training thread asks it for anything."""
     with Regions(3, task(tmp_path, 120)) as regions:
         regions.start()
         regions.until_step(15)
-        regions.store.kill() if what == "killed" else regions.store.freeze()
+        regions.coordinator.kill() if what == "killed" else regions.coordinator.freeze()
         regions.until_step(100)
         regions.end([0, 1, 2])
         regions.check()
 
 
-def test_a_loss_waits_for_a_frozen_store(tmp_path: Path) -> None:
-    """The two others go on once the store answers again."""
+def test_a_loss_waits_for_a_frozen_coordinator(tmp_path: Path) -> None:
+    """The two others go on once the coordinator answers again."""
     with Regions(3, task(tmp_path, 150)) as regions:
         regions.start()
         regions.until_step(15)
-        regions.store.freeze()
+        regions.coordinator.freeze()
         regions.kill(2)
         time.sleep(4)
-        regions.store.thaw()
+        regions.coordinator.thaw()
         regions.end([0, 1])
         regions.check()
         assert regions.members(0) == [0, 1]
 
 
-def test_a_store_that_comes_back_empty_is_filled_again(tmp_path: Path) -> None:
+def test_a_coordinator_that_comes_back_empty(tmp_path: Path) -> None:
     """A region that is lost and one that comes back need it, and find it."""
     with Regions(3, task(tmp_path, 250, pace_s=0.1)) as regions:
         regions.start()
         regions.until_step(15)
-        regions.store.kill()
+        regions.coordinator.kill()
         time.sleep(1)
-        regions.store.start()
+        regions.coordinator.start()
         time.sleep(4)
         regions.kill(2)
         regions.until_members([0, 1], [0, 1])
@@ -197,7 +196,7 @@ def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> N
     """The newcomer begins again with those that are left, and comes in."""
     with Regions(3, task(tmp_path, 400, pace_s=0.1, regions={"max": 4})) as regions:
         regions.start([0, 1])
-        regions.start([2], fault="before it answers a newcomer:1")
+        regions.start([2], fault="before it connects to a newcomer:1")
         regions.until_step(15)
         regions.start([3], join=True)
         regions.until_members([0, 1, 3], [0, 1, 3])
@@ -207,7 +206,7 @@ def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> N
 
 
 def test_a_region_finds_its_run_though_all_members_were_frozen(tmp_path: Path) -> None:
-    """When it looks, nobody writes that the run trains. It waits for others then; and joins the run once that goes on."""
+    """It waits, and comes in once they go on."""
     with Regions(3, task(tmp_path, 300, pace_s=0.1, regions={"timeout_s": 60.0, "grace_s": 60.0})) as regions:
         regions.start()
         regions.until_step(15)
@@ -216,7 +215,7 @@ def test_a_region_finds_its_run_though_all_members_were_frozen(tmp_path: Path) -
         for region in (0, 1):
             regions.freeze(region)
         regions.start([2])
-        time.sleep(ALIVE_S + 6)
+        time.sleep(6)
         for region in (0, 1):
             regions.thaw(region)
         regions.until_members([0, 1, 2], [0, 1])
@@ -241,7 +240,7 @@ def test_a_region_that_comes_and_goes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_a_region_that_is_cut_off(tmp_path: Path) -> None:
-    """It reaches neither the others nor the store: the others go on, it trains into no other run, and it comes back."""
+    """It reaches neither the others nor the coordinator: the others go on, it trains into no other run, and it comes back."""
     with (
         Wan(4) as wan,
         Regions(3, task(tmp_path, 500, pace_s=0.1, regions={"timeout_s": 4.0}), wan) as regions,

@@ -1,4 +1,4 @@
-"""The gloo link itself: three regions as threads over loopback sockets, against lockstep."""
+"""The link of a fixed run, over gloo: three regions as threads over loopback sockets, against lockstep."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from hf_cocodc.coordinator.client import Client
+from hf_cocodc.coordinator.messages import Hello, Terms
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import exchange, pacing, wire
-from hf_cocodc.links.base import Arrival, Link, Parcel
-from hf_cocodc.links.gloo import GlooLink
+from hf_cocodc.links.base import Arrival, Handle, Link, Parcel
 from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.links.wire import connections_for
-from hf_cocodc.meeting.secret import Keys
+from hf_cocodc.links.wire import Wire, connections_for
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
@@ -43,7 +45,7 @@ LARGE = Fragment(0, ("matrix",), ((1000, 500),), 500_000)
 
 def run_over_gloo(
     num_regions: int,
-    body: Callable[[int, GlooLink], Any],
+    body: Callable[[int, TcpLink], Any],
     timeout_s: float = 30.0,
     stuck_timeout_s: float = 300.0,
     connections: int | None = 2,
@@ -52,29 +54,40 @@ def run_over_gloo(
     keys: Keys | None = None,
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own; they may have different rate limits."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=timeout_s))
+    terms = Terms(count=num_regions, timeout_s=timeout_s, stuck_timeout_s=stuck_timeout_s)
+    encrypt = keys is not None
+    period_s = min(timeout_s / 4, 1.0)
+    served = serve_in_thread(secrets=[] if keys is None else [keys])
 
     def live(region: int) -> Any:
-        link = GlooLink(
-            store,
-            "run",
+        rate = rate_limit[region] if isinstance(rate_limit, Sequence) else rate_limit
+        client = Client(served.address, "run", keys, encrypt, period_s)
+        hello = Hello(
+            region=region,
+            join=False,
+            host="127.0.0.1",
+            machine="here",
+            token=f"region {region}",
+            terms=terms,
+            compared={},
+        )
+        client.meet(hello, timeout_s)
+        wire = Wire(
             region,
-            num_regions,
             connections,
             timeout_s=timeout_s,
-            stuck_timeout_s=stuck_timeout_s,
-            rate_limit=rate_limit[region] if isinstance(rate_limit, Sequence) else rate_limit,
+            rate_limit=None if rate is None else rate / num_lanes,
             num_lanes=num_lanes,
             keys=keys,
-            encrypt=keys is not None,
+            encrypt=encrypt,
         )
+        link = TcpLink(client, terms, wire, {}, timeout_s=timeout_s)
         try:
             return body(region, link)
         finally:
             link.close()
 
-    with ThreadPoolExecutor(num_regions) as pool:
+    with closing(served), ThreadPoolExecutor(num_regions) as pool:
         return list(pool.map(live, range(num_regions)))
 
 
@@ -145,15 +158,18 @@ def test_a_region_that_leaves_says_why() -> None:
 def test_a_region_that_leaves_frees_the_threads_of_others() -> None:
     """Its process may live on for long. A thread that waited there would outlast the patience of the other's interpreter."""
 
-    def body(region: int, link: GlooLink) -> None:
+    def body(region: int, link: TcpLink) -> None:
         if region:
             link.close("it cannot load its checkpoint")
             return
+        handle = begin(link)
+        thread = link._thread
+        assert thread is not None
         with pytest.raises(RegionLostError, match="it cannot load its checkpoint"):
-            meet(link)
+            handle.wait()
         link.close("the other region left")
-        link._thread.join(15)
-        assert not link._thread.is_alive()
+        thread.join(15)
+        assert not thread.is_alive()
 
     run_over_gloo(2, body)
 
@@ -169,11 +185,15 @@ def test_a_closed_link_refuses_at_once() -> None:
     run_over_gloo(2, body)
 
 
-def meet(link: Link, fragment: Fragment = FRAGMENT) -> Arrival:
-    """One mean, by default a small one."""
+def begin(link: Link, fragment: Fragment = FRAGMENT) -> Handle:
+    """Begin a mean, by default a small one."""
     codec = codecs.fp32()
     converse = partial(codec.converse, torch.zeros(fragment.numel), fragment, codec.init(fragment))
-    return link.mean(Parcel(converse, fragment.numel, Trailer, "step 1")).wait()
+    return link.mean(Parcel(converse, fragment.numel, Trailer, "step 1"))
+
+
+def meet(link: Link, fragment: Fragment = FRAGMENT) -> Arrival:
+    return begin(link, fragment).wait()
 
 
 @pytest.mark.parametrize("connections", [1, 3, 16])
@@ -254,7 +274,7 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCa
     So do the seconds that a transfer says it took, which schedules go by: in the region that came to it last."""
     rate = 4e6
 
-    def body(region: int, link: GlooLink) -> list[tuple[float, Arrival]]:
+    def body(region: int, link: TcpLink) -> list[tuple[float, Arrival]]:
         found = []
         for _ in range(3):
             start = time.monotonic()
@@ -278,13 +298,13 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCa
     ids=["mean", "broadcast"],
 )
 def test_a_rate_limit_is_kept_for_a_region_that_comes_late(
-    kept_by: str, call: Callable[[GlooLink], Any]
+    kept_by: str, call: Callable[[TcpLink], Any]
 ) -> None:
     """gloo sends what a region asks for: all at once, if all was given to it before. So nothing is given before it asks, or
     the kernel spreads it."""
     rate = 4e6
 
-    def body(region: int, link: GlooLink) -> tuple[float, int]:
+    def body(region: int, link: TcpLink) -> tuple[float, int]:
         time.sleep(1.0 * region)
         start = time.monotonic()
         arrival = call(link)
@@ -335,7 +355,7 @@ def test_a_limit_that_delays_the_first_piece_is_kept_by_the_throttle(rate: float
 def test_a_late_region_does_not_count_for_the_link() -> None:
     """The seconds of a transfer begin when the last region has come to it."""
 
-    def body(region: int, link: GlooLink) -> tuple[float, float, float]:
+    def body(region: int, link: TcpLink) -> tuple[float, float, float]:
         meet(link)
         time.sleep(1.0 * region)
         came = time.monotonic()
@@ -350,7 +370,7 @@ def test_a_late_region_does_not_count_for_the_link() -> None:
 def test_memory_that_is_handed_back_is_used_again() -> None:
     """A round's mean lies where that of the round before lay; one that is still in use is left alone."""
 
-    def body(region: int, link: GlooLink) -> list[int]:
+    def body(region: int, link: TcpLink) -> list[int]:
         first, second = meet(link).result.mean, meet(link).result.mean
         link.give(first)
         link.give(torch.empty_like(first))  # what the link has not lent it does not keep
@@ -369,7 +389,7 @@ def test_means_come_home(codec: Codec) -> None:
     """Into the memory where they are wanted, on a device: the bits that they have on the host, in one place that is used
     again; what the link needs for them on the host is handed back as well."""
 
-    def body(home: Pool, link: GlooLink) -> tuple[list[torch.Tensor], set[Any]]:
+    def body(home: Pool, link: TcpLink) -> tuple[list[torch.Tensor], set[Any]]:
         link.bring_to(home)
         state, means, places = codec.init(FRAGMENT), [], set()
         for step in range(4):
@@ -395,7 +415,7 @@ def test_the_links_memory_does_not_grow() -> None:
     """A codec that makes its mean from other messages' means has nothing to hand back, whatever their addresses were."""
     codec = codecs.feedback(codecs.lowrank(4))
 
-    def body(region: int, link: GlooLink) -> int:
+    def body(region: int, link: TcpLink) -> int:
         state = codec.init(FRAGMENT)
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))

@@ -29,16 +29,16 @@ def test_a_region_of_two_machines_speaks_with_one_voice(
     text = tmp_path / "text"
     text.mkdir()
     (text / "train.txt").write_text(Path(socket.__file__).read_text()[:9000])
-    store = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="store")
+    coordinator = start(tmp_path, "--host", "127.0.0.1", "--port", "0", command="coordinator")
     folder = tmp_path / "region-0"
     folder.mkdir()
     for name in ("log.txt", "log-machine-1.txt"):
         (folder / name).write_text("of an earlier run\n")
     try:
-        assert store.stdout is not None
-        address = store.stdout.readline().split()[3].rstrip(";")
+        assert coordinator.stdout is not None
+        address = coordinator.stdout.readline().split()[3].rstrip(";")
         common = [
-            "--store",
+            "--coordinator",
             address,
             "--set",
             f"training.max_steps={STEPS}",
@@ -73,8 +73,8 @@ def test_a_region_of_two_machines_speaks_with_one_voice(
             run.communicate(timeout=2 * TIMEOUT_S) for run in (*machines, other)
         )
     finally:
-        store.send_signal(signal.SIGINT)
-        store.communicate(timeout=30)
+        coordinator.send_signal(signal.SIGINT)
+        coordinator.communicate(timeout=30)
     assert [run.returncode for run in (*machines, other)] == [0, 0, 0], (said, also, errors)
     events = read(folder / "cocodc" / "journal.jsonl")
     assert [event["kind"] for event in events].count("start") == 1

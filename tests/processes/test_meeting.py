@@ -1,4 +1,4 @@
-"""Runs that share a store, in real processes over real gloo: none gets another's regions."""
+"""Runs that share a coordinator, in real processes over real gloo: none gets another's regions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from hf_cocodc.meeting.store import serve_store
+from hf_cocodc.coordinator.server import serve_in_thread
 from tests.processes.ending_worker import live
 from tests.processes.forks import TIMEOUT_S, fork, region_env
 
 
-def test_two_runs_of_one_store_keep_to_themselves(tmp_path: Path) -> None:
+def test_two_runs_of_one_coordinator_keep_to_themselves(tmp_path: Path) -> None:
     """Region 0 of one run and region 1 of another come first; both runs end as if the other were not there."""
-    store, log = serve_store("127.0.0.1"), tmp_path / "log.txt"
+    coordinator, log = serve_in_thread(), tmp_path / "log.txt"
     runs = {"first": 1e-3, "second": 2e-3}
     processes = []
     for name, region in (("first", 0), ("second", 1), ("second", 0), ("first", 1)):
         body = functools.partial(live, learning_rate=runs[name])
         (tmp_path / name).mkdir(exist_ok=True)
-        processes.append(fork(body, str(tmp_path / name), log=log, **region_env(store, region)))
+        processes.append(fork(body, str(tmp_path / name), log=log, **region_env(coordinator, region)))
     for process in processes:
         process.join(TIMEOUT_S)
         assert process.exitcode == 0, log.read_text()[-4000:]
@@ -36,7 +36,7 @@ def test_two_runs_of_one_store_keep_to_themselves(tmp_path: Path) -> None:
 def test_another_learning_rate_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
     """Both regions name the field and both values; with regions.may_differ they train, and the log shows both."""
     for allowed in (None, "learning_rate"):
-        store, folder = serve_store("127.0.0.1"), tmp_path / str(allowed)
+        coordinator, folder = serve_in_thread(), tmp_path / str(allowed)
         folder.mkdir()
         log = folder / "log.txt"
         processes = [
@@ -44,7 +44,7 @@ def test_another_learning_rate_is_refused_unless_it_is_allowed(tmp_path: Path) -
                 functools.partial(live, learning_rate=rate, may_differ=allowed),
                 str(folder),
                 log=log,
-                **region_env(store, region),
+                **region_env(coordinator, region),
             )
             for region, rate in enumerate((1e-3, 2e-3))
         ]

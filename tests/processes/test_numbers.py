@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.journal import read
 from tests.processes.coming_worker import HURRY, events
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
@@ -58,11 +59,13 @@ def trained(
     folder: Path, fault: str | None, count: int, encrypt: bool = False, num_epochs: int = 0, **changes: Any
 ) -> Found:
     """A run of so many regions, in which region 1 suffers a fault; they hurry once they have seen so many epochs."""
-    store = serve_store("127.0.0.1")
+    coordinator = serve_in_thread(secrets=[Keys.from_secret(SECRET)] if encrypt else [])
     env = {"HF_COCODC_SECRET": SECRET} if encrypt else {}
     body = functools.partial(live, encrypt=encrypt or None, **changes)
     processes = [
-        fork(body, str(folder), fault, log=folder / f"log-{r}.txt", **region_env(store, r, count), **env)
+        fork(
+            body, str(folder), fault, log=folder / f"log-{r}.txt", **region_env(coordinator, r, count), **env
+        )
         for r in range(count)
     ]
     wait_until(lambda: len(events(folder, 0, "epoch")) >= num_epochs, processes[0], folder / "log-0.txt")

@@ -28,8 +28,8 @@ CONFIG = {
     "codec": "bf16",
 }
 COMPARED = ("global_digest", "sends", "landings", "bytes_sent")
-# to the other region for payloads, for control messages and for signs of life; to the store one, to agree on where to stop
-CONNECTIONS = 4
+# to the other region for payloads and for control messages; to the coordinator
+CONNECTIONS = 3
 # what to begin from, max_steps, when to save and evaluate; at the end, what was trained and whether all hold the same model
 GATHERS = 5
 SENDS = 4  # fragment 0 at steps 4 and 8, fragment 1 at 6 and 10; then both once more at the end
@@ -68,7 +68,7 @@ def assert_promise_kept(promise: dict, world_size: int, connections: int | None,
     """Nothing but our link leaves the region, and it makes one mean a fragment and round.
 
     torch.distributed has no group beyond the region (none at all with one rank), and the process has no TCP connection but
-    the link's to the other region and those to the store.
+    the link's to the other region and the one to the coordinator.
     """
     fragments = CONFIG["num_fragments"]
     assert promise["calls"] == {"mean": SENDS + fragments, "broadcast": fragments, "gather": gathers}

@@ -1,4 +1,4 @@
-"""Regions with a secret, in real processes over real gloo: a stranger at their store changes nothing."""
+"""Regions with a secret, in real processes over real gloo: a stranger at their coordinator changes nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.distributed import TCPStore
 
-from hf_cocodc.meeting.sealed import check
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.meeting.store import connect_store, serve_store
+from hf_cocodc.coordinator.client import status
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import Served, serve_in_thread
 from tests.processes.ending_worker import live
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
-from tests.processes.strangers import overwriting
+from tests.processes.strangers import ordering
 from tests.processes.test_failures import start, training_processes, wait_for_step
 
 SECRET, OTHER = "a secret that nobody must read", "another secret of a region"
@@ -25,43 +24,43 @@ SECRET, OTHER = "a secret that nobody must read", "another secret of a region"
 
 def begin(
     folder: Path, *secrets: str | None, begun: str | None = None, encrypt: bool = False
-) -> tuple[TCPStore, list]:
-    """Regions, each with its secret, which `encrypt`; and their store, which was `begun` with one."""
-    store = serve_store("127.0.0.1")
-    if begun is not None:
-        check(connect_store(f"127.0.0.1:{store.port}", 10.0, Keys.from_secret(begun)))
+) -> tuple[Served, list]:
+    """Regions, each with its secret, which `encrypt`; and a coordinator that was `begun` with one."""
+    coordinator = serve_in_thread(secrets=[] if begun is None else [Keys.from_secret(begun)])
     folder.mkdir()
     processes = [
         fork(
             functools.partial(live, step_s=0.1, encrypt=encrypt),
             str(folder),
             log=folder / "log.txt",
-            **region_env(store, region),
+            **region_env(coordinator, region),
             **({} if secret is None else {"HF_COCODC_SECRET": secret}),
         )
         for region, secret in enumerate(secrets)
     ]
-    return store, processes
+    return coordinator, processes
 
 
 @pytest.mark.slow
-def test_a_stranger_at_the_store_changes_no_number(tmp_path: Path) -> None:
-    """It overwrites every key while regions train, encrypted: they end as a run without a secret. No file has the secret."""
+def test_a_stranger_at_the_coordinator_changes_no_number(tmp_path: Path) -> None:
+    """It gives orders while regions train, encrypted: they end as a run without a secret. No file has the secret."""
     ends = {}
     for name, secret in (("alone", None), ("disturbed", SECRET)):
         folder = tmp_path / name
-        store, processes = begin(folder, secret, secret, encrypt=secret is not None)
+        coordinator, processes = begin(folder, secret, secret, begun=secret, encrypt=secret is not None)
         with contextlib.ExitStack() as beside:
-            seen = []
+            said: list[str] = []
             if secret is not None:
                 journal = folder / "region-1" / "cocodc" / "journal.jsonl"
                 wait_until(journal.is_file, processes[1], folder / "log.txt")
-                seen = beside.enter_context(overwriting(store))
+                [run] = status(coordinator.address, Keys.from_secret(secret))
+                said = beside.enter_context(ordering(coordinator.address, run["name"], None, OTHER))
             for process in processes:
                 process.join(TIMEOUT_S)
         log = (folder / "log.txt").read_text()
         assert [process.exitcode for process in processes] == [0, 0], log[-4000:]
-        assert bool(seen) == (secret is not None)
+        assert bool(said) == (secret is not None)
+        assert all("secret" in each for each in said)
         ends[name] = [torch.load(folder / f"region{region}-rank0.pt")["weights"] for region in (0, 1)]
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert not [path for path in files if SECRET.encode() in path.read_bytes()]
@@ -73,11 +72,15 @@ def test_a_stranger_at_the_store_changes_no_number(tmp_path: Path) -> None:
 def test_a_region_with_another_secret_ends_before_it_meets(other: str | None, tmp_path: Path) -> None:
     """At once, with the reason; no secret is shown."""
     folder = tmp_path / "run"
-    store, [process] = begin(folder, other, begun=SECRET)
+    coordinator, [process] = begin(folder, other, begun=SECRET)
     process.join(TIMEOUT_S)
     said = (folder / "log.txt").read_text()
     assert process.exitcode == 1, said[-4000:]
-    assert f"the store at 127.0.0.1:{store.port} was begun with " in said
+    assert f"the coordinator at {coordinator.address} refuses this process: " in said
+    why = (
+        "the caller has another secret" if other else "the coordinator has a secret, and the caller has none"
+    )
+    assert why in said
     assert SECRET not in said
     assert OTHER not in said
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from hf_cocodc.coordinator.messages import Member
 from hf_cocodc.errors import CheckpointError, LeftBehind, LinkError, RegionLostError
 from hf_cocodc.links.lockstep import loopback
 from hf_cocodc.links.log import Marker
-from hf_cocodc.meeting.presence import Member
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run.base import DonorLost, Received, received_in
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
 from hf_cocodc.run.ranks import of_all
 from hf_cocodc.run.shelf import main_says
 from hf_cocodc.run.wishes import Wish
-from tests.processes.forks import TIMEOUT_S, fork, rank_env
+from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 
 def ask(folder: Path) -> None:
@@ -69,7 +68,7 @@ ERRORS = (DonorLost("it sends no more"), LeftBehind("gone on"), RegionLostError(
 
 def test_an_error_of_the_main_rank_reaches_every_stage(tmp_path: Path) -> None:
     """The others must not wait for an answer that never comes."""
-    master = serve_store("127.0.0.1")
+    master = torch_master()
     ranks = [fork(ask, tmp_path, log=tmp_path / "log", **rank_env(master, rank, 2)) for rank in range(2)]
     for process in ranks:
         process.join(TIMEOUT_S)

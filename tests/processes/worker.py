@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and sys.argv[4:] == ["split"]:
-    from hf_cocodc.meeting.split_world import split_world
+    from hf_cocodc.run.split_world import split_world
 
     split_world(2)
 
@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, region_shard
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.links.base import Link
-from hf_cocodc.links.gloo import GlooLink
+from hf_cocodc.links.tcp import TcpLink
 from tests.toys import VOCAB, llama
 
 STEPS = 11
@@ -72,7 +72,7 @@ def count_link_calls() -> Counter:
     """Count every call of the gloo link from here on."""
     calls: Counter = Counter()
     for name in ("mean", "broadcast", "gather"):
-        setattr(GlooLink, name, _counted(getattr(GlooLink, name), name, calls))
+        setattr(TcpLink, name, _counted(getattr(TcpLink, name), name, calls))
     return calls
 
 

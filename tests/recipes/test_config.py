@@ -60,7 +60,7 @@ def test_null_removes_what_a_recipe_holds() -> None:
         ("outer.mixing_alpha=0.5", "outer.mixing_alpha=0.5 has no meaning for method=diloco"),
         ("outer.num_fragments=3", "num_fragments=3 with fragment_pattern=whole"),
         ("regions.count=0", "regions.count=0 must be at least 1"),
-        ("regions.store=nowhere", "must be HOST:PORT"),
+        ("regions.coordinator=nowhere", "must be HOST:PORT"),
         ("data.builtin=python-stdlibb", "Did you mean 'python-stdlib'"),
         ("data.path=x", "data needs exactly one of builtin"),
         ("model.dtype=float31", "Did you mean 'float32'"),
@@ -141,10 +141,20 @@ def test_hf_argument_parser_gives_every_script_our_flags(tmp_path: Path) -> None
         "--overlap_steps",
         "3",
     ]
-    flags += ["--outer_lr", "0.3", "--count", "2", "--region", "1", "--store", "10.0.0.1:29650", "--use_cpu"]
+    flags += [
+        "--outer_lr",
+        "0.3",
+        "--count",
+        "2",
+        "--region",
+        "1",
+        "--coordinator",
+        "10.0.0.1:29650",
+        "--use_cpu",
+    ]
     _, outer, regions = parser.parse_args_into_dataclasses(flags)
     assert outer == OuterConfig(method="streaming", sync_interval=50, overlap_steps=3, outer_lr=0.3)
-    assert (regions.region, regions.count, regions.store) == (1, 2, "10.0.0.1:29650")
+    assert (regions.region, regions.count, regions.coordinator) == (1, 2, "10.0.0.1:29650")
     assert all(
         f.metadata.get("help") for kind in (OuterConfig, RegionConfig) for f in dataclasses.fields(kind)
     )
@@ -163,9 +173,9 @@ def test_names_of_what_may_differ_are_a_list_or_a_line(given: list[str] | str) -
 
 def test_regions_come_from_the_environment() -> None:
     """None is filled from HF_COCODC_*; contradictions and gaps are errors that name both sides."""
-    env = {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "3", "HF_COCODC_STORE": "h:1"}
+    env = {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "3", "HF_COCODC_COORDINATOR": "h:1"}
     resolved = RegionConfig().resolved(env)
-    assert (resolved.region, resolved.count, resolved.store) == (1, 3, "h:1")
+    assert (resolved.region, resolved.count, resolved.coordinator) == (1, 3, "h:1")
     assert RegionConfig().resolved({}).count == 1
     with pytest.raises(InputError, match="regions.run='a' but the environment says HF_COCODC_RUN='b'"):
         RegionConfig(run="a").resolved({**env, "HF_COCODC_RUN": "b"})
@@ -174,7 +184,7 @@ def test_regions_come_from_the_environment() -> None:
         RegionConfig(count=2).resolved(env)
     with pytest.raises(InputError, match="does not know which region it is"):
         RegionConfig(count=2).resolved({})
-    with pytest.raises(InputError, match="2 regions need a store"):
+    with pytest.raises(InputError, match="2 regions need a coordinator"):
         RegionConfig(count=2, region=0).resolved({})
     with pytest.raises(InputError, match="region 3 of 3"):
         RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
@@ -189,7 +199,7 @@ def test_min_implies_that_the_run_goes_on() -> None:
     assert not RegionConfig(on_loss="stop").elastic
     assert RegionConfig(min=2).elastic
     assert RegionConfig(on_loss="continue").elastic
-    found = RegionConfig(region=0, count=3, store="h:1", on_loss="continue").resolved({})
+    found = RegionConfig(region=0, count=3, coordinator="h:1", on_loss="continue").resolved({})
     assert (found.on_loss, found.min, found.max, found.wait_s, found.join) == (
         "continue",
         1,
@@ -197,10 +207,12 @@ def test_min_implies_that_the_run_goes_on() -> None:
         3600.0,
         False,
     )
-    found = RegionConfig(region=0, min=2, max=5, wait_s=9, store="h:1").resolved({"HF_COCODC_REGIONS": "4"})
+    found = RegionConfig(region=0, min=2, max=5, wait_s=9, coordinator="h:1").resolved(
+        {"HF_COCODC_REGIONS": "4"}
+    )
     assert (found.on_loss, found.min, found.max, found.wait_s, found.grace_s) == ("continue", 2, 5, 9, None)
     assert found.resolved({}) == found
-    fixed = RegionConfig(region=0, count=3, store="h:1").resolved({})
+    fixed = RegionConfig(region=0, count=3, coordinator="h:1").resolved({})
     assert (fixed.on_loss, fixed.min, fixed.max, fixed.wait_s, fixed.join) == ("stop", None, None, None, None)
 
 
@@ -214,7 +226,7 @@ def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(na
         with pytest.raises(InputError, match=f"{said} .* regions.on_loss=continue"):
             RegionConfig(**given, **where)
     with pytest.raises(InputError, match="HF_COCODC_JOIN=1 .* Nobody can join such a run"):
-        RegionConfig(region=0, count=2, store="h:1").resolved({"HF_COCODC_JOIN": "1"})
+        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_JOIN": "1"})
 
 
 @pytest.mark.parametrize(
@@ -237,12 +249,14 @@ def test_settings_of_an_elastic_run_that_do_not_go_together_are_refused(given: d
     if "count" in given:
         later = {name: value for name, value in given.items() if name != "count"}
         with pytest.raises(InputError, match=message):
-            RegionConfig(**later, region=0, store="h:1").resolved({"HF_COCODC_REGIONS": str(given["count"])})
+            RegionConfig(**later, region=0, coordinator="h:1").resolved(
+                {"HF_COCODC_REGIONS": str(given["count"])}
+            )
 
 
 def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> None:
     """From count to max - 1; or no number at all: it claims one."""
-    regions = RegionConfig(count=2, min=1, max=4, store="h:1")
+    regions = RegionConfig(count=2, min=1, max=4, coordinator="h:1")
     with pytest.raises(
         InputError, match=r"region 2 of 2: .* A region with a higher number joins: HF_COCODC_JOIN=1"
     ):
@@ -260,10 +274,10 @@ def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> N
         regions.resolved({"HF_COCODC_JOIN": "yes"})
 
 
-def test_a_run_of_one_region_that_others_may_join_needs_a_store() -> None:
+def test_a_run_of_one_region_that_others_may_join_needs_a_coordinator() -> None:
     """One that nobody can join does not."""
     assert RegionConfig(count=1, min=1).resolved({}).max == 1
-    with pytest.raises(InputError, match="2 regions need a store"):
+    with pytest.raises(InputError, match="2 regions need a coordinator"):
         RegionConfig(count=1, min=1, max=2).resolved({})
 
 
@@ -315,14 +329,14 @@ def test_flags_and_recipes_take_the_settings_of_elastic_runs() -> None:
 @pytest.mark.parametrize(
     ("given", "env"),
     [
-        ({"store": "h:1"}, {}),
+        ({"coordinator": "h:1"}, {}),
         ({"region": 0}, {}),
-        ({}, {"HF_COCODC_STORE": "h:1"}),
+        ({}, {"HF_COCODC_COORDINATOR": "h:1"}),
         ({}, {"HF_COCODC_REGION": "0"}),
     ],
 )
 def test_a_region_that_was_meant_to_have_company_does_not_train_alone(given: dict, env: dict) -> None:
-    """A store or a number, wherever it is given, without a number of regions is an error that names the missing setting."""
+    """A coordinator or a number, wherever it is given, without a number of regions is an error that names the missing setting."""
     with pytest.raises(
         InputError, match=r"not how many regions there are.*Set HF_COCODC_REGIONS \(regions.count\)"
     ):
@@ -344,15 +358,15 @@ def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
     assert record.levelname == "WARNING"
     assert all(
         f"export {name}=" in record.getMessage()
-        for name in (settings.ENV_REGION, settings.ENV_REGIONS, settings.ENV_STORE)
+        for name in (settings.ENV_REGION, settings.ENV_REGIONS, settings.ENV_COORDINATOR)
     )
 
 
-@pytest.mark.parametrize("flags", [["--store", "127.0.0.1:1"], ["--region", "0"]])
+@pytest.mark.parametrize("flags", [["--coordinator", "127.0.0.1:1"], ["--region", "0"]])
 def test_the_command_does_not_train_alone_by_mistake(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A recipe without regions.count, given a store or a region, is one paragraph and exit code 2."""
+    """A recipe without regions.count, given a coordinator or a region, is one paragraph and exit code 2."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.read_text(encoding="utf-8").split("\nregions:")[0], encoding="utf-8")
     assert main(["train", str(recipe), *flags]) == 2
@@ -367,3 +381,11 @@ def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
     assert {f.name for f in dataclasses.fields(OuterConfig)} == used | set(OF_EVERY_METHOD)
     for name in known():
         from_config(OuterConfig(method=name))
+
+
+def test_the_store_is_called_coordinator_now() -> None:
+    """In the environment and in a recipe, the old name is refused with the new one."""
+    with pytest.raises(InputError, match="HF_COCODC_STORE is called HF_COCODC_COORDINATOR now"):
+        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_STORE": "h:1"})
+    with pytest.raises(InputError, match=r"regions\.store is called regions\.coordinator now"):
+        Recipe.load("quickstart/diloco", ["regions.store=h:1"])

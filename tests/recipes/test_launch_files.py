@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from hf_cocodc import settings
-from hf_cocodc.cli import store, train
+from hf_cocodc.cli import coordinator, train
 from hf_cocodc.cli.main import parse
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import RegionConfig
@@ -27,7 +27,7 @@ from tests.processes.launching import environment
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 QUICKSTART = "quickstart/diloco"
-STORE = "10.0.0.1:29650"
+COORDINATOR = "10.0.0.1:29650"
 OURS = {value for name, value in vars(settings).items() if name.startswith("ENV_")}
 
 
@@ -35,13 +35,14 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((LAUNCH / name).read_text(encoding="utf-8")))
 
 
-def check_store(words: Sequence[str], port: int) -> None:
-    """A store that other machines reach, with a secret from a file."""
+def check_coordinator(words: Sequence[str], port: int) -> None:
+    """A coordinator that other machines reach, with a secret from a file."""
     options = parse(words)
-    assert options.run is store.run
+    assert options.run is coordinator.run
     assert (options.port, options.insecure) == (port, False)
     assert options.host != "127.0.0.1"
-    assert Path(options.secret_file).name == "secret"
+    assert [Path(each).name for each in options.secret_file] == ["secret"]
+    assert options.state.name == "coordinator.state"
 
 
 def check_region(words: Sequence[str], env: Mapping[str, str], region: int, recipe: str = QUICKSTART) -> None:
@@ -51,10 +52,10 @@ def check_region(words: Sequence[str], env: Mapping[str, str], region: int, reci
     assert options.resume
     assert {key for key in env if key.startswith("HF_COCODC_")} <= OURS
     found = Recipe.load(recipe, options.overrides).regions
-    told = {"HF_COCODC_REGION": str(options.region), "HF_COCODC_STORE": str(options.store)}
+    told = {"HF_COCODC_REGION": str(options.region), "HF_COCODC_COORDINATOR": str(options.coordinator)}
     told = {key: value for key, value in told.items() if value != "None"}
     found = found.resolved({**told, **env})
-    assert (found.region, found.store) == (region, STORE)
+    assert (found.region, found.coordinator) == (region, COORDINATOR)
     assert found.elastic and found.leaves_alone
     assert Path(found.secret_file or "").name == "secret"
 
@@ -102,7 +103,7 @@ def region_script(code: int, seconds: int, folder: Path) -> tuple[Machine, int]:
         str(LAUNCH / "slurm" / "region.sbatch"),
         "r.yaml",
         "1",
-        STORE,
+        COORDINATOR,
         "--set",
         "outer.outer_lr=0.5",
     ]
@@ -158,7 +159,7 @@ def test_the_slurm_job_of_a_region_leaves_before_its_time_is_over(
 ) -> None:
     """It waits until the region has left, and comes back. A job that is cancelled does not."""
     machine = Machine(tmp_path, 0, waits=True, state=state)
-    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", STORE]
+    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", COORDINATOR]
     job = machine.start(words, {"SLURM_JOB_ID": "7"})
     wait_for_call(machine)
     job.send_signal(sent)
@@ -170,20 +171,20 @@ def test_the_slurm_job_of_a_region_leaves_before_its_time_is_over(
 def test_the_slurm_job_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Path) -> None:
     """A signal that comes while the command starts is passed on to it, too."""
     machine = Machine(tmp_path, waits=True)
-    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", STORE]
+    words = ["bash", str(LAUNCH / "slurm" / "region.sbatch"), "r.yaml", "1", COORDINATOR]
     env = {"SLURM_JOB_ID": "7", **signalled_early(tmp_path, signal.SIGUSR1)}
     assert machine.run(words, env) in (0, 128 + signal.SIGTERM)
     assert machine.calls("scontrol") == [["requeue", "7"]]
 
 
-def test_the_slurm_job_of_the_store(tmp_path: Path) -> None:
+def test_the_slurm_job_of_the_coordinator(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    assert machine.run(["bash", str(LAUNCH / "slurm" / "store.sbatch"), "node1"], {}) == 0
+    assert machine.run(["bash", str(LAUNCH / "slurm" / "coordinator.sbatch"), "node1"], {}) == 0
     [words] = machine.calls("hf-cocodc")
-    check_store(words, 29650)
+    check_coordinator(words, 29650)
 
 
-@pytest.mark.parametrize("name", ["store", "region"])
+@pytest.mark.parametrize("name", ["coordinator", "region"])
 def test_a_manifest_is_what_kubernetes_takes(name: str, tmp_path: Path) -> None:
     """By its own schemas, without a field that it does not know; and our commands are what they were."""
     found = documents(f"kubernetes/{name}.yaml")
@@ -196,17 +197,17 @@ def test_a_manifest_is_what_kubernetes_takes(name: str, tmp_path: Path) -> None:
     [words] = machine.calls("hf-cocodc")
     volumes = {each["name"] for each in pod["volumes"]}
     assert {each["name"] for each in container["volumeMounts"]} == volumes
-    if name == "store":
+    if name == "coordinator":
         service = found[1]
         assert service["spec"]["selector"] == found[0]["spec"]["template"]["metadata"]["labels"]
         [port] = service["spec"]["ports"]
-        check_store(words, port["port"])
+        check_coordinator(words, port["port"])
         return
-    service = documents("kubernetes/store.yaml")[1]
+    service = documents("kubernetes/coordinator.yaml")[1]
     env = {each["name"]: each["value"] for each in container["env"]}
     address = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
-    assert env["HF_COCODC_STORE"] == address
-    check_region(words, {**env, "HF_COCODC_STORE": STORE}, 0)
+    assert env["HF_COCODC_COORDINATOR"] == address
+    check_region(words, {**env, "HF_COCODC_COORDINATOR": COORDINATOR}, 0)
     low, high = map(int, pod["securityContext"]["sysctls"][0]["value"].split())
     assert 1024 <= low < high
 
@@ -247,27 +248,27 @@ def test_the_pod_of_a_region_that_leaves_as_soon_as_it_begins(tmp_path: Path) ->
     assert machine.run(words, signalled_early(tmp_path, signal.SIGTERM)) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize("name", ["store", "region"])
+@pytest.mark.parametrize("name", ["coordinator", "region"])
 def test_a_skypilot_file_runs_our_commands(name: str, tmp_path: Path) -> None:
     """What is under `run`, with the environment under `envs`; values that are null come with --env."""
     [task] = documents(f"skypilot/{name}.yaml")
     assert task["setup"].split() == ["pip", "install", "."]
     assert task["file_mounts"] == {"~/secret": "./secret"}
-    given = {"HF_COCODC_REGION": "3", "HF_COCODC_STORE": STORE}
+    given = {"HF_COCODC_REGION": "3", "HF_COCODC_COORDINATOR": COORDINATOR}
     envs = task.get("envs", {})
     assert {key for key, value in envs.items() if value is None} == (set(given) if envs else set())
     env = {key: given.get(key, str(value)) for key, value in envs.items()}
     machine = Machine(tmp_path)
     assert machine.run(["bash", "-c", task["run"]], env) == 0
     [words] = machine.calls("hf-cocodc")
-    if name == "store":
-        check_store(words, 29650)
+    if name == "coordinator":
+        check_coordinator(words, 29650)
     else:
         assert words[1] == env.pop("RECIPE")
         check_region(words, env, 3, str(LAUNCH.parents[1] / words[1]))
 
 
-@pytest.mark.parametrize("name", ["store", "region"])
+@pytest.mark.parametrize("name", ["coordinator", "region"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_skypilot_file_is_what_its_parser_takes(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

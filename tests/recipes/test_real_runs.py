@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_cocodc.cli import store, train
+from hf_cocodc.cli import coordinator, train
 from hf_cocodc.cli.main import parse
 from hf_cocodc.recipes.recipe import ModelSection, Recipe
 from hf_cocodc.resolve import from_config
@@ -213,14 +213,14 @@ def commands() -> list[list[str]]:
 
 
 def test_every_region_has_its_launch_line() -> None:
-    """For each model one line a region, one store, and what stands behind -- is accelerate's."""
+    """For each model one line a region, one coordinator, and what stands behind -- is accelerate's."""
     from accelerate.commands.launch import launch_command_parser
 
     lines = [parse(words) for words in commands()]
     trains = [line for line in lines if line.run is train.run]
     regions: dict[str, list[int]] = {}
     for line in trains:
-        assert line.store == "10.0.0.1:29650"
+        assert line.coordinator == "10.0.0.1:29650"
         recipe = Recipe.load(ROOT / line.recipe, line.overrides)
         assert 0 <= line.region < (recipe.regions.count or 0)
         regions.setdefault(str(Path(line.recipe).relative_to("recipes")), []).append(line.region)
@@ -229,7 +229,7 @@ def test_every_region_has_its_launch_line() -> None:
     assert {name.partition("/")[0] for name in regions} == {name.partition("/")[0] for name in RUNS}
     for name, found in regions.items():
         assert found == list(range(load(name).regions.count or 0)), name
-    assert [line.port for line in lines if line.run is store.run] == [29650]
+    assert [line.port for line in lines if line.run is coordinator.run] == [29650]
 
 
 def test_the_sharded_runs_launch_line_asks_for_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,9 @@ def test_what_is_for_experts_stands_apart() -> None:
         OuterConfig(method="mine:method", options="k=32,decay=0.9", codec="mine:codec"),
         OuterConfig(method="cocodc", overlap_steps="3", guard="clip=3", outer_lr=1, staleness_penalty="2.5"),
         RegionConfig(),
-        RegionConfig(region=1, count=3, min=2, max=4, store="h:1", may_differ=["batch"], grace_s="auto"),
+        RegionConfig(
+            region=1, count=3, min=2, max=4, coordinator="h:1", may_differ=["batch"], grace_s="auto"
+        ),
     ],
 )
 def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) -> None:
@@ -108,7 +110,7 @@ def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) ->
 def test_plain_data_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of a secret is named; a secret in the environment is not there."""
     monkeypatch.setenv("HF_COCODC_SECRET", "0123456789abcdef")
-    config = RegionConfig(region=0, count=2, store="h:1", secret_file="secret").resolved()
+    config = RegionConfig(region=0, count=2, coordinator="h:1", secret_file="secret").resolved()
     assert config.to_dict()["secret_file"] == "secret"
     assert "0123456789abcdef" not in config.to_json_string() + repr(config)
 

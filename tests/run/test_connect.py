@@ -1,4 +1,4 @@
-"""How regions compare what they are, and how the ranks of a region find the store that the region has for itself."""
+"""How regions compare what they are, before any parameter travels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,49 +18,9 @@ from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import loopback, run_in_lockstep
-from hf_cocodc.meeting.sealed import SealedStore
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.run import connect, hellos
+from hf_cocodc.run import hellos
 from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import read
-
-ELSEWHERE = "203.0.113.1"  # reserved for examples: no machine has it
-
-
-@pytest.mark.parametrize(
-    ("master", "on_this_machine", "keys"),
-    [(ELSEWHERE, 2, None), ("127.0.0.2", 1, Keys(b"key")), ("127.0.0.1", 1, None)],
-    ids=str,
-)
-def test_ranks_reach_the_store_of_their_region(
-    master: str, on_this_machine: int, keys: Keys | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On one machine through the loopback, whatever the launcher calls the machine; on several at the leader's address.
-
-    With keys of this store alone: what was recorded in another run is worth nothing in it.
-    """
-    said: list[Any] = []
-    monkeypatch.setattr(connect, "from_main", lambda accelerator, port: said.append(port) or said[0])
-    monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
-    leader, other = (
-        connect._region_store(
-            SimpleNamespace(num_processes=2, process_index=rank, is_main_process=not rank), keys
-        )
-        for rank in range(2)
-    )
-    assert leader is not None and other is not None
-    assert leader.lead(lambda: "met", "the meeting") == "met"
-    assert other.lead(lambda: "met", "the meeting") is None
-    if keys is not None:
-        said.clear()
-        again = connect._region_store(
-            SimpleNamespace(num_processes=2, process_index=0, is_main_process=True), keys
-        )
-        stores = leader._store, other._store, again._store
-        assert all(isinstance(each, SealedStore) for each in stores)
-        first, same, new = (each.keys.tag() for each in stores)
-        assert first == same != new
 
 
 def outer(
@@ -109,7 +69,7 @@ def outer(
         ({"facts": {"data.path": "a"}}, {"facts": {"data.path": "b"}}, "data.path: region 0 has 'a'"),
     ],
 )
-def test_over_a_given_link_regions_compare_what_they_compare_at_a_store(
+def test_over_a_given_link_regions_compare_what_they_compare_at_a_coordinator(
     first: dict[str, Any], second: dict[str, Any], said: str
 ) -> None:
     """`simulate` refuses what a real run refuses, before any parameter travels."""

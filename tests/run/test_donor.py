@@ -16,18 +16,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_cocodc.errors import CheckpointError, DonorLost
+from hf_cocodc.coordinator.cipher import Tagged
+from hf_cocodc.coordinator.messages import Member
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.errors import CheckpointError, DonorLost, LinkError, RunOver
 from hf_cocodc.links.log import Entry, Marker, to_plain
 from hf_cocodc.links.records import ROW
-from hf_cocodc.meeting.caller import Member
-from hf_cocodc.meeting.channel import line_of
-from hf_cocodc.meeting.cipher import Tagged
-from hf_cocodc.meeting.proof import Proof
-from hf_cocodc.meeting.secret import Keys
-from hf_cocodc.run import base, donor, frames, greeting
+from hf_cocodc.run import asking, base, donor, frames
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.base import Base, RunOver, receive
-from hf_cocodc.run.donor import Donation, Inner, write_base
+from hf_cocodc.run.asking import Donors
+from hf_cocodc.run.base import Base, receive
+from hf_cocodc.run.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.run.local_weights import weights_file
 from tests.run.test_checkpoints import FACTS
 from tests.run.test_take_over import ADAM, same
@@ -36,7 +35,10 @@ RUN = 11
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 LARGEST = 1 << 20
-OFFER = {"host": HOST, "port": 40, "secret": "s", "step": 3}
+OFFER: dict[str, Any] = {"host": HOST, "port": 40, "token": "0f" * 32, "step": 3}
+KEYS = Keys.from_secret("a long secret of ours")
+SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}, {"keys": KEYS, "encrypt": True}]
+SEALED_NAMES = ["open", "tagged", "encrypted"]
 STATE = {
     "tensor": torch.arange(5.0),
     "half": torch.ones(3, dtype=torch.bfloat16),
@@ -68,36 +70,56 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(5.0))
 
 
-@pytest.fixture
-def donation(tmp_path: Path) -> Iterator[Donation]:
-    """Of region 0, at step 3."""
+def given(tmp_path: Path, **how: Any) -> Donation:
+    """By region 0, at step 3."""
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
-    given = Donation(folder, HOST, 3, {"run": RUN}, "region 2", None)
-    yield given
-    given.close()
-    given.join(10)
-    assert given.over
-    assert not folder.exists()
+    return Donation(folder, HOST, 3, {"run": RUN}, "region 2", None, **how)
+
+
+def ended(donation: Donation, tmp_path: Path) -> None:
+    """It sends nothing more, and has left nothing."""
+    donation.close()
+    donation.join(10)
+    assert donation.over
+    assert not (tmp_path / "region-0" / "base").exists()
+
+
+@pytest.fixture
+def donation(tmp_path: Path) -> Iterator[Donation]:
+    """Without a secret of the run."""
+    found = given(tmp_path)
+    yield found
+    ended(found, tmp_path)
+
+
+@pytest.fixture(params=SEALED, ids=SEALED_NAMES)
+def sealed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Donation, dict[str, Any]]]:
+    """Without a secret of the run, with one, and encrypted; and what the newcomer has of it."""
+    found = given(tmp_path, **request.param)
+    yield found, request.param
+    ended(found, tmp_path)
 
 
 @contextlib.contextmanager
 def received(
-    donation: Donation, tmp_path: Path, timeout_s: float = PATIENCE_S, **changed: Any
+    donation: Donation, tmp_path: Path, timeout_s: float = PATIENCE_S, offer: Offer | None = None, **how: Any
 ) -> Iterator[Base]:
     def alive() -> None:
-        if not [thread for thread in threading.enumerate() if thread.name == "hf_cocodc-donor"]:
+        if donation.over:
             raise DonorLost("it is gone")
 
-    found = receive(donation.offer._replace(**changed), tmp_path / "region-2", 2, 0, alive, timeout_s)
+    found = receive(offer or donation.offer, tmp_path / "region-2", 2, 0, alive, timeout_s, **how)
     yield found
     found.close()
 
 
-def test_a_base_arrives_whole(donation: Donation, tmp_path: Path) -> None:
-    """Its folder is no checkpoint of the run; it is whole, and says that another region wrote it."""
-    with received(donation, tmp_path) as base:
+def test_a_base_arrives_whole(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+    """Its folder is no checkpoint of the run; it is whole, and says that another region wrote it. The log follows."""
+    donation, how = sealed
+    donation.log(ENTRY)
+    with received(donation, tmp_path, **how) as base:
         folder = base.received.folder
         assert base.received == (folder, 0, 3, RUN, STARTED)
         assert state.damage(folder) is None
@@ -110,6 +132,7 @@ def test_a_base_arrives_whole(donation: Donation, tmp_path: Path) -> None:
         assert json.loads((folder / "trainer_state.json").read_text()) == {}
         base.remove()
         assert not folder.exists()
+        assert same(to_plain(next(base.items)), to_plain(ENTRY))
 
 
 def test_the_log_comes_after_it(donation: Donation, tmp_path: Path) -> None:
@@ -184,133 +207,175 @@ def test_a_log_that_grows_too_long_ends(
     assert "region 2 is so far behind" in caplog.text
 
 
-def test_only_who_knows_the_secret_gets_the_base(donation: Donation, tmp_path: Path) -> None:
-    """And somebody else does not keep the newcomer from it."""
-    with (
-        pytest.raises(DonorLost, match="the other end has closed the connection"),
-        received(donation, tmp_path, secret="guess"),
-    ):
-        pass
-    with received(donation, tmp_path) as base:
+def test_only_who_knows_the_token_gets_the_base(
+    sealed: tuple[Donation, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does who knows it, and not the run's secret. And somebody else does not keep the newcomer from it."""
+    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", 0.5)
+    donation, how = sealed
+    guess = donation.offer._replace(token="00" * 32)
+    wrong: list[dict[str, Any]] = [{**how, "offer": guess}]
+    if how:
+        wrong += [{}, {**how, "keys": KEYS.of("others")}, {**how, "encrypt": not how.get("encrypt", False)}]
+    for each in wrong:
+        with (
+            pytest.raises(DonorLost, match="the connection"),
+            received(donation, tmp_path, **each),
+        ):
+            pass
+    with received(donation, tmp_path, **how) as base:
         assert base.received.run == RUN
 
 
-def test_callers_that_say_nothing_do_not_delay_the_newcomer(
-    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def first_record(offer: Offer, keys: Keys | None = None, encrypt: bool = False) -> bytes:
+    """What a newcomer says first, as it travels."""
+    end, other = pair(offer.ciphers(keys, encrypt)[1])
+    end.send_bytes(offer.greeting)
+    end.close()
+    with other:
+        return other.recv(1 << 16)
+
+
+def test_a_first_record_opens_no_other_offer(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+    """Who has recorded it and sends it again, to a second offer of the same region, gets nothing."""
+    earlier, how = sealed
+    recorded = first_record(earlier.offer, **how)
+    later = given(tmp_path, **how)
+    assert len(recorded) == len(first_record(later.offer, **how))
+    with socket.create_connection((HOST, later.offer.port), timeout=10) as stranger:
+        stranger.sendall(recorded)
+        assert stranger.recv(1) == b""
+    with received(later, tmp_path, **how) as base:
+        assert base.received.run == RUN
+    ended(later, tmp_path)
+
+
+def test_each_way_of_each_offer_has_its_own_key() -> None:
+    """So nothing that was recorded can be sent back, or to another newcomer."""
+    offer = Offer(**OFFER)
+
+    def ciphers(offer: Offer) -> tuple[frames.Ciphers, frames.Ciphers]:
+        donors, newcomers = offer.ciphers(KEYS, encrypt=False)
+        assert donors is not None and newcomers is not None
+        return donors, newcomers
+
+    (seals, opens), (newcomer_seals, newcomer_opens) = ciphers(offer)
+    sealed = seals.seal(b"x")
+    for cipher in (opens, ciphers(offer._replace(token="11" * 32))[1][1]):
+        with pytest.raises(LinkError, match="altered"):
+            cipher.open(sealed)
+    assert newcomer_opens.open(sealed) == b"x"
+    assert opens.open(newcomer_seals.seal(b"y")) == b"y"
+
+
+@pytest.mark.parametrize("how", SEALED, ids=SEALED_NAMES)
+def test_strangers_do_not_delay_the_newcomer(
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them than may wait, garbage, and a line without an end. Nothing here ends by itself."""
-    monkeypatch.setattr(greeting, "GREET_S", float("inf"))
+    """More of them than may wait, garbage, a line without an end, a half record. Nothing here ends by itself."""
+    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", float("inf"))
     monkeypatch.setattr(donor, "_CALLED_WITHIN_S", 10.0)
+    donation = given(tmp_path, **how)
+    garbage = [b"{}\n", b"[" * 4000 + b"\n", b"\xff\n" * 99, b"x" * 9000, b"\xff" * 4, b"\0" * 40]
     with contextlib.ExitStack() as kept:
-        for says in [b""] * greeting.MOST + [
-            b"{}\n",
-            b"[" * 4000 + b"\n",
-            b"\xff\n",
-            b"x" * 9000,
-            b'"s"\n',
-            b"{",
-        ]:
+        for says in [b""] * donor._MOST_CALLERS + [*garbage, first_record(donation.offer, **how)[:-1]]:
             stranger = kept.enter_context(socket.create_connection((HOST, donation.offer.port)))
             with contextlib.suppress(OSError):
                 stranger.sendall(says)
-        with received(donation, tmp_path) as base:
+        with received(donation, tmp_path, **how) as base:
             assert base.received.run == RUN
+    ended(donation, tmp_path)
 
 
-KEYS = Keys.from_secret("a long secret of ours")
-
-
-def test_callers_that_say_nothing_end_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many come between two messages of it."""
-    monkeypatch.setattr(greeting, "GREET_S", float("inf"))
-    with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as kept:
+def test_a_caller_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds, or when too many have come after it."""
+    monkeypatch.setattr(donor, "_MOST_CALLERS", 2)
+    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", 2.0)
+    donation = given(tmp_path)
+    with contextlib.ExitStack() as kept:
 
         def caller() -> socket.socket:
-            return kept.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+            return kept.enter_context(socket.create_connection((HOST, donation.offer.port), timeout=10.0))
 
-        def find() -> None:
-            until = time.monotonic() + 10.0
-            about = listener, "", lambda: time.monotonic() < until
-            found.append(greeting.who_knows(*about, lambda: Proof(KEYS, {"for": "base"})))
-
-        found: list[Any] = []
-        finding = threading.Thread(target=find)
-        finding.start()
-        proof, newcomer = Proof(KEYS, {"for": "base"}), caller()
-        newcomer.sendall(line_of(proof.say({})))
-        proof.hear(json.loads(newcomer.makefile().readline()))
-        silent = [caller() for _ in range(greeting.MOST)]
-        assert silent[0].recv(1) == b"", "the oldest of those is closed"
-        newcomer.sendall(line_of(proof.say({})))
-        finding.join()
-        assert found[0] is not None
-        kept.enter_context(found[0][0])
+        began = time.monotonic()
+        silent = [caller() for _ in range(3)]
+        assert silent[0].recv(1) == b"", "the oldest"
+        assert time.monotonic() - began < 2.0
+        assert silent[2].recv(1) == b""
+        assert time.monotonic() - began >= 2.0
+    ended(donation, tmp_path)
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_with_a_secret_of_the_run_both_ends_prove_themselves(tmp_path: Path, encrypt: bool) -> None:
-    """Then base and log are sealed. Who knows the offer but not the run's secret gets nothing, and who repeats what the
-    newcomer has said keeps it from nothing."""
+def test_a_donor_that_dies_in_the_middle_is_named(
+    sealed: tuple[Donation, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has come of its base is removed."""
+    donation, how = sealed
 
-    def prove(offer: donor.Offer, keys: Keys = KEYS) -> Proof:
-        return Proof(keys, {"for": "base", **offer._asdict()}, encrypt)
+    def die(donation: Donation, to: frames.Frames) -> None:
+        to.send("base", run=RUN, files={"cocodc/state.json": 200})
+        to.send_bytes(b"{}" * 50)
+        raise OSError("killed")
 
-    folder = tmp_path / "region-0" / "base"
-    inner = Inner({"optimizer.pt": ADAM}, lambda path: None)
-    write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
-    given = Donation(folder, HOST, 3, {"run": RUN}, "region 2", None, prove)
+    monkeypatch.setattr(Donation, "_send", die)
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more: the other end has closed"),
+        received(donation, tmp_path, **how),
+    ):
+        pass
+    assert not list((tmp_path / "region-2").iterdir())
 
-    def get(proof: Proof | None) -> Base:
-        return receive(given.offer, tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, proof=proof)
 
-    for wrong in (prove(given.offer, KEYS.of("others")), prove(given.offer._replace(secret="other")), None):
-        with pytest.raises(DonorLost):
-            get(wrong)
-    with socket.create_connection((HOST, given.offer.port)) as stranger:
-        stranger.sendall(line_of(prove(given.offer).say({"kind": "hello"})))
-        assert b"proof" in stranger.recv(4096)
-        given.log(ENTRY)
-        base = get(prove(given.offer))
-        with contextlib.suppress(OSError):
-            stranger.sendall(b"{}\n")
-    assert state.damage(base.received.folder) is None
-    assert same(to_plain(next(base.items)), to_plain(ENTRY))
-    given.close("in", "it is in the run")
-    assert list(base.items) == []
-    base.close()
-    given.join(10)
+def test_a_donor_that_leaves_sends_no_more_of_its_base(donation: Donation, tmp_path: Path) -> None:
+    """Without the log it is of no use: a region that leaves does not wait until all of it is sent."""
+    donation._rate = 2000.0
+    leaving = threading.Timer(0.5, donation.close)
+    leaving.start()
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more: the other end has closed"),
+        received(donation, tmp_path),
+    ):
+        pass
+    leaving.join()
+    assert not list((tmp_path / "region-2").iterdir())
+
+
+def test_a_newcomer_that_is_frozen_keeps_nobody(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the log grows, it may take nothing: it is busy. Once the log has ended, the donor does not wait for it."""
+    monkeypatch.setattr(frames, "_POLL_S", 0.05)
+    monkeypatch.setattr(donor, "_TAKEN_WITHIN_S", 0.3)
+    with received(donation, tmp_path) as base:
+        large = Entry(**{**vars(ENTRY), "values": torch.zeros(donor._LEAST_LOG_BYTES // 4 - 1000)})
+        assert donation.log(large)
+        donation.join(1.0)
+        assert not donation.over
+        while donation.log(large):
+            pass
+        donation.join(10.0)
+        assert donation.over and donation.log.overflowed
+        with pytest.raises(DonorLost, match="region 0 sends its log no more"):
+            next(base.items)
 
 
 def test_an_altered_record_is_refused() -> None:
-    end, other = pair()
-    end.seal((Tagged(KEYS, in_order=True), Tagged(KEYS, in_order=True)))
+    end, other = pair((Tagged(KEYS, in_order=True), Tagged(KEYS, in_order=True)))
     other.sendall((30).to_bytes(4, "big") + bytes(30) + (1 << 20).to_bytes(4, "big"))
-    with pytest.raises(frames.LinkError, match="altered"):
+    with pytest.raises(LinkError, match="altered"):
         end.receive()
-    with pytest.raises(frames.LinkError, match="a record of 1048576 bytes"):
+    with pytest.raises(LinkError, match="a record of 1048576 bytes"):
         end.receive()
     other.close()
     end.close()
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_nothing_that_comes_with_the_proof_is_believed(encrypt: bool) -> None:
-    """Somebody on the way can append to the last message that is not sealed yet."""
-    end, other = pair()
-
-    def donate() -> None:
-        proof, lines = Proof(KEYS, {"for": "base"}, encrypt), other.makefile("rb")
-        proof.hear(json.loads(lines.readline()))
-        other.sendall(line_of(proof.say({"kind": "here"})) + line_of({"kind": "base", "run": 7}))
-        lines.readline()
-
-    donor_thread = threading.Thread(target=donate)
-    donor_thread.start()
-    with pytest.raises(frames.LinkError, match="not sealed"):
-        end.prove(Proof(KEYS, {"for": "base"}, encrypt))
-    donor_thread.join(10)
-    other.close()
-    end.close()
+@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
+def test_who_answers_in_the_place_of_the_donor_is_not_believed(how: dict[str, Any], tmp_path: Path) -> None:
+    """It has nothing that is sealed with the keys of the offer."""
+    offer = served([files(state=2), b"{}", b"\0" * 400])
+    with pytest.raises(DonorLost, match="region 0 sends its base no more"):
+        receive(offer, tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, **how)
 
 
 def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Path) -> None:
@@ -334,23 +399,78 @@ def served(lines: list[bytes], is_silent: bool = False) -> donor.Offer:
                 pass
 
     threading.Thread(target=say, name="hf_cocodc-test-donor", daemon=True).start()
-    return donor.Offer(HOST, listener.getsockname()[1], "secret", 3)
+    return Offer(HOST, listener.getsockname()[1], "0f" * 32, 3)
 
 
 def test_an_offer_leads_to_the_member_that_made_it() -> None:
     """Not to another machine; and its numbers are numbers."""
-    assert donor.offered(OFFER, f"{HOST}:9") == donor.Offer(**OFFER)
-    assert donor.offered({**OFFER, "host": "::1"}, "[::1]:9").host == "::1"
-    for wrong in (
-        {"host": "10.0.0.9"},
-        {"port": 0},
-        {"port": "40"},
-        {"step": -1},
-        {"step": 1 << 60},
-        {"secret": 3},
-    ):
+    assert donor.offered(OFFER, HOST) == Offer(**OFFER)
+    assert donor.offered({**OFFER, "host": "::1"}, "::1").host == "::1"
+    wrong: list[dict[str, Any]] = [{"host": "10.0.0.9"}, {"host": [HOST]}, {"port": 0}, {"port": "40"}]
+    wrong += [{"step": -1}, {"step": 1 << 60}, {"token": 3}, {"token": "0f"}, {"token": "0f" * 32 + "\n"}]
+    for each in wrong:
         with pytest.raises(ValueError, match="."):
-            donor.offered({**OFFER, **wrong}, f"{HOST}:9")
+            donor.offered({**OFFER, **each}, HOST)
+
+
+class Post:
+    """The coordinator between a newcomer and the members 0 and 1, which answer at once."""
+
+    def __init__(self, **answers: dict[str, Any]) -> None:
+        self.donors = Donors(2, self.post, self.is_there, {ZERO: HOST}.get)  # type: ignore[arg-type]
+        self.answers, self.posted = answers, list[tuple[Member, str]]()
+        self.there = {ZERO, ONE}
+
+    def post(self, member: Member, topic: str) -> None:
+        self.posted.append((member, topic))
+        for each, content in self.answers.items():
+            self.donors.hear(ZERO, each, content)
+
+    def is_there(self, member: Member) -> bool:
+        return member in self.there
+
+    def base_of(self, member: Member, tmp_path: Path, **how: Any) -> Base:
+        return self.donors.base_of(
+            member, tmp_path / "region-2", stuck_timeout_s=0.3, timeout_s=PATIENCE_S, **how
+        )
+
+
+ZERO, ONE = Member(0, 4), Member(1, 9)
+
+
+def test_a_newcomer_asks_a_member(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+    donation, how = sealed
+    post = Post(offer=donation.offer._asdict(), other={})
+    base = post.base_of(ZERO, tmp_path, **how)
+    assert base.received[1:4] == (0, 3, RUN) and post.posted == [(ZERO, "base")]
+    base.close()
+
+
+def test_a_member_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What travels while the coordinator is away is lost."""
+    monkeypatch.setattr(asking, "_AGAIN_S", 0.1)
+    post = Post()
+    with pytest.raises(DonorLost, match="has offered no base"):
+        post.base_of(ZERO, tmp_path)
+    assert len(post.posted) > 1
+
+
+def test_a_member_that_gives_no_base_is_named(tmp_path: Path) -> None:
+    """It says why, offers what is none, is lost, or is silent. What another member says is no answer of it."""
+    for answer, why in (
+        ({"no_base": {"why": "it leaves"}}, "it leaves"),
+        ({"offer": {**OFFER, "host": "10.0.0.9"}}, "what is no base"),
+        ({"offer": {}}, "what is no base"),
+        ({}, "region 0 has offered no base for 0.3 s"),
+    ):
+        with pytest.raises(DonorLost, match=why):
+            Post(**answer).base_of(ZERO, tmp_path)
+    with pytest.raises(DonorLost, match="region 1 has offered no base"):
+        Post(offer=OFFER).base_of(ONE, tmp_path)
+    lost = Post()
+    lost.there = {ONE}
+    with pytest.raises(DonorLost, match="region 0 is lost"):
+        lost.base_of(ZERO, tmp_path)
 
 
 NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "trees/x.json"]
@@ -448,17 +568,17 @@ ITEMS: dict[str, Any] = {
 }
 
 
-def pair() -> tuple[frames.Frames, socket.socket]:
+def pair(ciphers: frames.Ciphers | None = None) -> tuple[frames.Frames, socket.socket]:
     """Both ends of a connection."""
     with socket.create_server((HOST, 0)) as listener:
         one = socket.create_connection(listener.getsockname())
-        return frames.Frames(one, rate=1000.0), listener.accept()[0]
+        return frames.Frames(one, ciphers, rate=1000.0), listener.accept()[0]
 
 
 @pytest.mark.parametrize("line", ITEMS.values(), ids=ITEMS)
 def test_what_is_no_value_is_refused(line: dict[str, Any]) -> None:
     end, other = pair()
-    with pytest.raises(frames.LinkError, match="what is no value of ours"):
+    with pytest.raises(LinkError, match="what is no value of ours"):
         end.receive_tree(line, 1 << 20)
     other.close()
     end.close()

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, RegionConfig
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError, RegionLostError
-from hf_cocodc.meeting.store import serve_store
 from hf_cocodc.run import waiting
 from hf_cocodc.run.connect import connect
 from tests.processes.launching import environment
@@ -33,48 +33,51 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_region_says_again_and_again_for_whom_it_waits(
     more: dict, soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = serve_store("127.0.0.1")
-    address = f"127.0.0.1:{store.port}"
-    regions = RegionConfig(region=0, count=3, store=address, run="mine", start_timeout_s=2.0, **more)
+    served = serve_in_thread()
+    address = f"127.0.0.1:{served.port}"
+    regions = RegionConfig(region=0, count=3, coordinator=address, run="mine", start_timeout_s=2.0, **more)
     with pytest.raises(RegionLostError, match="region 1 and region 2 did not arrive within 2 s"):
         connect(Accelerator(cpu=True), torch.nn.Linear(2, 2), OuterConfig(), regions, None)
     said = warnings(caplog)
     assert len(said) > 1
     for line in said:
         assert re.fullmatch(
-            rf"region 0 has waited \d s for region 1 and region 2 \(run 'mine' at the store {address}\)\. It waits \d s more "
-            r"\(regions.start_timeout_s\)\.",
+            rf"region 0 has waited \d s for region 1 and region 2 \(run 'mine' at the coordinator {address}\)\. "
+            r"It waits \d s more \(regions.start_timeout_s\)\.",
             line,
         )
 
 
 def test_a_region_that_is_to_join_says_that_there_is_no_run(
-    soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hf_cocodc.run.place._AGAIN_S", 0.1)
-    store = serve_store("127.0.0.1")
-    address = f"127.0.0.1:{store.port}"
+    served = serve_in_thread()
+    address = f"127.0.0.1:{served.port}"
     regions = RegionConfig(
-        region=1, count=2, store=address, run="mine", start_timeout_s=1.0, min=1, join=True
+        region=1, count=2, coordinator=address, run="mine", start_timeout_s=1.0, min=1, join=True
     )
     with pytest.raises(MeetingError, match="no run 'mine' trains"):
         connect(Accelerator(cpu=True), torch.nn.Linear(2, 2), OuterConfig(), regions, None)
-    assert "region 1 has waited 0 s for a run to join (run 'mine'" in warnings(caplog)[0]
+    first, second = warnings(caplog)[:2]
+    assert first == "region 1 waits, for 1 s at most: no run 'mine' trains here"
+    assert second.startswith(
+        "region 1 has waited 0 s: no run 'mine' trains here (run 'mine' at the coordinator"
+    )
 
 
 MEETS = """
     import logging, sys, threading, torch
     from accelerate import Accelerator
     from hf_cocodc import OuterConfig, RegionConfig
-    from hf_cocodc.meeting.store import serve_store
+    from hf_cocodc.coordinator.server import serve_in_thread
     from hf_cocodc.run.connect import connect
 
     {setting}
-    store = serve_store("127.0.0.1")
+    served = serve_in_thread()
     accelerator = Accelerator(cpu=True)
 
     def meet(region):
-        regions = RegionConfig(region=region, count=2, store=f"127.0.0.1:{{store.port}}", run="mine")
+        regions = RegionConfig(region=region, count=2, coordinator=f"127.0.0.1:{{served.port}}", run="mine")
         links.append(connect(accelerator, torch.nn.Linear(2, 2), OuterConfig(), regions, None))
 
     links = []

@@ -152,8 +152,8 @@ def test_region_from_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(shards.region_shard(range(7), RegionConfig(region=1, count=3))) == [1, 4]
     with pytest.raises(InputError, match="num_regions=3 beside a RegionConfig"):
         shards.region_shard(range(7), RegionConfig(region=1, count=3), 3)
-    with pytest.raises(InputError, match="a store .* is given, but not how many regions there are"):
-        shards.region_shard(range(7), RegionConfig(store="10.0.0.1:29650"))
+    with pytest.raises(InputError, match="a coordinator .* is given, but not how many regions there are"):
+        shards.region_shard(range(7), RegionConfig(coordinator="10.0.0.1:29650"))
     monkeypatch.setenv("HF_COCODC_REGION", "1")
     monkeypatch.setenv("HF_COCODC_REGIONS", "3")
     assert list(shards.region_shard(range(7), RegionConfig())) == [1, 4]

@@ -1,0 +1,52 @@
+"""Network addresses of this machine."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from ..errors import InputError
+
+SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
+
+
+def own_address(address_there: str, interface: str | None) -> str:
+    """Return the address of `interface`, or, without one, the address from which this machine reaches the coordinator.
+
+    Raises:
+        InputError: the interface does not exist or has no IPv4 address.
+    """
+    if interface is None:
+        host, _, port = address_there.rpartition(":")
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # a datagram socket only picks a route and sends nothing
+            return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise InputError(
+                f"regions.interface={interface!r} is not a network interface with an IPv4 address "
+                f"({error.strerror}). Set it to one of this machine's interfaces: {known}."
+            ) from error
+    return socket.inet_ntoa(packed[20:24])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`; False where nobody knows."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return False
+    return bool(host) and all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,168 @@
+"""One end of a TCP connection that carries messages, one JSON object a line, and never waits."""
+
+import base64
+import json
+import os
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from .cipher import Altered, Cipher
+
+MAX_LINE = 256 << 10
+"""Bytes of the longest line that is written. What sends a longer one is not one of ours, or has gone mad."""
+_MOST_UNSENT = 16 << 20
+"""Bytes that wait for the other end at most: then the connection ends."""
+_CHUNK = 64 << 10
+LONGEST_SEALED = 2 * MAX_LINE
+
+
+class Channel:
+    """A connected socket (or one that is just connecting) with what it has still to send and what it has half received.
+
+    Attributes:
+        socket: does not block.
+        longest: bytes of the longest line that is read. A longer one is skipped.
+        has_skipped: whether there was one.
+        ended: whether the other end has closed the connection, or it has failed.
+        unsent_since: since when the other end has taken nothing of what it is sent; None if it has taken all.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        keep_from_forks(connection)
+        self.ended = False
+        self.unsent_since: float | None = None
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._lines: deque[bytes] = deque()
+        self._ciphers: tuple[Cipher, Cipher] | None = None
+        self.longest = MAX_LINE
+        self.has_skipped = self._skips = False
+        self._finishes = False
+
+    def write(self, line: bytes) -> None:
+        """Send a line, or as much of it as the other end takes now; `flush` sends the rest."""
+        if self.unsent_since is None:
+            self.unsent_since = time.monotonic()
+        # a single line may be longer than what may wait before it
+        self.ended = self.ended or len(self._unsent) > _MOST_UNSENT
+        self._unsent += (
+            line if self._ciphers is None else base64.b64encode(self._ciphers[0].seal(line)) + b"\n"
+        )
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the other end takes now."""
+        try:
+            while self._unsent and not self.ended:
+                del self._unsent[: self.socket.send(self._unsent)]
+                self.unsent_since = time.monotonic() if self._unsent else None
+            if self._finishes and not self.ended:
+                self.socket.shutdown(socket.SHUT_WR)
+                self._finishes = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.ended = True
+
+    def seal(self, ciphers: tuple[Cipher, Cipher] | None) -> None:
+        """From now on, seal what is written and open what was not taken yet, with these ciphers for the one and the other."""
+        if ciphers is not None:
+            self._ciphers, self.longest = ciphers, LONGEST_SEALED
+
+    @property
+    def num_lines(self) -> int:
+        """Lines that have come and were not taken."""
+        return len(self._lines)
+
+    @property
+    def next_bytes(self) -> int:
+        """Bytes of the first of them."""
+        return len(self._lines[0])
+
+    def receive(self, most: int = _CHUNK) -> None:
+        """Keep what has come, to be taken; `most` bytes of it."""
+        try:
+            chunk = self.socket.recv(most)
+            self.ended = self.ended or not chunk
+        except BlockingIOError:
+            return
+        except OSError:
+            self.ended = True
+            return
+        end = chunk.rfind(b"\n") + 1
+        if end:  # what is half received is copied once, however long its line is
+            lines = bytes(self._received + chunk[: end - 1]).split(b"\n")
+            if self._skips:
+                self._skips = False
+                del lines[0]
+            short = [line for line in lines if len(line) <= self.longest]
+            self.has_skipped = self.has_skipped or len(short) < len(lines)
+            self._lines.extend(short)
+            self._received = bytearray()
+        if not self._skips:
+            self._received += chunk[end:]
+        if len(self._received) > self.longest:
+            self._received, self._skips = bytearray(), True
+        self.has_skipped = self.has_skipped or self._skips
+
+    def take_line(self) -> dict[str, Any] | None:
+        """The message of the first line; None if it is no message."""
+        line = self._lines.popleft()
+        try:
+            return _message(line if self._ciphers is None else self._ciphers[1].open(base64.b64decode(line)))
+        except (Altered, ValueError):
+            self.ended = True
+            self._lines.clear()
+            return None
+
+    def finish(self) -> None:
+        """Send nothing more than what was written. The other end has taken it all once it closes the connection too."""
+        self._finishes = True
+        self.flush()
+
+    def close(self) -> None:
+        self.ended = True
+        self.socket.close()
+
+
+def keep_from_forks(open_socket: socket.socket) -> None:
+    """Let a forked process, such as a DataLoader's worker, close its copy: else the connection would outlive ours."""
+    _ours.add(open_socket)
+
+
+def line_of(message: Mapping[str, Any], longest: int = MAX_LINE) -> bytes:
+    """A message as a line.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    line = json.dumps(message).encode() + b"\n"
+    if len(line) > longest:
+        raise ValueError(f"a message of {len(line)} bytes is longer than a line of {longest} bytes")
+    return line
+
+
+def _message(line: bytes | bytearray) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+        if b"\\ud" in line.lower():
+            json.dumps(found, ensure_ascii=False).encode()  # half of a character could not be shown
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _close_copies() -> None:
+    for copy in list(_ours):
+        copy.close()
+
+
+_ours: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_copies)

@@ -1,0 +1,414 @@
+"""A region's connection to the coordinator, which it makes again when it ends; and what commands ask the coordinator."""
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
+from .connection import (
+    CONNECT_S,
+    FIRST_WAIT_S,
+    FLUSH_S,
+    LONGEST_WAIT_S,
+    Connection,
+    ConnectionEnded,
+    error_of,
+)
+from .messages import (
+    Alive,
+    Back,
+    Beat,
+    Bye,
+    FromCommand,
+    FromRegion,
+    Hello,
+    Member,
+    Refuse,
+    Resumed,
+    ToRegion,
+    Waiting,
+    Welcome,
+    from_plain,
+    to_plain,
+)
+from .secret import Keys
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 15.0
+"""The coordinator sends something every second: one that is silent for so long has gone, or the network has."""
+_LOOK_S = 0.2
+
+
+def status(
+    address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
+) -> list[dict[str, Any]]:
+    """The runs at a coordinator that these keys may see, or the one of this name (see `overview.py`). Raises like Connection."""
+    answer = _answer(Connection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s)
+    return list(answer["runs"])
+
+
+def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout_s: float) -> Any:
+    """The answer to one message of a command.
+
+    Raises:
+        MeetingError: like Connection; or there is no answer within `timeout_s`.
+        CocodcError: the coordinator refuses, with the error that it names.
+    """
+    connection = Connection(address, run, "command", keys, timeout_s=timeout_s)
+    answer = from_plain(_answer(connection, timeout_s, to_plain(message)))
+    if isinstance(answer, Refuse):
+        raise error_of(answer)
+    return answer
+
+
+def told_by_doctors(
+    address: str, keys: Keys | None, run: str, region: int, told: dict[str, Any], timeout_s: float = 5.0
+) -> dict[int, dict[str, Any]]:
+    """Tell what the doctor of a region has found, and return what those of all regions have told. Raises like Connection."""
+    connection = Connection(address, run, "doctor", keys, timeout_s=timeout_s)
+    answer = _answer(connection, timeout_s, {"region": region, "told": told})
+    return {int(each): content for each, content in answer["told"].items()}
+
+
+def _answer(
+    connection: Connection, timeout_s: float, question: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    with contextlib.closing(connection):
+        try:
+            if question is not None:
+                connection.send_plain(question)
+            answer = connection.receive_plain(timeout_s)
+        except ConnectionEnded as error:
+            raise MeetingError(f"{error}.") from error
+    if answer is None:
+        raise MeetingError(f"the coordinator at {connection.address} does not answer within {timeout_s:g} s.")
+    return answer
+
+
+class Client:
+    """A region's one connection to the coordinator, which it makes again when it ends.
+
+    Args:
+        address, run, keys, encrypt: see Connection.
+        period_s: seconds between two signs of life.
+
+    Attributes:
+        me, welcome: this process and its run, after `meet`.
+        is_connected: whether messages reach the coordinator now.
+    """
+
+    me: Member
+    welcome: Welcome
+
+    def __init__(
+        self, address: str, run: str, keys: Keys | None = None, encrypt: bool = False, period_s: float = 1.0
+    ) -> None:
+        self._address, self._run, self._keys, self._encrypt = address, run, keys, encrypt
+        self._period_s = period_s
+        self._connection: Connection | None = None
+        self._generation = 0
+        self._is_over = False
+        self._closes = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._messages: queue.SimpleQueue[FromRegion] = queue.SimpleQueue()
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+        self.is_connected = False
+        self._is_away = False  # whether a warning says so
+        self._wait_s = FIRST_WAIT_S
+
+    def meet(
+        self,
+        hello: Hello,
+        wait_s: float,
+        waiting: Callable[[Waiting], None] = lambda news: None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Welcome:
+        """Meet the other regions, or join the run that trains. A client that has failed to is closed.
+
+        Args:
+            hello: what this region says of itself.
+            wait_s: for how long.
+            waiting: called with what the region waits for, whenever that changes.
+            look: called several times a second; what it raises goes to the caller.
+
+        Raises:
+            CocodcError: the coordinator refuses, with the error that it names.
+            RegionLostError: regions have not come within `wait_s`.
+            MeetingError: there is no run to join; or the coordinator cannot be reached, or fails.
+        """
+        connection: Connection | None = None
+        try:
+            connection = Connection(
+                self._address, self._run, "region", self._keys, self._encrypt, min(wait_s, CONNECT_S), look
+            )
+            connection.send(hello)
+            self.welcome = self._await_welcome(connection, hello, wait_s, waiting, look)
+        except BaseException:
+            if connection is not None:
+                connection.channel.close()
+            self.close()
+            raise
+        self.me, self._generation = self.welcome.me, self.welcome.generation
+        self._connection, self.is_connected = connection, True
+        return self.welcome
+
+    def _await_welcome(
+        self,
+        connection: Connection,
+        hello: Hello,
+        wait_s: float,
+        waiting: Callable[[Waiting], None],
+        look: Callable[[], None],
+    ) -> Welcome:
+        until = time.monotonic() + wait_s
+        last, hints = Waiting(), [""]
+        heard_at = time.monotonic()
+        while time.monotonic() < until:
+            look()
+            try:
+                message = connection.receive(min(_LOOK_S, max(until - time.monotonic(), 0.0)))
+            except LinkError as error:
+                raise MeetingError(f"{error}, before the regions had met. Nothing was trained.") from error
+            if message is not None:
+                heard_at = time.monotonic()
+            elif time.monotonic() - heard_at > 2 * SILENT_S:
+                raise MeetingError(
+                    f"the coordinator at {self._address} has been silent for {2 * SILENT_S:g} s, before the regions had met. "
+                    "Nothing was trained."
+                )
+            match message:
+                case Welcome():
+                    return message
+                case Refuse():
+                    raise error_of(message)
+                case Waiting():
+                    last = message
+                    if message.why not in hints:
+                        hints.append(message.why)
+                    waiting(message)
+        raise self._not_met(hello, wait_s, last, hints)
+
+    def _not_met(self, hello: Hello, wait_s: float, last: Waiting, hints: list[str]) -> CocodcError:
+        """The error of a region that has waited for `wait_s`."""
+        if hello.join or not last.absent:
+            return MeetingError(
+                f"region {hello.region} could not take part in run {self._run!r} at the coordinator {self._address} within "
+                f"{wait_s:g} s (regions.start_timeout_s): {last.why or 'it does not say why'}."
+            )
+        names = " and ".join(f"region {region}" for region in last.absent)
+        return RegionLostError(
+            last.absent[0],
+            f"{names} did not arrive within {wait_s:g} s (regions.start_timeout_s). Region {hello.region} of "
+            f"{hello.terms.count} of run {self._run!r} is waiting at the coordinator {self._address}. Start every missing region "
+            "with the same recipe and coordinator, or raise regions.start_timeout_s." + " ".join(hints),
+        )
+
+    def start(
+        self, on: Callable[[ToRegion], None], beat: Callable[[], Beat], back: Callable[[], Back]
+    ) -> None:
+        """From now on, hear the coordinator in a thread of its own, and call it again whenever the connection has ended.
+
+        Args:
+            on: called in the thread with each message after `Welcome`, in order.
+            beat: returns this region's sign of life; also called now and then while there is no connection.
+            back: returns what this region says after a new connection.
+        """
+        self._on, self._beat, self._back = on, beat, back
+        self._thread = threading.Thread(target=self._work, name="hf_cocodc-coordinator", daemon=True)
+        self._thread.start()
+
+    def send(self, message: FromRegion) -> None:
+        """Send a message soon. It is dropped while there is no connection. Any thread, and a signal's handler, may call this."""
+        if self.is_connected:
+            self._messages.put(message)
+            self._wake_up()
+
+    def close(self, bye: Bye | None = None) -> None:
+        """Say `bye`, and end the connection and the thread; within about a second."""
+        if bye is not None:
+            self.send(bye)
+        self._closes.set()
+        self._wake_up()
+        if self._thread is not None:
+            self._thread.join(2 * FLUSH_S)  # it may wait for a name server
+        elif self._connection is not None:
+            self._send_all(self._connection)
+            self._connection.close()
+        self.is_connected, self._connection = False, None
+        self._wake.close()
+        self._woken.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # the thread is awake, or has ended
+            self._wake.send(b"\0")
+
+    # -- in the thread
+
+    def _work(self) -> None:
+        while not self._closes.is_set():
+            if self._connection is None:
+                self._come_back()
+            if self._connection is not None:
+                self._serve(self._connection)
+        if self._connection is not None:
+            self._send_all(self._connection)
+            self._connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Hear and speak until the connection ends, or this is closed."""
+        heard_at = time.monotonic()
+        beat_at = heard_at
+        with self._waiting(connection) as wait:
+            while not self._closes.is_set() and not connection.channel.ended:
+                now = time.monotonic()
+                if now >= beat_at:
+                    beat_at = now + self._period_s
+                    self._send_beat(connection)
+                self._send_all(connection)
+                # what came before is heard before anything is judged by the clock: this process may have stood still
+                if connection.channel.num_lines:
+                    self._hear_all(connection)
+                    heard_at = time.monotonic()
+                elif wait(min(beat_at, heard_at + SILENT_S) - time.monotonic()):
+                    connection.channel.receive()
+                elif time.monotonic() > heard_at + SILENT_S:
+                    self._drop(connection, f"it has been silent for {SILENT_S:g} s")
+                    return
+            self._hear_all(connection)
+        if not self._closes.is_set():
+            self._drop(connection, "the connection has ended")
+
+    @contextlib.contextmanager
+    def _waiting(self, connection: Connection) -> Iterator[Callable[[float], bool]]:
+        """A function that waits for the connection or a call for the thread; returns whether something has come to be read."""
+        channel = connection.channel
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(channel.socket, selectors.EVENT_READ)
+
+            def wait(timeout_s: float) -> bool:
+                writes = selectors.EVENT_WRITE if channel.unsent_since is not None else 0
+                selector.modify(channel.socket, selectors.EVENT_READ | writes)
+                has_come = False
+                for key, events in selector.select(max(timeout_s, 0.0)):
+                    if key.fileobj is self._woken:
+                        with contextlib.suppress(BlockingIOError):
+                            self._woken.recv(4096)
+                    elif events & selectors.EVENT_WRITE:
+                        channel.flush()
+                    has_come = has_come or (
+                        key.fileobj is channel.socket and bool(events & selectors.EVENT_READ)
+                    )
+                return has_come
+
+            yield wait
+
+    def _send_all(self, connection: Connection) -> None:
+        """Send what other threads have given."""
+        while not self._messages.empty():
+            try:
+                connection.send(self._messages.get())
+            except InputError as error:
+                logger.warning("%s", error)
+
+    def _send_beat(self, connection: Connection) -> None:
+        try:
+            connection.send(self._beat())
+        except Exception:
+            logger.exception("a sign of life cannot be sent")
+
+    def _hear_all(self, connection: Connection) -> None:
+        channel = connection.channel
+        while channel.num_lines:
+            plain = channel.take_line()
+            if plain is None:
+                continue
+            try:
+                message = from_plain(plain)
+            except LinkError as error:
+                logger.warning("the coordinator at %s: %s", self._address, error)
+                continue
+            if isinstance(message, Alive) or not self._heeds(connection, message):
+                continue
+            try:
+                self._on(message)
+            except Exception:
+                logger.exception("a message of the coordinator cannot be heeded: %r", short(message, 200))
+
+    def _heeds(self, connection: Connection, message: ToRegion) -> bool:
+        """Whether a message counts: one of an older coordinator does not."""
+        if connection.channel.ended and connection is not self._connection:
+            return False
+        generation = getattr(message, "generation", None)
+        if generation is not None and generation < self._generation:
+            self._drop(
+                connection,
+                f"an older one has answered: its generation is {generation}, and {self._generation} counts",
+            )
+            return False
+        self._generation = max(self._generation, generation or 0)
+        if isinstance(message, Refuse):
+            self._is_over = True
+        if isinstance(message, Resumed):
+            self._wait_s = FIRST_WAIT_S
+        if isinstance(message, Resumed) and self._is_away:
+            self._is_away = False
+            logger.info("the coordinator at %s is back", self._address)
+        return True
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        """End a connection, and say so unless that is known."""
+        self.is_connected, self._connection = False, None
+        connection.channel.close()
+        while not self._messages.empty():
+            self._messages.get()
+        if not self._is_away and not self._is_over:
+            self._is_away = True
+            logger.warning(
+                "the coordinator at %s does not answer (%s): training goes on; losses, joins, leaves and stops wait until it is "
+                "back",
+                self._address,
+                why,
+            )
+
+    def _come_back(self) -> None:
+        """Connect again, and say who comes back."""
+        if self._is_over:
+            self._closes.wait()
+            return
+        # an older coordinator answers at once, and again
+        self._closes.wait(self._wait_s)
+        with contextlib.suppress(CocodcError):  # the region looks after its own waits then
+            self._beat()
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        try:
+            connection = Connection(
+                self._address, self._run, "region", self._keys, self._encrypt, SILENT_S, self._raise_if_closed
+            )
+            back = self._back()
+            connection.send(replace(back, generation=max(back.generation, self._generation)))
+            self._connection, self.is_connected = connection, True
+        except _Closed:
+            pass
+        except Exception as error:
+            if not isinstance(error, CocodcError):
+                logger.exception("this region cannot come back to the coordinator at %s", self._address)
+            logger.debug("the coordinator at %s: %s", self._address, error)
+
+    def _raise_if_closed(self) -> None:
+        if self._closes.is_set():
+            raise _Closed
+
+
+class _Closed(Exception):
+    """The client is closed while it connects."""

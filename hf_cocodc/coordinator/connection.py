@@ -1,0 +1,243 @@
+"""A connection to the coordinator for which its user waits."""
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import (
+    CocodcError,
+    HandshakeError,
+    InputError,
+    LeftBehind,
+    LinkError,
+    MeetingError,
+    RunOver,
+    short,
+)
+from .addresses import is_loopback
+from .channel import Channel, line_of
+from .entrance import ABOUT, key_id, other_version, versions
+from .messages import FromCommand, FromRegion, Refuse, from_plain, to_plain
+from .proof import Proof, Refused
+from .secret import Keys
+
+CONNECT_S = 10.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0
+"""Between two attempts to connect."""
+LONGEST_LINE = 8 << 20
+"""Bytes of a line for the coordinator: what regions compare may name each parameter of a model."""
+_LONGEST_ANSWER = 256 << 20
+"""Bytes of a line of the coordinator, which is trusted: it may hold what every region compares."""
+_LOOK_S = 0.2
+FLUSH_S = 1.0
+_ERRORS: dict[str, type[CocodcError]] = {
+    each.__name__: each for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver)
+}
+
+
+class ConnectionEnded(LinkError):
+    """The coordinator has closed a connection, or the connection has failed."""
+
+
+class NobodyAnswers(MeetingError):
+    """Nothing answers as a coordinator does."""
+
+
+class _TryAgain(Exception):
+    """Nothing answers as a coordinator does, yet."""
+
+
+def error_of(refusal: Refuse) -> CocodcError:
+    """The error that a refusal names."""
+    return _ERRORS.get(refusal.error, MeetingError)(refusal.why)
+
+
+class Connection:
+    """A connection to the coordinator for which its user waits.
+
+    Args:
+        address: HOST:PORT of the coordinator.
+        run: name of the run.
+        purpose: "region", "command", "status" or "doctor".
+        keys: of the run's secret; None for none.
+        encrypt: whether messages are encrypted.
+        timeout_s: for how long the coordinator is tried again while it does not answer.
+        look: called several times a second meanwhile; what it raises goes to the caller.
+
+    Raises:
+        InputError: the host name is unknown; or this cannot be encrypted.
+        MeetingError: nobody answers, or the coordinator refuses: it has another secret, or another version.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        purpose: str,
+        keys: Keys | None,
+        encrypt: bool = False,
+        timeout_s: float = CONNECT_S,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address, self._keys, self._encrypt, self._look = address, keys, encrypt, look
+        host, _, port = address.rpartition(":")
+        until = time.monotonic() + timeout_s
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                self.channel = self._connect(host.strip("[]"), int(port), until)
+                break
+            except _TryAgain as error:
+                if time.monotonic() + wait_s > until:
+                    raise self._nobody(host.strip("[]"), port, str(error)) from error
+            self._pause(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        self.send_plain({"run": run, "for": purpose})
+
+    def send(self, message: FromRegion | FromCommand) -> None:
+        """Send a message, or as much of it as the coordinator takes now; `receive` and `close` send the rest."""
+        self.send_plain(to_plain(message))
+
+    def send_plain(self, message: dict[str, Any]) -> None:
+        try:
+            self.channel.write(line_of(message, LONGEST_LINE))
+        except ValueError as error:
+            raise InputError(f"the coordinator at {self.address} cannot be told: {error}.") from error
+
+    def receive(self, timeout_s: float) -> Any | None:
+        """The next message; None if none comes within `timeout_s`.
+
+        Raises:
+            ConnectionEnded: the connection has ended.
+            LinkError: what comes is no message.
+        """
+        plain = self.receive_plain(timeout_s)
+        return None if plain is None else from_plain(plain)
+
+    def receive_plain(self, timeout_s: float) -> dict[str, Any] | None:
+        until = time.monotonic() + timeout_s
+        while True:
+            while self.channel.num_lines:
+                message = self.channel.take_line()
+                if message is not None:
+                    return message
+            if self.channel.ended:
+                raise ConnectionEnded(f"the coordinator at {self.address} has closed the connection")
+            left_s = until - time.monotonic()
+            if left_s < 0:
+                return None
+            _wait(self.channel, left_s)
+
+    def close(self) -> None:
+        """Close the connection once the coordinator has taken all, or after a second."""
+        until = time.monotonic() + FLUSH_S
+        self.channel.finish()
+        # it closes its end when it has read all
+        while not self.channel.ended and time.monotonic() < until:
+            _wait(self.channel, until - time.monotonic())
+            while self.channel.num_lines:
+                self.channel.take_line()
+        self.channel.close()
+
+    def _connect(self, host: str, port: int, until: float) -> Channel:
+        """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (socket.gaierror, UnicodeError) as error:
+            raise InputError(
+                f"the coordinator's host {host!r} has no address ({getattr(error, 'strerror', error)}). Correct "
+                f"regions.coordinator={self.address!r}."
+            ) from error
+        why = "it has no address"
+        for family, kind, _, _, where in found:
+            connection = socket.socket(family, kind)
+            channel = Channel(connection)
+            try:
+                why = self._reach(connection, where, until)
+                if not why:
+                    channel.longest = _LONGEST_ANSWER
+                    self._prove(channel, until)
+                    return channel
+            except BaseException:
+                channel.close()
+                raise
+            channel.close()
+        raise _TryAgain(why)
+
+    def _reach(self, connection: socket.socket, where: Any, until: float) -> str:
+        """Connect; return why that failed, or nothing."""
+        failed = connection.connect_ex(where)
+        while failed in (errno.EINPROGRESS, errno.EALREADY):
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return "it does not answer"
+            if _poll(connection, select.POLLOUT, min(_LOOK_S, left_s)):
+                failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                break
+            self._look()
+        return os.strerror(failed) if failed else ""
+
+    def _prove(self, channel: Channel, until: float) -> None:
+        """Say who this is, and hear that it is the coordinator."""
+        proof = Proof(self._keys, ABOUT, self._encrypt)
+        channel.write(line_of(proof.say({**versions(), "key": key_id(self._keys) or None})))
+        while not channel.num_lines:
+            if channel.ended:
+                raise _TryAgain("it has closed the connection without an answer")
+            if time.monotonic() >= until:
+                raise _TryAgain("what listens there does not answer as a coordinator does")
+            self._look()
+            _wait(channel, _LOOK_S)
+        answer = channel.take_line()
+        if answer is None or "hf_cocodc" not in answer:
+            raise MeetingError(
+                f"what listens at {self.address} is not a coordinator. Correct the address (regions.coordinator, --coordinator), "
+                "or start one there with `hf-cocodc coordinator`."
+            )
+        why = other_version(answer, f"the coordinator at {self.address}", "this process")
+        if why is None and "refused" in answer:
+            why = f"the coordinator at {self.address} refuses this process: {short(answer['refused'], 1000)}"
+        if why is None:
+            try:
+                proof.hear(answer)
+            except Refused as error:
+                why = error.naming(f"the coordinator at {self.address}", "this process")
+        if why is not None:
+            raise MeetingError(f"{why}.")
+        channel.write(line_of(proof.say({"kind": "here"})))
+        channel.seal(proof.ciphers())
+        channel.longest = _LONGEST_ANSWER
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            self._look()
+            time.sleep(min(left_s, _LOOK_S))
+
+    def _nobody(self, host: str, port: str, why: str) -> NobodyAnswers:
+        secret = "" if is_loopback(host) else " --secret-file FILE"
+        return NobodyAnswers(
+            f"no coordinator answers at {self.address} ({why}). Start one there with `hf-cocodc coordinator --host {host} --port "
+            f"{port}{secret}`, and check that no firewall keeps a region from it."
+        )
+
+
+def _wait(channel: Channel, timeout_s: float) -> None:
+    """Wait until something comes or can be sent, and take or send it."""
+    writes = select.POLLOUT if channel.unsent_since is not None else 0
+    events = _poll(channel.socket, select.POLLIN | writes, timeout_s)
+    if events & select.POLLOUT:
+        channel.flush()
+    if events & ~select.POLLOUT:
+        channel.receive()
+
+
+def _poll(connection: socket.socket, events: int, timeout_s: float) -> int:
+    """What has happened to a socket; 0 if nothing has. (`select.select` takes only small file numbers.)"""
+    poller = select.poll()
+    poller.register(connection, events)
+    return next((found for _, found in poller.poll(1000 * max(timeout_s, 0.0))), 0)

@@ -1,0 +1,133 @@
+"""What regions must have in common: the coordinator compares them before step 1, and when one joins.
+
+Different settings would hang a run (sync_interval) or silently ruin it (frozen base weights).
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import HandshakeError
+from ..settings import OuterConfig, RegionConfig
+
+_ONLY_SHOWN = ("host", "versions", "first samples")
+_SEVERAL = ("model", "facts")
+"""Fields that hold several, by the names that messages call them."""
+
+
+class Difference(NamedTuple):
+    """A field in which two regions differ, with both values in short."""
+
+    field: str
+    mine: str
+    theirs: str
+    free: bool
+    """Whether regions.may_differ may name it."""
+
+
+def may_differ(fact: str, allowed: Collection[str]) -> bool:
+    """Whether `allowed` has the name of a fact: in full, or without its section."""
+    return fact in allowed or fact.rpartition(".")[2] in allowed
+
+
+def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all hellos, in the order of regions, agree in all that must be equal.
+
+    Raises:
+        HandshakeError: two hellos differ; the message names the two regions, the field and both values.
+    """
+    for region, other in enumerate(hellos[1:], start=1):
+        wrong = first_difference(0, hellos[0], region, other)
+        if wrong is not None:
+            raise HandshakeError(wrong)
+
+
+def first_difference(
+    first: int, mine: Mapping[str, Any], second: int, theirs: Mapping[str, Any]
+) -> str | None:
+    """What two regions disagree on, and the way out, in words; None if they agree."""
+    named = mine.get("regions.may_differ")
+    allowed = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    for field, own, other, free in differences(mine, theirs):
+        if free and may_differ(field, allowed):
+            continue
+        remedy = (
+            f" If regions shall differ in it, set regions.may_differ={','.join([*allowed, field])} in all."
+            if free
+            else ""
+        )
+        return (
+            f"region {first} and region {second} disagree on {field}: region {first} has {own}, region {second} has {other}. "
+            f"Start every region with the same recipe or options, the same weights and the same package versions.{remedy} If "
+            "these are two runs at one coordinator, give each a name of its own (regions.run, --run or HF_COCODC_RUN)."
+        )
+    return None
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
+    """What must be equal in two hellos, or allowed to differ, and is not."""
+    found = []
+    same_versions = mine.get("versions") == theirs.get("versions")
+    for name in {**mine, **theirs}:
+        ours, other = mine.get(name), theirs.get(name)
+        if name in _ONLY_SHOWN or ours == other:
+            continue
+        if name not in _SEVERAL or not (isinstance(ours, Mapping) and isinstance(other, Mapping)):
+            found.append(Difference(name, *_show(ours, other), free=False))
+            continue
+        # another version of Transformers may know more fields of a config
+        fields = {**ours, **other} if same_versions else [field for field in ours if field in other]
+        found += [
+            Difference(field, *_show(ours.get(field), other.get(field)), free=name == "facts")
+            for field in fields
+            if ours.get(field) != other.get(field)
+        ]
+    return found
+
+
+def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences about what regions have otherwise than region 0, and about regions that train on the same samples."""
+    said = []
+    for region, other in enumerate(hellos[1:], start=1):
+        for field, mine, theirs, _ in differences(hellos[0], other):
+            said.append(f"{field}, which may differ: {mine} in region 0, {theirs} in region {region}.")
+        versions = _versions(other)
+        for name, version_there in _versions(hellos[0]).items():
+            if version_there != versions.get(name):
+                said.append(
+                    f"other versions of {name}: {version_there} in region 0, {versions.get(name)} in region {region}."
+                )
+    samples = [str(each.get("first samples", "")) for each in hellos]
+    for sample in sorted(set(samples) - {""}):
+        same = [region for region, each in enumerate(samples) if each == sample]
+        if len(same) > 1:
+            said.append(
+                f"regions {' and '.join(map(str, same))} begin with the same training samples: do they train on the same data? "
+                "Give each region its own part: train_dataset=region_shard(dataset), or region_shard(dataset, regions) where "
+                "a RegionConfig, not the environment, says which region this is."
+            )
+    return said
+
+
+def _versions(hello: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What another region may have written in any way: regions need not agree in it."""
+    versions = hello.get("versions")
+    return versions if isinstance(versions, Mapping) else {}
+
+
+def _show(mine: Any, theirs: Any) -> tuple[str, str]:
+    """Show both values; for two lists, show the first entry that differs."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        for a, b in zip(mine, theirs, strict=False):
+            if a != b:
+                return repr(a), repr(b)
+        return f"{len(mine)} entries", f"{len(theirs)} entries"
+    return repr(mine), repr(theirs)
+
+
+def in_recipe(setting: str) -> str:
+    """The name of a setting in a recipe, under which regions compare it."""
+    for section, config in (("outer", OuterConfig), ("regions", RegionConfig)):
+        if setting in (field.name for field in dataclasses.fields(config)):
+            return f"{section}.{setting}"
+    return setting

@@ -1,0 +1,170 @@
+"""The ranks of a region act as one: they wait for their leader without a time-out.
+
+Accelerate's process group ends a collective call after 10 or 30 minutes. A leader may have to wait longer for another region,
+which is late but alive. The other ranks wait in a group of their own, over gloo, that has no such limit.
+
+A rank that dies closes its connections. Of an operation that passes values on from rank to rank only its neighbours would notice,
+and the others would wait for these. Here every rank hears directly from those for which it waits.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CocodcError, LinkError, short
+
+T = TypeVar("T")
+
+_NO_LIMIT = timedelta(days=365)
+_LOOK = timedelta(seconds=0.2)
+"""How often a rank that waits runs the handlers of signals."""
+_LAST_MOMENT_S = 2.0
+
+
+class RegionGroup:
+    """One rank's side. Making it is a collective call of the region's ranks, as are its methods.
+
+    Only the main thread may call it: gloo matches the calls of all ranks by their order.
+
+    Attributes:
+        rank, num_ranks: of this process, in its region.
+        heard: what the leader has told with its last call.
+
+    Raises:
+        LinkError: the ranks cannot connect to each other.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        try:
+            self._group: Any = dist.new_group(backend="gloo")  # connecting has gloo's usual limit
+        except RuntimeError as error:
+            raise LinkError(
+                f"rank {self.rank} of this region cannot connect to the other ranks over gloo: {short(error, 300)}. Set "
+                "GLOO_SOCKET_IFNAME to the network interface that reaches them, in all ranks."
+            ) from error
+        self.heard: Any = None
+
+    def lead(
+        self, call: Callable[[], T], what: str, news: Callable[[T], Any] = lambda result: None
+    ) -> T | None:
+        """Run `call` on the leader, while the other ranks wait until it has ended; they return None.
+
+        Args:
+            call: may wait for other regions for as long as it wants.
+            what: names the call in messages.
+            news: (result of the call) -> what the leader tells the other ranks; JSON.
+
+        Raises:
+            CocodcError: `call` has failed on the leader; or the leader has died.
+        """
+        if self.rank:
+            told = self.say(0, None, what)
+            if "failure" in told:
+                raise error_of(told["failure"])
+            self.heard = told["news"]
+            return None
+        try:
+            result = call()
+            self.heard = news(result)
+        except BaseException as error:
+            with contextlib.suppress(LinkError):
+                self._say(0, {"failure": failure_of(error)}, what, _LAST_MOMENT_S)
+            raise
+        self.say(0, {"news": self.heard}, what)
+        return result
+
+    def say(self, rank: int, told: Any, what: str) -> Any:
+        """What `rank` tells, as JSON has it, in all ranks. Raises LinkError if a rank has died."""
+        return json.loads(self._say(rank, told, what))
+
+    def begin_largest(self, numbers: Sequence[int], what: str) -> "Largest":
+        """Begin to find the largest of each number, over all ranks."""
+        own = torch.tensor([list(numbers)] * self.num_ranks)
+        of_all, options = torch.empty_like(own), dist.AllToAllOptions()
+        options.timeout = _NO_LIMIT
+        return Largest(self, self._group.alltoall_base(of_all, own, [], [], options), of_all, what)
+
+    def finish(self, work: Any, what: str, limit_s: float = math.inf, speaker: int | None = None) -> None:
+        """Wait for an operation, for `limit_s` at most. Raises LinkError if a rank, or the one that speaks, has died."""
+        until = time.monotonic() + limit_s
+        while not work.is_completed():
+            if time.monotonic() > until:
+                return
+            with contextlib.suppress(RuntimeError):  # it goes on, or it has failed and says so below
+                work.wait(_LOOK)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            leader = "the leader (rank 0)" if speaker == 0 else f"rank {speaker}"
+            whom = "another rank" if speaker in (None, self.rank) else leader
+            raise LinkError(
+                f"{whom} of this region has ended while rank {self.rank} waited for {what}. Look at its last output."
+            ) from error
+
+    def _say(self, rank: int, told: Any, what: str, limit_s: float = math.inf) -> bytes:
+        """What `rank` tells; one that does not listen within `limit_s` hears it later."""
+        if rank == self.rank:
+            text = json.dumps(told).encode()
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            for work in [self._scatter(rank, each) for each in (torch.tensor([len(text)]), content)]:
+                self.finish(work, what, limit_s, rank)
+            return text
+        size = torch.zeros(1, dtype=torch.int64)
+        self.finish(self._scatter(rank, size), what, speaker=rank)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self.finish(self._scatter(rank, content), what, speaker=rank)
+        return bytes(content.tolist())
+
+    def _scatter(self, rank: int, tensor: Tensor) -> Any:
+        """Begin to bring what `rank` has in `tensor` to all others: in gloo's broadcast, ranks pass it on."""
+        options = dist.ScatterOptions()
+        options.rootRank, options.timeout = rank, _NO_LIMIT
+        if rank != self.rank:
+            return self._group.scatter([tensor], [], options)
+        return self._group.scatter([torch.empty_like(tensor)], [[tensor] * self.num_ranks], options)
+
+
+class Largest:
+    """The largest of each number over all ranks, under way."""
+
+    def __init__(self, group: RegionGroup, work: Any, of_all: Tensor, what: str) -> None:
+        self._group, self._work, self._of_all, self._what = group, work, of_all, what
+
+    def wait(self) -> list[int]:
+        """Raises LinkError if a rank has died."""
+        self._group.finish(self._work, self._what)
+        return self._of_all.amax(0).tolist()
+
+    def abandon(self, limit_s: float) -> None:
+        """Nobody asks for it any more; give it so long to end."""
+        with contextlib.suppress(LinkError):
+            self._group.finish(self._work, self._what, limit_s)
+
+
+def failure_of(error: BaseException) -> dict[str, str]:
+    """An error that another rank raises as `error_of`."""
+    kind = type(error).__name__
+    message = str(error) if isinstance(error, CocodcError) else f"{kind}: {error}"
+    return {"kind": kind, "message": message}
+
+
+def error_of(failure: dict[str, str]) -> CocodcError:
+    """The failure of the leader, in another rank: of its kind if that is ours and takes a message, else a LinkError."""
+    kinds = {kind.__name__: kind for kind in _kinds(CocodcError) if "__init__" not in vars(kind)}
+    return kinds.get(failure["kind"], LinkError)(failure["message"])
+
+
+def _kinds(kind: type[CocodcError]) -> Iterator[type[CocodcError]]:
+    """A kind of error, and all that are of it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)

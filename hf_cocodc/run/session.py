@@ -1,0 +1,408 @@
+"""A region's leader in a run: how it meets the others or joins them, and what it does for newcomers."""
+
+import logging
+import platform
+import secrets
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..coordinator.client import Client
+from ..coordinator.messages import (
+    Bye,
+    Decided,
+    Gone,
+    Heard,
+    Hello,
+    Leave,
+    LeaveNow,
+    Member,
+    Over,
+    Posted,
+    Resumed,
+    Terms,
+    ToRegion,
+    Waiting,
+)
+from ..coordinator.secret import Keys
+from ..errors import DonorLost, LinkError, RunOver
+from ..links.base import Link
+from ..links.log import Marker
+from ..links.tcp import TcpLink
+from ..links.wire import Wire
+from ..settings import RegionConfig
+from .asking import Donors
+from .base import Base, Received
+from .donor import Donation
+from .waiting import WaitingWords
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_SHARE = 4
+"""A base and its log have this part of the rate limit."""
+_GIFT_END_S = 2.0
+_LEAVE_WAIT_S = 30.0
+"""How long a region that is to leave waits for a coordinator that is away."""
+AUTO_GRACE_S = 5.0
+"""With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
+_LONGEST_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionContext:
+    """What stays as it is, however often a region comes back.
+
+    Attributes:
+        region: this one.
+        regions: its settings, resolved.
+        name: of the run.
+        compared: what this region tells the others of itself.
+        host: address of this machine that the others reach.
+        pin_memory: see `TcpLink`.
+        keys: of the run's secret; None if there is none.
+        largest_base: bytes that a base of this model has at most.
+        num_lanes: lanes of this region, which share the rate limit.
+    """
+
+    region: int
+    regions: RegionConfig
+    name: str
+    compared: Mapping[str, Any]
+    host: str
+    pin_memory: bool
+    keys: Keys | None = None
+    largest_base: int = 1 << 50
+    num_lanes: int = 1
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second to send at most."""
+        limit = self.regions.rate_limit
+        return None if limit is None else limit * 1e6 / 8 / self.num_lanes
+
+    @property
+    def terms(self) -> Terms:
+        """What the coordinator needs to know of the run."""
+        regions = self.regions
+        assert regions.count is not None
+        grace_s = AUTO_GRACE_S if regions.grace_s == "auto" else regions.grace_s
+        assert not isinstance(grace_s, str)
+        return Terms(
+            count=regions.count,
+            elastic=regions.elastic,
+            least=regions.min or 1,
+            most=regions.max or regions.count,
+            timeout_s=regions.timeout_s,
+            stuck_timeout_s=regions.stuck_timeout_s,
+            grace_s=grace_s,
+            grace_is_auto=regions.grace_s == "auto",
+        )
+
+    def meet(self, join: bool) -> Client:
+        """Meet the other regions at the coordinator, or join the run that trains there.
+
+        Raises:
+            CocodcError: see `Client.meet`.
+        """
+        regions = self.regions
+        assert regions.coordinator is not None
+        period_s = min(regions.timeout_s / 4, _LONGEST_PERIOD_S)
+        client = Client(regions.coordinator, self.name, self.keys, bool(regions.encrypt), period_s)
+        wait_s = regions.start_timeout_s
+        words = WaitingWords(self.region, self.name, regions.coordinator, wait_s)
+
+        def waiting(news: Waiting) -> None:
+            words.news = news
+
+        hello = Hello(
+            region=self.region,
+            join=join,
+            host=self.host,
+            machine=platform.node(),
+            token=secrets.token_hex(16),
+            terms=self.terms,
+            compared=dict(self.compared),
+        )
+        client.meet(hello, wait_s, waiting, words.look)
+        return client
+
+    def wire(self) -> Wire:
+        """Connections for transfers, to nobody yet."""
+        regions, asked = self.regions, self.regions.connections
+        return Wire(
+            self.region,
+            asked if isinstance(asked, int) else None,
+            self.host,
+            regions.timeout_s,
+            self.rate,
+            self.num_lanes,
+            is_patient=regions.elastic,  # the coordinator tells who is lost
+            keys=self.keys,
+            encrypt=bool(regions.encrypt),
+        )
+
+    def link(self, client: Client) -> TcpLink:
+        """The link of a process that has met the others.
+
+        Raises:
+            LinkError: a region cannot be reached.
+        """
+        timeout_s = self.regions.timeout_s
+        wire = self.wire()
+        return TcpLink(
+            client, self.terms, wire, self.compared, timeout_s=timeout_s, pin_memory=self.pin_memory
+        )
+
+
+class RegionSession:
+    """The leader's side of a run.
+
+    Args:
+        context: of this region.
+        link: of this process.
+
+    Attributes:
+        link: reaches the other regions.
+        wants: newcomers that want a base of this region.
+        leaves: why this region was asked to leave; empty if it was not.
+    """
+
+    def __init__(self, context: RegionContext, link: TcpLink) -> None:
+        self.context, self.link = context, link
+        self.wants: deque[Member] = deque()
+        self.leaves = ""
+        self._asks_to_leave = False
+        self._answers_at = time.monotonic()
+        self._over: Over | None = None
+        self._gifts: dict[Member, Donation] = {}
+        self._from: tuple[Member, Base] | None = None
+        self._failures: Counter[Member] = Counter()
+        self._donors = Donors(context.region, link.post, self._gives, link.host_of)
+        link.on = self._hear
+
+    def come_back(self) -> None:
+        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have.
+
+        Raises:
+            LinkError: there is no run to come back to, or it cannot be reached.
+        """
+        for gift in self._gifts.values():
+            self.link.stop_log(gift.log)
+        self._drop_gifts()
+        self.link.part_with()
+        self._over = None
+        self.link.begin_again(self.context.meet(join=True), self.context.wire())
+
+    def get_base(self, folder: Path) -> Received:
+        """Get a base from some member. The next member is asked if one is lost meanwhile, or falls silent.
+
+        Raises:
+            LinkError: no member gives one in time, or the run is over.
+            CheckpointError: what comes is no base, or the disk refuses.
+        """
+        own, failures, regions = self.context.region, self._failures, self.context.regions
+        if self._from is not None:  # the log after this base has ended too soon
+            member, base = self._from
+            base.close()
+            failures[member] += 1
+        until, last = time.monotonic() + regions.start_timeout_s, ""
+        while time.monotonic() < until:
+            if self._over is not None:
+                raise over_in_words(self.context.name, self._over)
+            members = self.link.donors
+            for member in sorted(members, key=lambda each: (failures[each], each.region < own, each)):
+                try:
+                    base = self._donors.base_of(
+                        member,
+                        folder,
+                        timeout_s=regions.timeout_s,
+                        stuck_timeout_s=min(regions.stuck_timeout_s, max(until - time.monotonic(), 0.0)),
+                        host=self.context.host,
+                        most=self.context.largest_base,
+                        keys=self.context.keys,
+                        encrypt=bool(regions.encrypt),
+                    )
+                except DonorLost as error:
+                    logger.warning("no base from region %d: %s", member.region, error)
+                    failures[member], last = failures[member] + 1, f" The last one: {error}"
+                    continue
+                self._from = member, base
+                return base.received
+            failure = self.link.failure
+            if isinstance(failure, RunOver):
+                raise failure
+            if failure is not None or not members:  # they are lost, or miss this process, which stood still
+                logger.warning(
+                    "region %d has lost all regions that it had reached. It looks for the run again.", own
+                )
+                self.come_back()
+            time.sleep(_POLL_S)
+        raise LinkError(
+            f"no region gave a base to region {own} within {regions.start_timeout_s:g} s (regions.start_timeout_s).{last}"
+        )
+
+    def follow(self) -> None:
+        """Answer calls from the log of the region that gave the base, which is loaded."""
+        assert self._from is not None
+        self.link.follow(self._from[1].items)
+
+    def applies(self, marker: Marker) -> bool:
+        """All inner steps up to this marker are made. Returns whether this process is a member now."""
+        is_member = self.link.apply(marker)
+        if not is_member:
+            self.link.say_ready()
+        return is_member
+
+    @property
+    def came_from(self) -> dict[str, int]:
+        """The region that gave the base from which this one has begun, and the base's inner step."""
+        if self._from is None:
+            return {}
+        received = self._from[1].received
+        return {"donor": received.donor, "base": received.step}
+
+    def forget_base(self) -> None:
+        """The base is loaded: its files are needed no more."""
+        if self._from is not None:
+            self._from[1].remove()
+
+    def has_followed(self) -> None:
+        """Nothing of the log is needed any more."""
+        if self._from is not None:
+            member, base = self._from
+            self.link.post(member, "enough")
+            base.close()
+            self._from = None
+
+    def give(self, member: Member, folder: Path, step: int, about: Mapping[str, Any]) -> None:
+        """Send a newcomer the base in `folder`, and from now on the log."""
+        context = self.context
+        self._end_gift(member, "gone", "it has asked again")
+        gift = Donation(
+            folder,
+            context.host,
+            step,
+            about,
+            f"region {member.region}",
+            None if context.rate is None else context.rate / _SHARE,
+            context.keys,
+            bool(context.regions.encrypt),
+        )
+        self.link.log_to(gift.log)
+        self._gifts[member] = gift
+        self.say_doing()
+        self.link.post(member, "offer", **gift.offer._asdict())
+
+    def offers_again(self, member: Member) -> bool:
+        """Repeat the offer to a newcomer that has not heard it, if there is one."""
+        gift = self._gifts.get(member)
+        if gift is None or gift.over:
+            return False
+        self.link.post(member, "offer", **gift.offer._asdict())
+        return True
+
+    def refuse_base(self, member: Member, why: str) -> None:
+        """Tell a newcomer that it gets no base here."""
+        self.link.post(member, "no_base", why=why)
+
+    def reap(self) -> None:
+        """Forget newcomers that need nothing more."""
+        for member, gift in list(self._gifts.items()):
+            if gift.over or not self.link.is_there(member):
+                self.link.stop_log(gift.log)
+                gift.close()
+                del self._gifts[member]
+        self.say_doing()
+
+    def leave(self) -> None:
+        """Ask the coordinator to announce that this region leaves: it has said so in its trailers."""
+        self._asks_to_leave = True
+        self._answers_at = time.monotonic()
+        self.link.send(Leave())
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether this region has asked to leave, and the coordinator has not been there for too long to answer."""
+        if self.link.is_connected:
+            self._answers_at = time.monotonic()
+        return time.monotonic() - self._answers_at > _LEAVE_WAIT_S
+
+    def say_doing(self) -> None:
+        """Let `hf-cocodc status` know what this region does besides training."""
+        gifts = ", ".join(f"region {each.region}" for each in self._gifts)
+        doing = "leaves" if self.leaves else f"sends a base to {gifts}" if gifts else ""
+        self.link.beat = replace(self.link.beat, doing=doing)
+
+    def end(self, bye: Bye) -> None:
+        """Before the link is closed in good order, which then says `bye`."""
+        self.link.ending = bye
+        if bye.how == "finished":
+            for gift in self._gifts.values():
+                gift.close("over", "all steps are made")
+        self._drop_gifts()
+        if self._from is not None:
+            self._from[1].close()
+
+    def _drop_gifts(self) -> None:
+        for gift in self._gifts.values():
+            gift.close()
+            gift.join(_GIFT_END_S)
+        self._gifts.clear()
+
+    def _hear(self, message: ToRegion) -> None:
+        """A message of the coordinator; in the thread of its client."""
+        match message:
+            case Posted(sender=sender, topic="base"):
+                self.wants.append(sender)
+            case Posted(sender=sender, topic="enough"):
+                self._end_gift(sender, "in", "it is in the run")
+            case Posted(sender=sender, topic=topic, content=content):
+                self._donors.hear(sender, topic, content)
+            case Gone(member=member):
+                self._end_gift(member, "gone", "it has gone")
+            case Decided(decision=decision):
+                for member in decision.lost:
+                    self._end_gift(member, "gone", "it is lost")
+            case LeaveNow(why=why):
+                self.leaves = self.leaves or why
+                self.link.send(Heard())
+            case Resumed() if self._asks_to_leave:
+                self.link.send(Leave())
+            case Over():
+                self._over = message
+
+    def _gives(self, member: Member) -> bool:
+        """Whether a base of this member is worth waiting for."""
+        return self._over is None and self.link.failure is None and self.link.is_there(member)
+
+    def _end_gift(self, member: Member, how: str, why: str) -> None:
+        gift = self._gifts.get(member)
+        if gift is not None:
+            self.link.stop_log(gift.log)
+            gift.close(how, why)
+
+
+_SESSIONS: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()
+
+
+def session_of(link: Link) -> RegionSession | None:
+    """On the leader of a region that reaches others over a network: its side of the run; None elsewhere."""
+    return _SESSIONS.get(link)
+
+
+def keep(link: Link, session: RegionSession) -> None:
+    """`session_of` returns this session for the link from now on."""
+    _SESSIONS[link] = session
+
+
+def over_in_words(name: str, over: Over) -> RunOver:
+    """The error of a newcomer whose run has ended before it came in."""
+    where = f" Its model lies at {over.place}." if over.place else ""
+    return RunOver(
+        f"run {name!r} has ended at step {over.step} ({over.how}): there is nothing to join.{where}"
+    )

@@ -1,0 +1,76 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.cli import coordinator
+from hf_cocodc.cli.main import main
+from hf_cocodc.coordinator import server
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.settings import ENV_SECRET
+
+
+def secret_file(path: Path, secret: str) -> str:
+    path.write_text(secret)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_the_old_name_is_refused_with_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--port", "0"]) == 2
+    assert "hf-cocodc store is called hf-cocodc coordinator now" in capsys.readouterr().err
+
+
+def test_other_machines_need_a_secret_or_insecure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_SECRET, raising=False)
+    assert main(["coordinator", "--host", "0.0.0.0"]) == 2
+    assert "whoever reaches a coordinator without a secret" in capsys.readouterr().err
+    file = secret_file(tmp_path / "secret", "0123456789abcdef")
+    assert main(["coordinator", "--secret-file", file, "--insecure"]) == 2
+    assert "--insecure with a secret" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--port", "70000"], "--port 70000 must lie in 0 .. 65535"),
+        (["--assume-lost", "-1"], "--assume-lost -1 must be at least 0"),
+        (["--state", "/nowhere/state"], "--state /nowhere/state cannot be used"),
+        (["--host", "192.0.2.1", "--insecure"], "Choose another --host or --port"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(
+    options: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_allow_many_connections", lambda: None)
+    assert main(["coordinator", "--port", "0", *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_several_secrets_and_the_one_of_the_environment_all_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ENV_SECRET, "the secret in the environment")
+    monkeypatch.setattr(coordinator, "_allow_many_connections", lambda: None)
+    served: list[list[Keys]] = []
+    monkeypatch.setattr(server, "serve", lambda host, port, secrets, *rest: served.append(secrets))
+    files = [secret_file(tmp_path / name, f"a secret of run {name}") for name in ("one", "two", "one")]
+    assert main(["coordinator", *(part for file in files for part in ("--secret-file", file))]) == 0
+    expected = ["the secret in the environment", "a secret of run one", "a secret of run two"]
+    assert [keys.raw for keys in served[0]] == [Keys.from_secret(secret).raw for secret in expected]
+
+
+def test_lines_that_nobody_reads_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Broken())
+    with coordinator._printing() as say:
+        for number in range(2000):
+            say(f"line {number}")

@@ -1,0 +1,146 @@
+"""Regions as tests need them: a client, and what it has heard."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_cocodc.coordinator.client import Client
+from hf_cocodc.coordinator.messages import Back, Beat, Hello, Place, Terms, Welcome
+from hf_cocodc.coordinator.secret import Keys
+
+SECRET, OTHER = Keys.from_secret("a secret of the run"), Keys.from_secret("another secret")
+COMPARED = {"method": "diloco", "model": {"layers": 2}}
+
+
+def hello(region: int, count: int = 2, elastic: bool = False, join: bool = False, **compared: Any) -> Hello:
+    return Hello(
+        region=region,
+        join=join,
+        host=f"10.0.0.{region + 1}",
+        machine=f"machine{region}",
+        token=f"token{region}",
+        terms=Terms(count=count, elastic=elastic, most=count + 2),
+        compared={**COMPARED, **compared},
+    )
+
+
+@dataclass
+class Region:
+    """A process of a region.
+
+    Attributes:
+        heard: messages of the coordinator, in order.
+        losses, changes: what it says in its signs of life, and when it comes back.
+    """
+
+    client: Client
+    hello: Hello
+    welcome: Welcome
+    heard: list[Any] = field(default_factory=list)
+    heard_at: list[float] = field(default_factory=list)
+    losses: int = 0
+    changes: int = 0
+    step: int = 0
+    waits_for: int | None = None
+
+    def start(self) -> None:
+        self.client.start(self._on, self._beat, self._back)
+
+    def wait_for(self, kind: type, timeout_s: float = 5.0) -> Any:
+        """The first message of this kind."""
+        wait_until(lambda: any(isinstance(each, kind) for each in self.heard), timeout_s)
+        return next(each for each in self.heard if isinstance(each, kind))
+
+    def _on(self, message: Any) -> None:
+        self.heard.append(message)
+        self.heard_at.append(time.monotonic())
+
+    def _beat(self) -> Beat:
+        members = tuple(place.member for place in self.welcome.members)
+        return Beat(
+            step=self.step,
+            changes=self.changes,
+            losses=self.losses,
+            members=() if self.welcome.joins else members,
+            awaits=self.waits_for,
+            op=1,
+        )
+
+    def _back(self) -> Back:
+        return Back(
+            run=self.welcome.run,
+            member=self.client.me,
+            is_member=not self.welcome.joins,
+            host=self.hello.host,
+            generation=self.welcome.generation,
+            losses=self.losses,
+            changes=self.changes,
+            announced=(),
+            members=tuple(Place(*each) for each in self.welcome.members),
+            terms=self.hello.terms,
+            compared=self.hello.compared,
+        )
+
+
+def meet(
+    address: str,
+    *hellos: Hello,
+    run: str = "run",
+    keys: Keys | None = None,
+    wait_s: float = 10.0,
+    period_s: float = 0.2,
+    encrypt: bool = False,
+) -> list[Region]:
+    """Let regions meet, each in a thread, and start their clients. An error of the first that fails is raised."""
+    results = try_to_meet(
+        address, *hellos, run=run, keys=keys, wait_s=wait_s, period_s=period_s, encrypt=encrypt
+    )
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+    regions = [each for each in results if isinstance(each, Region)]
+    for region in regions:
+        region.start()
+    return regions
+
+
+def try_to_meet(
+    address: str,
+    *hellos: Hello,
+    run: str = "run",
+    keys: Keys | None = None,
+    wait_s: float = 10.0,
+    period_s: float = 0.2,
+    encrypt: bool = False,
+) -> list[Region | BaseException]:
+    """The regions that have met, not started yet; or their errors."""
+    results: list[Region | BaseException] = [RuntimeError("no result")] * len(hellos)
+
+    def work(place: int, said: Hello) -> None:
+        client = Client(address, run, keys, encrypt, period_s)
+        try:
+            results[place] = Region(client, said, client.meet(said, wait_s))
+        except BaseException as error:
+            client.close()
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(hellos)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def part(*regions: Region) -> None:
+    for region in regions:
+        region.client.close()
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until, "it has not come to be so"
+        time.sleep(0.01)

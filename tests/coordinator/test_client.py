@@ -1,0 +1,205 @@
+import logging
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from hf_cocodc.coordinator.client import Client, status
+from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import InputError, MeetingError
+
+from .regions import Region, hello, meet, part, try_to_meet, wait_until
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_nobody_answers() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(MeetingError, match=f"no coordinator answers at {address} .Connection refused."):
+        status(address, None, timeout_s=0.5)
+
+
+def test_an_unknown_host_is_an_input_error() -> None:
+    with pytest.raises(InputError, match=r"host 'nowhere\.invalid' has no address"):
+        status("nowhere.invalid:29650", None)
+
+
+def test_a_coordinator_that_is_started_a_moment_later_is_reached() -> None:
+    port = free_port()
+    served = []
+    timer = threading.Timer(0.5, lambda: served.append(serve_in_thread(port=port)))
+    timer.start()
+    assert status(f"127.0.0.1:{port}", None) == []
+    timer.join()
+    served[0].close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(b"HTTP/1.1 400 Bad Request\r\n", "is not a coordinator"), (b"", "does not answer as a coordinator")],
+)
+def test_something_else_listens_there(answer: bytes, why: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def work() -> None:
+            connection, _ = server.accept()
+            connection.sendall(answer)
+            time.sleep(0.8)
+            connection.close()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        with pytest.raises(MeetingError, match=why):
+            status(f"127.0.0.1:{server.getsockname()[1]}", None, timeout_s=0.4)
+        thread.join()
+
+
+def test_a_signal_ends_the_meeting() -> None:
+    served = serve_in_thread()
+    client = Client(served.address, "run")
+    begun = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() > begun + 0.3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.meet(hello(0), 60.0, look=look)
+    assert time.monotonic() < begun + 1.5
+    client.close()
+    served.close()
+    begun = time.monotonic()
+    client = Client(served.address, "run")
+    with pytest.raises(KeyboardInterrupt):
+        client.meet(hello(0), 60.0, look=look)
+    assert time.monotonic() < begun + 1.5
+    client.close()
+
+
+def test_the_coordinator_fails_before_regions_have_met() -> None:
+    served = serve_in_thread()
+    client = Client(served.address, "run")
+    heard: list[Waiting] = []
+    threading.Timer(0.3, served.close).start()
+    with pytest.raises(MeetingError, match="Nothing was trained"):
+        client.meet(hello(0), 30.0, waiting=heard.append)
+    assert heard == [Waiting(absent=(1,))]
+    client.close()
+
+
+def test_a_joiner_waits_for_a_run_and_says_that_there_is_none() -> None:
+    served = serve_in_thread()
+    client = Client(served.address, "run")
+    with pytest.raises(MeetingError, match="within 0.5 s .*no run 'run' trains here"):
+        client.meet(hello(0, elastic=True, join=True), 0.5)
+    client.close()
+    served.close()
+
+
+def test_nothing_is_lost_between_the_meeting_and_the_thread() -> None:
+    served = serve_in_thread()
+    a, b = try_to_meet(served.address, hello(0), hello(1))
+    assert isinstance(a, Region) and isinstance(b, Region)
+    b.start()
+    for number in range(100):
+        b.client.send(Post(to=a.client.me, topic="t", content={"number": number}))
+    time.sleep(0.2)
+    a.start()
+    wait_until(lambda: len(a.heard) >= 100)
+    assert [each.content["number"] for each in a.heard if isinstance(each, Posted)] == list(range(100))
+    part(a, b)
+    served.close()
+
+
+def test_a_handler_that_fails_is_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    usual, a._on = a._on, lambda message: 1 / 0  # type: ignore[method-assign,assignment]
+    a.client._on = a._on
+    b.client.send(Post(to=a.client.me, topic="t", content={}))
+    wait_until(lambda: "division by zero" in caplog.text)
+    a.client._on = usual
+    b.client.send(Post(to=a.client.me, topic="again", content={}))
+    assert a.wait_for(Posted).topic == "again"
+    part(a, b)
+    served.close()
+
+
+def test_an_outage_is_one_warning_and_one_line_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hf_cocodc.coordinator.client")
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    served.close()
+    time.sleep(0.4)
+    again = serve_in_thread(port=served.port)
+    for region in (a, b):
+        region.wait_for(Resumed, 8.0)
+    wait_until(lambda: sum(record.levelname == "INFO" for record in caplog.records) == 2)
+    time.sleep(0.3)
+    assert caplog.text.count("training goes on; losses, joins, leaves and stops wait until it is back") == 2
+    part(a, b)
+    again.close()
+
+
+def test_a_coordinator_of_a_lower_generation_is_not_heeded(caplog: pytest.LogCaptureFixture) -> None:
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0, elastic=True), hello(1, elastic=True))
+    a.client._generation = 9  # it has heeded a newer one
+    b.client.send(Leave())
+    wait_until(lambda: "an older one has answered: its generation is 1, and 9 counts" in caplog.text)
+    assert not any(isinstance(each, Announce) for each in a.heard)
+    # it tells the coordinator of 9 when it comes back, and that one knows that it has forgotten something
+    assert a.wait_for(Resumed, 8.0).generation == 10
+    part(a, b)
+    served.close()
+
+
+def test_a_region_whose_run_is_over_hears_so_and_calls_no_more() -> None:
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    a.welcome = replace(a.welcome, run="another")
+    assert a.client._connection is not None
+    a.client._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+    assert a.wait_for(Refuse).error == "RunOver"
+    time.sleep(0.5)
+    assert sum(isinstance(each, Refuse) for each in a.heard) == 1
+    part(a, b)
+    served.close()
+
+
+def test_a_client_may_close_while_the_coordinator_is_away() -> None:
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    served.close()
+    wait_until(lambda: not a.client.is_connected)
+    begun = time.monotonic()
+    a.client.close(Bye(how="finished", step=1))
+    part(b)
+    assert time.monotonic() < begun + 2.0
+
+
+def test_a_coordinator_that_is_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_cocodc.coordinator.client.SILENT_S", 0.5)
+    monkeypatch.setattr("hf_cocodc.coordinator.connections._ALIVE_S", 60.0)
+    served = serve_in_thread()
+    a, b = meet(served.address, hello(0), hello(1))
+    assert a.wait_for(Resumed).generation == 1
+    part(a, b)
+    served.close()
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
+    served = serve_in_thread()
+    connection = Connection(served.address, "run", "region", None)
+    with pytest.raises(InputError, match="longer than a line"):
+        connection.send(hello(0, model={"x": "y" * (9 << 20)}))
+    connection.close()
+    served.close()

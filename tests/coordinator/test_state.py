@@ -1,0 +1,181 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Member, Terms
+from hf_cocodc.coordinator.rules import VOID_S, Run, durable
+from hf_cocodc.coordinator.runs import Runs
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.coordinator.state import StateFile, with_time_to_return
+from hf_cocodc.errors import InputError
+
+from .regions import hello
+
+A, B = Member(0, 1), Member(1, 2)
+RUN = Run(
+    name="run",
+    run="run-1",
+    generation=3,
+    terms=Terms(count=2, elastic=True, grace_s=1.5),
+    compared={"model": {"a": [1, 2]}},
+    members=(A,),
+    hosts={A: "10.0.0.1"},
+    losses=1,
+    lost=frozenset({2}),
+    decisions=(
+        Decided(generation=3, decision=Decision(number=0, members=(A,), lost=(B,), done=7), whys=("gone",)),
+    ),
+    changes=2,
+    applied=1,
+    announced=(Change(number=2, kind="join", member=Member(2, 5)),),
+    tickets=5,
+)
+
+
+def written(path: Path, *states: Run, key: str = "") -> None:
+    file = StateFile(path)
+    for state in states:
+        file.write(key, state)
+    file.close()
+
+
+def read(path: Path) -> list[tuple[str, Run]]:
+    file = StateFile(path)
+    file.close()
+    return file.runs
+
+
+def test_all_that_is_durable_comes_back_with_a_higher_generation(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN, key="abc")
+    [(key, state)] = read(path)
+    assert key == "abc" and state.compared == RUN.compared
+    assert durable(state) == durable(replace(RUN, generation=4))
+    assert read(path)[0][1].generation == 5
+
+
+def test_every_durable_field_is_in_the_file(tmp_path: Path) -> None:
+    """A field that `durable` gets and `Saved` does not would be forgotten."""
+    path = tmp_path / "state"
+    default = Run(name="run")
+    ended = Bye(how="stopped", step=9, place="out")
+    written(path, replace(RUN, ended=ended, recovers=True, known=frozenset({A, B})))
+    [(_, state)] = read(path)
+    same = [each for each in durable(state) if each in durable(default)]
+    assert same == ["run"], "a field of this state has its default, and nobody can see whether it was read"
+
+
+def test_runs_that_have_ended_keep_their_generation(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN, replace(RUN, ended=Bye(how="finished", step=100, place="out")))
+    [(_, state)] = read(path)
+    assert state.generation == 3 and state.ended == Bye(how="finished", step=100, place="out")
+
+
+def test_what_regions_compare_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN, replace(RUN, tickets=6), replace(RUN, tickets=7), replace(RUN, compared={"x": 1}))
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    assert [line["compared"] for line in lines] == [{"model": {"a": [1, 2]}}, None, None, {"x": 1}]
+    [(_, state)] = read(path)
+    assert state.compared == {"x": 1} and len(path.read_text().splitlines()) == 2
+
+
+def test_runs_with_one_name_and_two_secrets_are_two(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    file = StateFile(path)
+    file.write("one", RUN)
+    file.write("two", replace(RUN, tickets=9))
+    file.close()
+    assert [(key, state.tickets) for key, state in read(path)] == [("one", 5), ("two", 9)]
+
+
+def test_a_file_that_has_grown_is_rewritten_and_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_cocodc.coordinator.state._LEAST_FULL", 10_000)
+    path = tmp_path / "state"
+    file = StateFile(path)
+    for number in range(200):
+        file.write("", replace(RUN, tickets=number))
+    assert path.stat().st_size < 15_000
+    with pytest.raises(InputError, match="another coordinator"):
+        StateFile(path)
+    file.close()
+    [(_, state)] = read(path)
+    assert state.tickets == 199 and state.compared == RUN.compared
+
+
+def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN, replace(RUN, tickets=6))
+    whole = path.read_bytes()
+    for torn in range(1, len(whole.splitlines(keepends=True)[-1])):
+        path.write_bytes(whole[:-torn])
+        assert read(path)[0][1].tickets == 5
+    file = StateFile(path)
+    file.write("", replace(RUN, tickets=8))
+    file.close()
+    assert read(path)[0][1].tickets == 8
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"\0\0\0", b'{"kind": "Saved"}', b"[1]", b'"x"', b"{" * 100_000])
+def test_a_damaged_line_is_refused_with_its_number_and_a_way_out(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    written(path, RUN, replace(RUN, tickets=6))
+    lines = path.read_bytes().splitlines()
+    lines[1] = damage
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(InputError, match="line 2 of --state .* is damaged .* move the file away"):
+        StateFile(path)
+    assert path.read_bytes().splitlines()[1] == damage, "the file stays as it was"
+
+
+def test_a_file_of_something_else_or_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    for content, why in (('{"a": 1}\n', "not a file of a coordinator"), ("text\n", "damaged")):
+        path.write_text(content)
+        with pytest.raises(InputError, match=why):
+            StateFile(path)
+        assert path.read_text() == content
+    path.write_text('{"hf_cocodc state": 1, "protocol": 2}\n')
+    with pytest.raises(InputError, match="another version"):
+        StateFile(path)
+    with pytest.raises(InputError, match="cannot be used"):
+        StateFile(tmp_path / "nowhere" / "state")
+
+
+def test_a_second_coordinator_with_the_same_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    served = serve_in_thread(state=path)
+    with pytest.raises(InputError, match="another coordinator uses --state"):
+        serve_in_thread(state=path)
+    served.close()
+    serve_in_thread(state=path).close()
+
+
+def test_members_of_a_run_that_was_read_have_time_to_call() -> None:
+    state = with_time_to_return(RUN, 100.0)
+    assert state.alone_since is not None and state.alone_since + VOID_S >= 110.0
+
+
+def test_nothing_is_sent_once_the_file_cannot_be_written() -> None:
+    sent: list[object] = []
+    errors: list[OSError] = []
+
+    class Full(StateFile):
+        def __init__(self) -> None:
+            self.runs = []
+
+        def write(self, key: str, state: Run) -> None:
+            raise OSError(28, "No space left on device")
+
+    runs = Runs(lambda to, message: sent.append(message), lambda line: None, errors.append, Full())
+    hosted = runs.come_in("", "run", 1)
+    runs.come_in("", "run", 2)
+    runs.came(hosted, 1, hello(0))
+    sent.clear()
+    runs.came(hosted, 2, hello(1))
+    assert not sent and errors[0].errno == 28

@@ -1,0 +1,74 @@
+"""A newcomer that waits for a base: it hears what becomes of its run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_cocodc import RegionConfig
+from hf_cocodc.coordinator.messages import Member, Over
+from hf_cocodc.errors import LinkError, RunOver
+from hf_cocodc.run.session import RegionContext, RegionSession
+
+ZERO = Member(0, 1)
+
+
+def session(start_timeout_s: float = 60.0) -> RegionSession:
+    """Of region 1, whose only donor, region 0, never answers."""
+    regions = RegionConfig(
+        region=1,
+        count=2,
+        coordinator="127.0.0.1:1",
+        min=1,
+        timeout_s=60.0,
+        start_timeout_s=start_timeout_s,
+    )
+    context = RegionContext(
+        region=1, regions=regions, name="run", compared={}, host="127.0.0.1", pin_memory=False
+    )
+    link: Any = SimpleNamespace(
+        post=lambda *args, **content: None,
+        is_there=lambda member: True,
+        host_of=lambda member: "127.0.0.1",
+        donors=(ZERO,),
+        failure=None,
+    )
+    return RegionSession(context, link)
+
+
+def test_a_newcomer_hears_that_the_run_has_ended_while_it_waits_for_a_base(tmp_path: Path) -> None:
+    """A member that finishes gives no base any more: the newcomer would wait for `stuck_timeout_s`."""
+    waits = session()
+
+    def post(*args: Any, **content: Any) -> None:
+        waits.link.on(Over(how="finished", step=100, place="host:/model"))
+
+    waits._donors._post = post
+    with pytest.raises(RunOver, match="has ended at step 100"):
+        waits.get_base(tmp_path)
+
+
+def test_a_newcomer_that_the_coordinator_refuses_waits_for_no_base(tmp_path: Path) -> None:
+    """Its run was begun anew meanwhile."""
+    waits = session()
+
+    def post(*args: Any, **content: Any) -> None:
+        waits.link.failure = RunOver("run 'run' has been begun anew.")  # type: ignore[misc]
+
+    waits._donors._post = post
+    with pytest.raises(RunOver, match="begun anew"):
+        waits.get_base(tmp_path)
+
+
+def test_a_newcomer_whose_members_have_all_died_ends_in_time(tmp_path: Path) -> None:
+    """Nobody is left to miss them."""
+    began = time.monotonic()
+    with pytest.raises(
+        LinkError, match=r"no region gave a base to region 1 within 1 s .*has offered no base"
+    ):
+        session(start_timeout_s=1.0).get_base(tmp_path)
+    assert time.monotonic() - began < 20.0

@@ -1,0 +1,122 @@
+"""A coordinator process over the real rules: what server, runs and state file do, without sockets, clock and disk."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hf_cocodc.coordinator import rules
+from hf_cocodc.coordinator.messages import Refuse
+from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Persist, Run, Send, Tick, durable
+
+from .network import Actor, Connection, Network
+
+COORDINATOR = "coordinator"
+_TICK_S, _RETURN_S, _FAREWELL_S = 0.5, 10.0, 1.0
+_KEPT = (
+    *("name", "run", "generation", "terms", "compared", "members", "hosts", "losses", "lost", "decisions"),
+    *("changes", "applied", "announced", "tickets", "ended", "recovers", "known"),
+)
+
+
+def kept(state: Run) -> Run:
+    """What a state file keeps of a run."""
+    saved = Run(**{name: getattr(state, name) for name in _KEPT})
+    assert durable(saved) == durable(state), "the simulated file does not keep all that is durable"
+    return saved
+
+
+class Coordinator(Actor):
+    """Args:
+    file: the newest states of runs on its disk, which it writes; None to keep nothing.
+    assumed_lost: see `Run`.
+    heard: called with each step of the rules: name, state before, state after, effects.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        file: dict[str, Run] | None,
+        assumed_lost: Iterable[int] = (),
+        heard: Callable[[str, Run, Run, tuple[Any, ...]], None] = lambda *step: None,
+    ) -> None:
+        super().__init__(network, COORDINATOR)
+        self._file, self._lost, self._heard = file, frozenset(assumed_lost), heard
+        self.runs: dict[str, Run] = {}
+        self._by_number: dict[int, Connection] = {}
+        self._numbers: dict[Connection, int] = {}
+        self._next = 0
+        self._stood_still_s, self._frozen_at = network.now, 0.0
+        for name, state in ({} if file is None else file).items():
+            if state.ended is None:
+                state = replace(state, generation=state.generation + 1)
+            alone_since = self.time + _RETURN_S - VOID_S
+            self.runs[name] = replace(state, assumed_lost=self._lost, alone_since=alone_since)
+        self._tick()
+
+    @property
+    def time(self) -> float:
+        return self.network.now - self._stood_still_s
+
+    def freeze(self) -> None:
+        super().freeze()
+        self._frozen_at = self.network.now
+
+    def thaw(self) -> None:
+        if self.is_frozen:
+            self._stood_still_s += self.network.now - self._frozen_at
+        super().thaw()
+
+    def hear(self, connection: Connection, item: Any) -> None:
+        if item is None:
+            self._end(connection)
+            return
+        if connection not in self._numbers:
+            self._next += 1
+            self._numbers[connection] = self._next
+            self._by_number[self._next] = connection
+        self._step(connection.about, Came(self._numbers[connection], item))
+
+    def _end(self, connection: Connection) -> None:
+        number = self._numbers.pop(connection, None)
+        connection.close(self)
+        if number is not None:
+            del self._by_number[number]
+            self._step(connection.about, Ended(number))
+
+    def _tick(self) -> None:
+        for name, state in list(self.runs.items()):
+            if _waits(state):
+                self._step(name, Tick())
+        self.later(_TICK_S, self._tick)
+
+    def _step(self, name: str, event: rules.Event) -> None:
+        before = self.runs.get(name) or Run(name=name, assumed_lost=self._lost)
+        after, effects = rules.step(before, event, self.time)
+        self.runs[name] = after
+        self._heard(name, before, after, effects)
+        for effect in effects:
+            match effect:
+                case Persist():
+                    if self._file is not None:
+                        self._file[name] = kept(after)
+                case Send(to, message) if to in self._by_number:
+                    connection = self._by_number[to]
+                    connection.send(self, message)
+                    if isinstance(message, Refuse):
+                        self.later(_FAREWELL_S, partial(self._end, connection))
+
+
+def _waits(state: Run) -> bool:
+    """Whether time alone may change something."""
+    return bool(
+        state.hellos
+        or state.asked_at is not None
+        or state.question is not None
+        or state.recovers
+        or (
+            state.alone_since is None
+            and not any(seat.member in state.expected for seat in state.seats.values())
+        )
+        or any(seat.beat.awaits is not None for seat in state.seats.values())
+    )

@@ -1,0 +1,157 @@
+"""Virtual time, and connections that deliver in order, late, after a cut, or not at all."""
+
+import heapq
+import random
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+LONGEST_DELAY_S = 0.4
+
+
+class Actor:
+    """A process. While it is frozen, what is due for it waits; once it is dead, nothing happens to it.
+
+    Attributes:
+        place: where it runs; cuts are between places.
+    """
+
+    def __init__(self, network: "Network", place: Hashable) -> None:
+        self.network, self.place = network, place
+        self.is_alive, self.is_frozen = True, False
+        self.waiting: list[Callable[[], None]] = []
+        self.connections: dict[Connection, None] = {}
+
+    def hear(self, connection: "Connection", item: Any) -> None:
+        """Something has come; None: the other end has closed the connection."""
+        raise NotImplementedError
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        self.network.at(self.network.now + delay_s, self, call)
+
+    def kill(self) -> None:
+        """End without a word. The system closes the connections."""
+        self.is_alive = self.is_frozen = False
+        self.waiting.clear()
+        for connection in list(self.connections):
+            connection.close(self)
+
+    def freeze(self) -> None:
+        self.is_frozen = self.is_alive
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        waiting, self.waiting = self.waiting, []
+        for number, call in enumerate(waiting):
+            self.later(1e-6 * number, call)
+
+
+class Connection:
+    """Two ways, in order each.
+
+    Args:
+        kind: "coordinator", "pair" or "log".
+        about: anything that its ends need to know of it.
+    """
+
+    def __init__(self, kind: str, one: Actor, other: Actor, about: Any = None) -> None:
+        self.kind, self.about = kind, about
+        self.other = {one: other, other: one}
+        self.arrives_at = {one: 0.0, other: 0.0}
+        self.held: dict[Actor, list[Any]] = {one: [], other: []}
+        self.closed_by: set[Actor] = set()
+        for actor in (one, other):
+            actor.connections[self] = None
+
+    def send(self, sender: Actor, item: Any) -> None:
+        if sender in self.closed_by:
+            return
+        network, receiver = sender.network, self.other[sender]
+        at = max(self.arrives_at[receiver], network.now + network.random.random() * LONGEST_DELAY_S)
+        self.arrives_at[receiver] = at + 1e-9
+        network.at(at, receiver, lambda: self._arrive(sender, receiver, item))
+
+    def close(self, actor: Actor) -> None:
+        """Close this end; the other one hears of it after all that was sent."""
+        if actor not in self.closed_by:
+            self.send(actor, None)
+            self.closed_by.add(actor)
+            actor.connections.pop(self, None)
+
+    def flush(self) -> None:
+        """Deliver what a cut has held back."""
+        for receiver, sender in self.other.items():
+            if self.held[receiver] and not sender.network.is_cut(sender, receiver):
+                held, self.held[receiver] = self.held[receiver], []
+                for item in held:
+                    deliver = partial(self._hand_over, receiver, item)
+                    sender.network.at(self._next(receiver), receiver, deliver)
+
+    def _next(self, receiver: Actor) -> float:
+        self.arrives_at[receiver] = max(self.arrives_at[receiver], receiver.network.now) + 1e-9
+        return self.arrives_at[receiver]
+
+    def _arrive(self, sender: Actor, receiver: Actor, item: Any) -> None:
+        if self.held[receiver] or sender.network.is_cut(sender, receiver):
+            self.held[receiver].append(item)
+            sender.network.holding[self] = None
+        else:
+            self._hand_over(receiver, item)
+
+    def _hand_over(self, receiver: Actor, item: Any) -> None:
+        if receiver not in self.closed_by:
+            receiver.hear(self, item)
+
+
+class Network:
+    """Args:
+    seed: of all delays.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now, self.num_events = 0.0, 0
+        self.cuts: set[tuple[Hashable, Hashable]] = set()
+        self.holding: dict[Connection, None] = {}
+        self._queue: list[tuple[float, int, Actor | None, Callable[[], None]]] = []
+        self._number = 0
+
+    def at(self, time: float, actor: Actor | None, call: Callable[[], None]) -> None:
+        """Call at a time, if the actor lives then, and once it is not frozen."""
+        self._number += 1
+        heapq.heappush(self._queue, (time, self._number, actor, call))
+
+    def is_cut(self, sender: Actor, receiver: Actor) -> bool:
+        return (sender.place, receiver.place) in self.cuts
+
+    def reaches(self, one: Actor, other: Actor) -> bool:
+        """Whether both live, and hear each other."""
+        return (
+            one.is_alive
+            and other.is_alive
+            and not (one.is_frozen or other.is_frozen)
+            and not (self.is_cut(one, other) or self.is_cut(other, one))
+        )
+
+    def cut(self, sender: Hashable, receiver: Hashable) -> None:
+        self.cuts.add((sender, receiver))
+
+    def heal(self, sender: Hashable, receiver: Hashable) -> None:
+        self.cuts.discard((sender, receiver))
+        holding, self.holding = self.holding, {}
+        for connection in holding:
+            connection.flush()
+            if any(connection.held.values()):
+                self.holding[connection] = None
+
+    def run(self, until: float, goes_on: Callable[[], bool]) -> None:
+        """Let things happen until a time, or while `goes_on`."""
+        while self._queue and self._queue[0][0] <= until and goes_on():
+            self.now, _, actor, call = heapq.heappop(self._queue)
+            if actor is not None and not actor.is_alive:
+                continue
+            if actor is not None and actor.is_frozen:
+                actor.waiting.append(call)
+                continue
+            self.num_events += 1
+            call()

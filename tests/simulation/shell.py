@@ -1,0 +1,495 @@
+"""What `links/tcp.py` and the client do around the rules of a link, in virtual time."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hf_cocodc.coordinator.messages import (
+    Announce,
+    Ask,
+    AskStop,
+    Back,
+    Beat,
+    Bye,
+    Decided,
+    Gone,
+    Here,
+    Leave,
+    Member,
+    Over,
+    Paired,
+    Place,
+    Posted,
+    Promise,
+    Refuse,
+    Resumed,
+    Stop,
+    StopAt,
+    Suspect,
+    Terms,
+    Waiting,
+    Welcome,
+)
+from hf_cocodc.links import rules
+from hf_cocodc.links.rules import Begin, Call, Part, Standing
+
+from .network import Actor, Connection
+
+if TYPE_CHECKING:
+    from .world import World
+
+BEAT_S, KEEP_S, SILENT_S = 1.5, 3.0, 6.0
+"""Seconds between two signs of life that differ; between two that do not; until a client drops a silent coordinator."""
+PROMISE_S = 20.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 2.0
+
+
+class LeftBehind(Exception):
+    """The others have gone on without this process."""
+
+
+class Lost(Exception):
+    """A fixed run has lost a region, or the run is over."""
+
+
+class Result(NamedTuple):
+    """What a call gave. `knows`, `changes`: see `rules.Landed`; `changes` is -1 for one from a log."""
+
+    digest: int
+    knows: int
+    changes: int
+    members: tuple[Member, ...]
+
+
+@dataclass
+class Hand:
+    """The attempt in hand, and what has come of it."""
+
+    begin: Begin
+    moved_at: float
+    has_begun: bool = False
+    is_held: bool = False
+    trailers: dict[Member, int] = field(default_factory=dict)
+    haves: set[Member] = field(default_factory=set)
+    awaits: Member | None = None
+    awaits_since: float = 0.0
+
+
+class Shell(Actor):
+    """A process with a link. `Process` has the training loop.
+
+    Attributes:
+        connection: to the coordinator; None while there is none.
+        pairs: connections to others, for transfers.
+        sinks: connections of newcomers that take this member's log, each from a call on.
+        failure: why no call will complete.
+    """
+
+    me: Member
+    part: Part
+    terms: Terms
+    step: int
+
+    def __init__(self, world: "World", region: int, run: str) -> None:
+        super().__init__(world.network, region)
+        self.world, self.region, self.name, self.terms = world, region, run, world.terms
+        self.how: str | None = None
+        self.asks_to_leave = self.asks_to_stop = False
+        self._beats = 0
+
+    def forget(self) -> None:
+        """Be unknown to coordinator and others, as at the start."""
+        self.connection: Connection | None = None
+        self.welcome: Welcome | None = None
+        self.refused: Refuse | None = None
+        self.is_member_of = ""
+        self.generation, self.has_started = 0, False
+        self.failure: Exception | None = None
+        self.hosts: dict[Member, str] = {}
+        self.gone: set[Member] = set()
+        self.pairs: dict[Member, Connection] = {}
+        self.paired: dict[int, Member] = {}
+        self.unpaired: set[Member] = set()
+        self.hand: Hand | None = None
+        self._early: dict[tuple[int, int], list[tuple[Member, str, int]]] = {}
+        self._before_start: list[Any] = []
+        self._found: dict[int, Result] = {}
+        self._knows: dict[int, int] = {}
+        self.results: dict[int, Result] = {}
+        self.sinks: dict[Connection, int] = {}
+        self.wants: list[Member] = []
+        self.has_moved = self.leaves = self.over = False
+        self._promised: int | None = None
+        self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
+        self._skipped, self._wait_s = 0, _FIRST_WAIT_S
+        self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
+        self._beats += 1
+
+    def poke(self) -> None:
+        """Let the training loop look whether it may go on."""
+        raise NotImplementedError
+
+    # ---- the link: `TcpLink._feed` and what it calls ------------------------------------------------------------------
+
+    def enter(self, welcome: Welcome) -> None:
+        """Be a process of the run."""
+        members = tuple(place.member for place in welcome.members)
+        self.me, self.has_started = welcome.me, True
+        self.part = Part(
+            me=welcome.me,
+            elastic=self.terms.elastic,
+            standing=Standing.JOINING if welcome.joins else Standing.MEMBER,
+            roster=() if welcome.joins else members,
+            changes=0 if welcome.joins else welcome.changes,
+            losses=welcome.losses,
+        )
+        self._skipped = welcome.changes if welcome.joins else 0
+        for place in (*welcome.members, *welcome.others):
+            self.hosts[place.member] = place.host
+            if place.member != self.me:
+                self.world.connect_soon(self, place.member)
+        self._heard_at = self.network.now
+        self._beat(self._beats)
+        before, self._before_start = self._before_start, []
+        for message in before:
+            self._hear_coordinator(message)
+
+    def feed(self, event: rules.Event) -> tuple[int, ...]:
+        """Let something happen, and do what the rules say. Returns the tickets of processes that have come in."""
+        admitted: tuple[int, ...] = ()
+        before = self.part
+        if isinstance(event, rules.Made):
+            self._knows[before.submitted + 1] = before.knows if before.standing is Standing.MEMBER else 0
+        self.part, effects = rules.step(before, event)
+        self.world.checks.stepped(self, before, event)
+        for effect in effects:
+            match effect:
+                case rules.Begin():
+                    self.hand = hand = Hand(effect, self.network.now, awaits_since=self.network.now)
+                    self.later(0.05 * self.network.random.random(), partial(self._attempt, hand))
+                case rules.Complete(call):
+                    self._complete(call)
+                case rules.Abandon():
+                    self.hand = None
+                case rules.Again(call):
+                    self._found.pop(call.number, None)
+                case rules.Tell(report):
+                    self.send(report)
+                case rules.Drop(member):
+                    self.drop(member)
+                case rules.Switched(joined, left):
+                    self.world.checks.switched(self, joined, left)
+                    admitted = tuple(member.ticket for member in joined)
+                case rules.Fail(member, why):
+                    self.fail(LeftBehind(why) if member is None else Lost(f"region {member.region}: {why}"))
+        if self.part.losses != before.losses and self.part.standing is Standing.MEMBER:
+            self.has_moved = True
+        self.poke()
+        return admitted
+
+    def fail(self, error: Exception) -> None:
+        """End all calls, also later ones."""
+        self.failure = self.failure or error
+        self.part = replace(self.part, standing=Standing.OUT, calls=())
+        self.hand = None
+        self.poke()
+
+    def _complete(self, call: Call) -> None:
+        self.hand = None
+        result = self.results[call.number] = self._found.pop(call.number)
+        self.world.checks.completed(self, call, result)
+        for log, first in self.sinks.items():
+            if call.number >= first:
+                log.send(self, ("entry", call.number, result))
+
+    def _attempt(self, hand: Hand) -> None:
+        """Begin the attempt in hand: send what the others need."""
+        if self.hand is not hand:
+            return
+        begin, hand.has_begun, hand.moved_at = hand.begin, True, self.network.now
+        hand.trailers[self.me] = self._knows[begin.number]
+        hand.haves.add(self.me)
+        for other in begin.parties:
+            if other != self.me and self.paired.get(other.region) == other and other in self.pairs:
+                news = ("data", begin.number, begin.losses, self._knows[begin.number])
+                self.pairs[other].send(self, news)
+        for sender, kind, knows in self._early.pop((begin.number, begin.losses), ()):
+            self._take(hand, sender, kind, knows)
+        self._go_on(hand)
+
+    def _take(self, hand: Hand, sender: Member, kind: str, knows: int) -> None:
+        hand.moved_at = self.network.now
+        if kind == "data":
+            hand.trailers[sender] = knows
+        else:
+            hand.haves.add(sender)
+
+    def _go_on(self, hand: Hand) -> None:
+        """Go on with an attempt, as far as what has come allows."""
+        begin = hand.begin
+        if self.hand is not hand or not hand.has_begun:
+            return
+        missing = self._missing(hand)
+        if missing and missing[0] != hand.awaits:
+            hand.awaits, hand.awaits_since = missing[0], self.network.now
+        for other in missing:
+            if other not in self.pairs:
+                self.feed(rules.Missed(begin.number, begin.losses, other, "its connection has ended"))
+                return
+        if not missing and not hand.is_held:
+            hand.is_held = True
+            self.later(0.1 * self.network.random.random(), lambda: self._hold(hand))
+        elif not missing:
+            self.feed(rules.AllHeld(begin.number, begin.losses))
+
+    def _missing(self, hand: Hand) -> list[Member]:
+        """The parties from which something has yet to come, in order."""
+        came = hand.haves if hand.is_held else hand.trailers
+        return [each for each in hand.begin.parties if each not in came]
+
+    def _hold(self, hand: Hand) -> None:
+        """This process holds the result of the attempt."""
+        if self.hand is not hand:
+            return
+        begin = hand.begin
+        knows, digest = min(hand.trailers.values()), hash((begin.number, begin.parties))
+        self._found[begin.number] = Result(digest, knows, self.part.calls[0].changes, begin.parties)
+        self.feed(rules.Held(begin.number, begin.losses))
+        if self.terms.elastic and self.hand is hand:
+            for other in begin.parties:
+                if other in self.pairs:
+                    self.pairs[other].send(self, ("have", begin.number, begin.losses, 0))
+            self._go_on(hand)
+
+    def drop(self, member: Member) -> None:
+        """Close the connection to another process."""
+        pair = self.pairs.pop(member, None)
+        if pair is not None:
+            pair.close(self)
+        if self.paired.get(member.region) == member:
+            del self.paired[member.region]
+        if self.hand is not None:
+            self._go_on(self.hand)
+
+    def hear(self, connection: Connection, item: Any) -> None:
+        match connection.kind:
+            case "coordinator" if connection is self.connection:
+                if item is None:
+                    self._disconnect()
+                else:
+                    self._hear_coordinator(item)
+                self.poke()
+            case "pair":
+                self._hear_pair(connection, item)
+            case "log":
+                self.hear_log(connection, item)
+                self.poke()
+
+    def hear_log(self, connection: Connection, item: Any) -> None:
+        raise NotImplementedError
+
+    def _hear_pair(self, connection: Connection, item: Any) -> None:
+        sender = connection.about[connection.other[self]]
+        if item is None:
+            connection.close(self)
+            if self.pairs.get(sender) is connection:
+                del self.pairs[sender]
+        else:
+            kind, number, losses, knows = item
+            hand = self.hand
+            if (
+                hand is not None
+                and hand.has_begun
+                and (hand.begin.number, hand.begin.losses) == (number, losses)
+            ):
+                self._take(hand, sender, kind, knows)
+            else:
+                self._early.setdefault((number, losses), []).append((sender, kind, knows))
+        if self.hand is not None:
+            self._go_on(self.hand)
+
+    # ---- connections to other processes: `TcpLink._connect` ------------------------------------------------------------
+
+    def claims(self, other: Member) -> bool:
+        """Whether a connection is wanted."""
+        newest = max((each for each in self.hosts if each.region == other.region), default=None)
+        return self.how is None and self.has_started and newest == other and self.is_there(other)
+
+    def takes(self, other: Member, pair: Connection) -> None:
+        self.pairs[other], self.paired[other.region] = pair, other
+        self.send(Paired(member=other))
+        self.poke()
+
+    def is_there(self, member: Member) -> bool:
+        return member in self.hosts and member not in self.gone and member.ticket not in self.part.lost
+
+    # ---- the coordinator: `Client` and `TcpLink._hear` -----------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        """Send a message to the coordinator; it is dropped while there is no connection."""
+        if self.connection is not None:
+            self.connection.send(self, message)
+
+    def _disconnect(self) -> None:
+        if self.connection is None:
+            return
+        self.connection.close(self)
+        self.connection = None
+        if self.has_started and self.refused is None:
+            beats = self._beats
+            self.later(self._wait_s, lambda: self._call_again(beats))
+
+    def _call_again(self, beats: int) -> None:
+        """Connect again, and say who comes back."""
+        if self.how is not None or beats != self._beats or self.connection is not None:
+            return
+        self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+        coordinator = self.world.reachable(self)
+        if coordinator is None:
+            self.later(self._wait_s, lambda: self._call_again(beats))
+            return
+        self.connection = Connection("coordinator", self, coordinator, self.name)
+        self._heard_at = self.network.now
+        part = self.part
+        is_member = part.standing is Standing.MEMBER
+        assert self.welcome is not None
+        self.send(
+            Back(
+                run=self.welcome.run,
+                member=self.me,
+                is_member=is_member,
+                host=str(self.region),
+                generation=self.generation,
+                losses=part.losses,
+                changes=part.changes,
+                announced=part.announced,
+                members=tuple(
+                    Place(each, self.hosts.get(each, ""))
+                    for each in (part.members if is_member else part.roster)
+                ),
+                terms=self.terms,
+                compared={},
+            )
+        )
+
+    def _beat(self, beats: int) -> None:
+        """Send a sign of life now and then, and drop a coordinator that is silent."""
+        if self.how is not None or beats != self._beats:
+            return
+        self.later(BEAT_S, lambda: self._beat(beats))
+        connection, now = self.connection, self.network.now
+        self.ask_to_stop()
+        if connection is None:
+            return
+        coordinator = connection.other[self]
+        if not coordinator.is_frozen and not self.network.is_cut(coordinator, self):
+            self._heard_at = now
+        elif now - self._heard_at > SILENT_S:
+            self._disconnect()
+            return
+        hand, part = self.hand, self.part
+        waits = hand is not None and hand.has_begun and hand.awaits is not None and bool(self._missing(hand))
+        beat = Beat(
+            step=self.step,
+            op=0 if hand is None else hand.begin.number,
+            awaits=hand.awaits.region if waits and hand is not None and hand.awaits is not None else None,
+            waited_s=now - hand.awaits_since if waits and hand is not None else 0.0,
+            idle_s=now - hand.moved_at if hand is not None else 0.0,
+            blocked_s=self.blocked_s,
+            changes=part.changes,
+            losses=part.losses,
+            members=part.members if part.standing is Standing.MEMBER else (),
+        )
+        same = replace(beat, step=0, op=0) == replace(self._last_beat, step=0, op=0)
+        if waits or not same or now - self._beat_at >= KEEP_S:
+            self._last_beat, self._beat_at = beat, now
+            self.send(beat)
+
+    @property
+    def blocked_s(self) -> float | None:
+        """For how long the training loop has waited for the link."""
+        raise NotImplementedError
+
+    def _hear_coordinator(self, message: Any) -> None:
+        if not self.has_started:
+            match message:
+                case Welcome() if self.welcome is None:
+                    self.welcome, self.generation = message, message.generation
+                case Refuse():
+                    self.refused = message
+                case Waiting():
+                    pass
+                case _:
+                    self._before_start.append(message)
+            return
+        generation = getattr(message, "generation", None)
+        if generation is not None:
+            if generation < self.generation:
+                self._disconnect()
+                return
+            self.generation = generation
+        match message:
+            case Ask(number=number):
+                self.feed(rules.Asked(number))
+            case Decided():
+                self.world.checks.decided(self, message)
+                self.feed(message)
+            case Announce(change=change) if change.number > self._skipped:
+                self.feed(rules.Known(change))
+            case Suspect():
+                self._suspect(message)
+            case Resumed():
+                self._wait_s = _FIRST_WAIT_S
+                if self.part.frozen:
+                    self.feed(rules.Asked(self.part.losses))
+                for member in self.paired.values():
+                    self.send(Paired(member=member))
+                if self.leaves:
+                    self.send(Leave())
+            case Here(place=place) if place.member not in (self.me, self.paired.get(place.member.region)):
+                self.hosts[place.member] = place.host
+                earlier = self.paired.get(place.member.region)
+                if earlier not in (None, place.member):
+                    self.drop(earlier)
+                self.world.connect_soon(self, place.member)
+            case Gone(member=member):
+                self.gone.add(member)
+                self.drop(member)
+            case AskStop(number=number):
+                self._promised, self._promised_until = self.passed + 1, self.network.now + PROMISE_S
+                self.send(Promise(number=number, step=self._promised))
+            case StopAt(step=step) if self._promised is not None:
+                self.stop_at, self._promised = step, self._promised if step else None
+            case Posted(sender=sender, topic="base"):
+                self.wants.append(sender)
+            case Posted(topic="no base"):
+                self.refuse_base()
+            case Refuse(error=error, why=why):
+                self.refused = message
+                self.fail(Lost(why) if error == "RunOver" else LeftBehind(why))
+            case Over():
+                self.over = True
+
+    def refuse_base(self) -> None:
+        raise NotImplementedError
+
+    def ask_to_stop(self) -> None:
+        if self.asks_to_stop and not self._has_requested:
+            self._has_requested = True
+            self.send(Stop(why="as asked"))
+
+    def _suspect(self, suspect: Suspect) -> None:
+        """A member for which this one waits seems to be lost. It is only if this one still waits for it."""
+        hand = self.hand
+        if hand is None or hand.begin.number != suspect.op or hand.awaits is None:
+            return
+        if hand.awaits.region == suspect.member.region and suspect.member in self._missing(hand):
+            begin = hand.begin
+            self.feed(rules.Missed(begin.number, begin.losses, suspect.member, suspect.how))
+
+    def part_with(self, bye: Bye) -> None:
+        """Be lost to all others at once."""
+        self.send(bye)
+        for connection in list(self.connections):
+            connection.close(self)
+        self.connection = None

@@ -1,0 +1,372 @@
+"""A world in which runs train, and in which things go wrong: processes, coordinators, a network, and a plan of faults."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from hf_cocodc.coordinator.messages import Member, Terms
+from hf_cocodc.coordinator.rules import Run
+
+from .checks import Checks, Violation
+from .coordinating import COORDINATOR, Coordinator
+from .network import Actor, Connection, Network
+from .process import Process
+from .shell import Shell
+
+PAIR_S = 8.0
+"""Seconds for which two processes try to connect."""
+BOUND_S = 300.0
+"""Seconds after the last fault within which every process must have ended."""
+JOIN_S = 75.0
+"""Seconds after the last fault within which every newcomer must have come in, if the others still train then."""
+_OPERATOR_S = 30.0
+
+
+class Fault(NamedTuple):
+    """Something that goes wrong, or that somebody wants.
+
+    Attributes:
+        at: when, in seconds.
+        kind: a method of `Faults`.
+        region, other: which; -1 for none, and for the coordinator as `other`.
+        seconds: for how long.
+        way: for cuts: 0 both ways, 1 from `region` to `other` only, 2 the other way only; for processes: 1 to join;
+            for coordinators: 1 without its file.
+    """
+
+    at: float
+    kind: str
+    region: int = -1
+    other: int = -1
+    seconds: float = 0.0
+    way: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run and its faults.
+
+    Attributes:
+        seed: of all delays.
+        regions: with which the run begins.
+        most: `regions.max`.
+        lanes: runs side by side, whose processes of a region end together.
+        steps, interval, fragments, overlap: of the schedule of transfers.
+        step_s: seconds of an inner step, about.
+        has_file: whether the coordinator keeps a file.
+    """
+
+    seed: int
+    regions: int = 3
+    elastic: bool = True
+    most: int = 6
+    lanes: int = 1
+    steps: int = 12
+    interval: int = 3
+    fragments: int = 1
+    overlap: int = 1
+    step_s: float = 1.0
+    grace_s: float | None = None
+    has_file: bool = True
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def loses_nobody(self) -> bool:
+        """Whether regions only leave and stop: then nobody is ever lost."""
+        return self.grace_s is None and all(each.kind in ("leave", "stop") for each in self.faults)
+
+    def sends(self, fragment: int, step: int) -> bool:
+        """Whether a fragment is sent at an inner step."""
+        offset = fragment * self.interval // self.fragments
+        return step > 0 and (step - offset) % self.interval == 0
+
+
+class World:
+    """Args:
+    plan: what happens.
+    say: takes a line about what happens; None for none.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None] | None = None) -> None:
+        self.plan, self._say = plan, say
+        self.network = Network(plan.seed)
+        self.terms = Terms(
+            count=plan.regions,
+            elastic=plan.elastic,
+            most=max(plan.most, plan.regions),
+            timeout_s=8.0,
+            stuck_timeout_s=60.0,
+            grace_s=plan.grace_s,
+        )
+        self.checks = Checks()
+        self._number = 0
+        self.file: dict[str, Run] = {}
+        self.coordinators: list[Coordinator] = []
+        self.processes: list[Process] = []
+        self._meeting: dict[tuple[Any, ...], dict[Member, Shell]] = {}
+        self._starts_coordinator(plan.has_file)
+        for region in range(plan.regions):
+            self.starts(region, join=False)
+        faults = Faults(self)
+        for fault in plan.faults:
+            self.network.at(fault.at, None, partial(faults.happen, fault))
+        self.last_fault_at = max((fault.at + fault.seconds for fault in plan.faults), default=0.0)
+        self.network.at(self.last_fault_at + _OPERATOR_S, None, self._look_after)
+        self.network.at(self.last_fault_at + JOIN_S, None, self._look_at_newcomers)
+
+    def run(self) -> None:
+        """Let the plan happen.
+
+        Raises:
+            Violation: something holds no more; or a process hangs.
+        """
+        until = self.last_fault_at + BOUND_S
+        self.network.run(
+            until, lambda: any(each.how is None for each in self.processes) or self._more_to_come()
+        )
+        hanging = [each for each in self.processes if each.how is None]
+        if hanging:
+            raise Violation("hangs: " + "; ".join(self._shown(each) for each in hanging))
+        self.checks.ended(self.processes)
+
+    def _more_to_come(self) -> bool:
+        return self.network.now <= self.last_fault_at + 1.0
+
+    def tell(self, actor: Any, what: str) -> None:
+        if self._say is not None:
+            name = tuple(actor.me) if hasattr(actor, "me") else getattr(actor, "region", actor)
+            self._say(f"{self.network.now:8.3f}  {name} {what}")
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _look_at_newcomers(self) -> None:
+        """Long after the last fault, nobody waits to come in while others train."""
+        waiting = [
+            each
+            for each in self.processes
+            if each.how is None and not each.takes_part and self.network.now - each.met_at > JOIN_S / 2
+        ]
+        training = [each for each in self.processes if each.how is None and each.takes_part]
+        # with a grace, slow steps throw out who has just come in
+        if (
+            waiting
+            and training
+            and self.plan.grace_s is None
+            and all(each.step < self.plan.steps - 2 for each in training)
+        ):
+            raise Violation("not let in: " + "; ".join(self._shown(each) for each in waiting))
+        self.network.at(self.network.now + JOIN_S / 2, None, self._look_at_newcomers)
+
+    # ---- processes ------------------------------------------------------------------------------------------------------
+
+    def starts(self, region: int, join: bool) -> None:
+        """Somebody starts a region: one process for each lane."""
+        for lane in range(self.plan.lanes):
+            self.processes.append(Process(self, region, join, f"run, lane {lane}" if lane else "run"))
+
+    def of_region(self, region: int) -> list[Process]:
+        """The processes of a region that run."""
+        return [each for each in self.processes if each.region == region and each.how is None]
+
+    def process_of(self, member: Member) -> Process | None:
+        for each in self.processes:
+            if each.how is None and getattr(each, "me", None) == member and each.has_started:
+                return each
+        return None
+
+    def has_ended(self, process: Process) -> None:
+        """The ranks of a region end with any of them that fails."""
+        if process.how == "failed" and process.is_well and self.plan.elastic and process.takes_part:
+            raise Violation(f"region {process.region} fails, and nothing was wrong with it: {process.why}")
+        if process.how == "failed":
+            for other in self.of_region(process.region):
+                if other is not process and other.name != process.name:
+                    other.later(0.2, partial(other.end, "failed", "a rank of its region has failed"))
+
+    def connect_soon(self, process: Shell, other: Member) -> None:
+        """A process wants a connection to another one; it comes once both want it, and reach each other and the coordinator."""
+        assert process.welcome is not None
+        key = (process.name, process.welcome.run, *sorted((process.me, other)))
+        ends = self._meeting.setdefault(key, {})
+        ends[process.me] = process
+        until = self.network.now + PAIR_S
+        if len(ends) == 2:
+            delay_s = 0.5 * self.network.random.random()
+            self.network.at(self.network.now + delay_s, None, lambda: self._connect(key, until))
+        else:
+            self.network.at(until, None, lambda: self._give_up(key))
+
+    def _connect(self, key: tuple[Any, ...], until: float) -> None:
+        ends = self._meeting.get(key, {})
+        if len(ends) < 2 or any(each.how is not None or each.me != member for member, each in ends.items()):
+            self._give_up(key)
+            return
+        (one, first), (other, second) = ends.items()
+        if not self.network.reaches(first, second) or None in (first.connection, second.connection):
+            if self.network.now > until:
+                self._give_up(key)
+            else:
+                self.network.at(self.network.now + 0.5, None, lambda: self._connect(key, until))
+            return
+        del self._meeting[key]
+        pair = Connection("pair", first, second, {first: one, second: other})
+        for shell, neighbor in ((first, other), (second, one)):
+            if shell.claims(neighbor):
+                shell.takes(neighbor, pair)
+            else:
+                pair.close(shell)
+                shell.unpaired.add(neighbor)
+
+    def _give_up(self, key: tuple[Any, ...]) -> None:
+        ends = self._meeting.pop(key, {})
+        for member, shell in ends.items():
+            if shell.me == member:
+                shell.unpaired.add(next(each for each in key[2:] if each != member))
+
+    # ---- coordinators -----------------------------------------------------------------------------------------------------
+
+    def _starts_coordinator(self, has_file: bool, assumed_lost: tuple[int, ...] = ()) -> None:
+        if not has_file:
+            self.file = {}
+        file = self.file if self.plan.has_file else None
+        self.coordinators.append(Coordinator(self.network, file, assumed_lost, self._heard))
+
+    def _heard(self, name: str, before: Run, after: Run, effects: tuple[Any, ...]) -> None:
+        if self._say is not None and after.losses != before.losses and after.decisions:
+            self.tell(COORDINATOR, f"decides {after.decisions[-1].decision}")
+        if self._say is not None and after.changes > before.changes:
+            self.tell(COORDINATOR, f"announces {after.announced[-1:]}")
+
+    def restart_coordinator(self, has_file: bool, assumed_lost: tuple[int, ...] = ()) -> None:
+        """Kill all coordinators and start one."""
+        for each in self.coordinators:
+            each.kill()
+        self._starts_coordinator(has_file, assumed_lost)
+
+    def reachable(self, process: Actor) -> Coordinator | None:
+        """A coordinator that answers a process."""
+        answering = [each for each in self.coordinators if self.network.reaches(process, each)]
+        return self.network.random.choice(answering) if answering else None
+
+    def _look_after(self) -> None:
+        """An operator looks now and then: a coordinator that waits for dead members is told so."""
+        alive = {(each.name, each.me) for each in self.processes if each.how is None and each.has_started}
+        living = [each for each in self.coordinators if each.is_alive]
+        missing = {
+            member
+            for each in living
+            for name, state in each.runs.items()
+            if state.recovers
+            for member in state.known
+            if (name, member) not in alive
+        }
+        well = {
+            each.me for each in self.processes if each.how in ("finished", "stopped") and each.has_started
+        }
+        if missing & well:
+            self.tell("OPERATOR", "ends the processes that wait: others have ended well")
+            for process in self.processes:
+                process.kill()
+        elif missing or not living:
+            lost = sorted(member.region for member in missing)
+            self.tell(COORDINATOR, f"is started again, with --assume-lost {lost}")
+            self.checks.forget(missing)
+            self.restart_coordinator(True, tuple(lost))
+        self.network.at(self.network.now + _OPERATOR_S, None, self._look_after)
+
+    def _shown(self, process: Process) -> str:
+        part = getattr(process, "part", None)
+        return f"region {process.region}, step {process.step}, {part}, failure {process.failure!r}, over {process.over}"
+
+
+class Faults:
+    """What may go wrong. Each method is a kind of fault."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._network = world, world.network
+
+    def happen(self, fault: Fault) -> None:
+        self._world.tell("FAULT", f"{fault}")
+        getattr(self, fault.kind)(fault)
+
+    def kill(self, fault: Fault) -> None:
+        for process in self._world.of_region(fault.region):
+            process.is_well = False
+            process.kill()
+
+    def start(self, fault: Fault) -> None:
+        """A process of a region starts, also if another one runs."""
+        self._world.starts(fault.region, join=fault.way == 1)
+
+    def freeze(self, fault: Fault) -> None:
+        processes = self._world.of_region(fault.region)
+        for process in processes:
+            process.is_well = False
+            process.freeze()
+        self._after(fault, partial(_thaw, processes))
+
+    def leave(self, fault: Fault) -> None:
+        for process in self._world.of_region(fault.region):
+            process.asks_to_leave = True
+
+    def stop(self, fault: Fault) -> None:
+        for process in self._world.of_region(fault.region):
+            process.asks_to_stop = True
+
+    def cut(self, fault: Fault) -> None:
+        one: Any = fault.region
+        other: Any = COORDINATOR if fault.other < 0 else fault.other
+        ways = [(one, other), (other, one)]
+        chosen = ways if fault.way == 0 else [ways[fault.way - 1]]
+        for way in chosen:
+            self._network.cut(*way)
+        for process in (*self._world.of_region(fault.region), *self._world.of_region(fault.other)):
+            process.is_well = False
+        self._after(fault, lambda: self._heal(chosen))
+
+    def kill_coordinator(self, fault: Fault) -> None:
+        for each in self._world.coordinators:
+            each.kill()
+        self._after(fault, lambda: self._world.restart_coordinator(fault.way == 0))
+
+    def freeze_coordinator(self, fault: Fault) -> None:
+        frozen = [each for each in self._world.coordinators if each.is_alive]
+        for each in frozen:
+            each.freeze()
+        self._after(fault, partial(_thaw, frozen))
+
+    def second_coordinator(self, fault: Fault) -> None:
+        """The coordinator freezes, another one without its memory takes its address; later the first one thaws."""
+        old = [each for each in self._world.coordinators if each.is_alive]
+        for process in self._world.processes:
+            process.is_well = False  # members of both may wait for each other
+        for each in old:
+            each.freeze()
+        self._world.coordinators.append(Coordinator(self._network, None, (), self._world._heard))
+        self._network.at(
+            self._network.now + fault.seconds / 2,
+            None,
+            partial(_thaw, old),
+        )
+        self._after(fault, partial(_kill, old))
+
+    def _heal(self, ways: list[tuple[Any, Any]]) -> None:
+        for way in ways:
+            self._network.heal(*way)
+
+    def _after(self, fault: Fault, call: Callable[[], None]) -> None:
+        self._network.at(self._network.now + fault.seconds, None, call)
+
+
+def _thaw(actors: Iterable[Actor]) -> None:
+    for actor in actors:
+        if actor.is_alive:
+            actor.thaw()
+
+
+def _kill(actors: Iterable[Actor]) -> None:
+    for actor in actors:
+        actor.kill()
