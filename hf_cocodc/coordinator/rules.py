@@ -635,13 +635,19 @@ class _Work:
         rival = next((each for each in state.newcomers if each.region == hello.region), None)
         if held is not None and state.seat_of(held) is None:
             why = "another process of this region has been started"
-            if held in state.members and held not in state.missed:
+            # a member may only be on its way back to a coordinator that was started a moment ago
+            has_gone = self.now - state.away.get(held, self.now) >= RETURN_S
+            if has_gone and held in state.members and held not in state.missed:
                 self.change(missed={**state.missed, held: why})
                 self.ask()
             self.wait(
                 who, f"the others do not know yet that the earlier process of region {hello.region} has gone"
             )
-        elif held is not None or rival is not None:
+        elif (
+            held is not None
+            or rival is not None
+            or any(seat.member.region == hello.region for seat in state.seats.values())
+        ):
             host = state.hosts.get(held or rival or Member(-1, -1), "?")
             self.wait(
                 who,

@@ -121,6 +121,7 @@ class Shell(Actor):
         self.has_moved = self.leaves = self.over = False
         self._promised: int | None = None
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
+        self._decisions: list[Decided] = []
         self._skipped, self._wait_s = 0, _FIRST_WAIT_S
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
@@ -363,6 +364,7 @@ class Shell(Actor):
                 losses=part.losses,
                 changes=part.changes,
                 announced=part.announced,
+                decisions=tuple(self._decisions),
                 members=tuple(
                     Place(each, self.hosts.get(each, ""))
                     for each in (part.members if is_member else part.roster)
@@ -433,6 +435,7 @@ class Shell(Actor):
                 self.feed(rules.Asked(number))
             case Decided():
                 self.world.checks.decided(self, message)
+                self._decisions.append(message)
                 self.feed(message)
             case Announce(change=change) if change.number > self._skipped:
                 self.feed(rules.Known(change))
