@@ -146,10 +146,12 @@ class Newcomer:
         paired: processes that say that they are connected to it, or it to them: pairs (who says so, other end).
         ready: whether it is less than one interval behind.
         announced: whether its coming in is announced.
+        losses: decisions on losses that it knew when this coordinator knew none.
     """
 
     ready: bool = False
     announced: bool = False
+    losses: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -939,6 +941,10 @@ class _Work:
                 recovers=True,
                 questions=state.questions,
             )
+        if not (state.recovers or back.is_member or back.member in state.hosts):
+            # others have heard that it has gone, and connect to it no more
+            self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
+            return
         seat = Seat(member=back.member, host=back.host, heard_at=self.now, moved_at=self.now, op_at=self.now)
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
@@ -964,6 +970,7 @@ class _Work:
         """Take what a caller knows into an empty memory."""
         state = self.state
         announced = {each.number: each for each in (*state.announced, *back.announced)}
+        # a decision of which newcomers alone have heard has no effect yet: another one may be made in its place
         told = back.decisions if back.is_member else ()
         decisions = {each.decision.number: each for each in (*state.decisions, *told)}
         newest = (_decisions(back), back.changes) >= (state.losses, state.applied)
@@ -974,9 +981,14 @@ class _Work:
             if newest:
                 known |= set(members)
         applied = max(state.applied, back.changes)
+        losses = max(state.losses, _decisions(back))
+        # what was reported of a loss that has been decided, as this call shows, says nothing of the next one
+        reports = {each: report for each, report in state.reports.items() if report.number == losses}
         self.change(
             generation=max(state.generation, back.generation),
-            losses=max(state.losses, _decisions(back)),
+            losses=losses,
+            reports=reports,
+            asked_at=state.asked_at if reports or state.missed else None,
             decisions=tuple(each for _, each in sorted(decisions.items()))[-KEPT_DECISIONS:],
             applied=applied,
             announced=tuple(each for _, each in sorted(announced.items()) if each.number > applied),
@@ -991,7 +1003,8 @@ class _Work:
             known=frozenset(known),
         )
         if not back.is_member:
-            self.change(newcomers={**state.newcomers, back.member: Newcomer()})
+            newcomer = Newcomer(losses=back.losses)
+            self.change(newcomers={**state.newcomers, back.member: newcomer})
 
     def recovered(self) -> None:
         """Every member of the newest epoch that anyone knows is here, or declared lost by an operator."""
@@ -1004,6 +1017,19 @@ class _Work:
             # tickets were given out, and lost, of which nobody here knows
             tickets=max(state.tickets, generation * _TICKETS),
         )
+        for member, newcomer in state.newcomers.items():
+            at = state.seat_of(member)
+            if newcomer.losses > state.losses and at is not None:
+                self.forget(member)
+                self.refuse(at, "LeftBehind", "it has heard of a loss that no member knows")
+        state = self.state
+        # one of them may not know yet that it has come in, or is about to
+        newcomers = {
+            each: replace(rest, announced=each in state.expected)
+            for each, rest in state.newcomers.items()
+            if each not in state.members
+        }
+        self.change(newcomers=newcomers)
         for who in state.seats:
             self.send(who, Resumed(generation=generation))
             self.catch_up(who, 0)

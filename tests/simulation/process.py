@@ -401,7 +401,7 @@ class Process(Shell):
             return
         match item:
             case ("base", base) if self.part.standing is Standing.JOINING and self._base is None:
-                self._log, self._base = connection, base
+                self._log, self._base, self._markers = connection, base, []
             case _ if connection is not self._log:
                 connection.close(self)
             case None:

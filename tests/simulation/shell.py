@@ -230,6 +230,8 @@ class Shell(Actor):
         begin = hand.begin
         if self.hand is not hand or not hand.has_begun:
             return
+        if hand.is_held and not self.terms.elastic:
+            return  # nobody says "have" in a fixed run: who has the result needs nobody any more
         missing = self._missing(hand)
         if missing and missing[0] != hand.awaits:
             hand.awaits, hand.awaits_since = missing[0], self.network.now

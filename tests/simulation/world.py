@@ -147,7 +147,11 @@ class World:
         waiting = [
             each
             for each in self.processes
-            if each.how is None and not each.takes_part and self.network.now - each.met_at > JOIN_S / 2
+            if each.how is None
+            and not each.takes_part
+            and self.network.now - each.met_at > JOIN_S / 2
+            # of two processes of a region, one waits, and rightly
+            and len(self.of_region(each.region)) == self.plan.lanes
         ]
         training = [each for each in self.processes if each.how is None and each.takes_part]
         # with a grace, slow steps throw out who has just come in

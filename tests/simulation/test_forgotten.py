@@ -1,0 +1,72 @@
+"""A coordinator without its memory hears of decisions and losses in any order. Members must not disagree afterwards."""
+
+from dataclasses import replace
+from typing import Any
+
+from hf_cocodc.coordinator import rules as coordinator
+from hf_cocodc.coordinator.messages import Ask, Back, Decided, Decision, Member, Place, Refuse, Report, Terms
+from hf_cocodc.coordinator.rules import Came, Run, Send
+from hf_cocodc.links import rules as link
+from hf_cocodc.links.rules import Begin, Part, Standing
+
+FIRST, SECOND, THIRD, NEWCOMER = (Member(region, region + 1) for region in range(4))
+MEMBERS = FIRST, SECOND, THIRD
+
+
+def _back(me: Member, is_member: bool, losses: int) -> Back:
+    places = tuple(Place(each, "") for each in MEMBERS)
+    kept: dict[str, Any] = {
+        "host": "",
+        "generation": 1,
+        "changes": 0,
+        "announced": (),
+        "terms": Terms(count=3, elastic=True),
+    }
+    return Back(run="1", member=me, is_member=is_member, losses=losses, members=places, compared={}, **kept)
+
+
+def test_coordinator_refuses_a_newcomer_that_knows_a_loss_that_no_member_knows() -> None:
+    state = Run(name="run")
+    said: list[Any] = []
+    for number, (me, losses) in enumerate(((NEWCOMER, 1), *((each, 0) for each in MEMBERS))):
+        state, effects = coordinator.step(state, Came(number, _back(me, me != NEWCOMER, losses)), 0.0)
+        said += [each for each in effects if isinstance(each, Send) and isinstance(each.message, Refuse)]
+    assert not state.recovers and state.losses == 0 and NEWCOMER not in state.newcomers
+    assert [(each.to, each.message.error) for each in said] == [(0, "LeftBehind")]
+
+
+def test_why_such_a_newcomer_must_begin_again() -> None:
+    part = Part(me=NEWCOMER, elastic=True, standing=Standing.FOLLOWING, roster=MEMBERS)
+    heard_alone = Decision(number=0, members=(FIRST, SECOND), lost=(THIRD,), done=1)
+    made_again = Decision(number=0, members=(FIRST, THIRD), lost=(SECOND,), done=1)
+    for decision in (heard_alone, made_again):
+        part, _ = link.step(part, Decided(generation=1, decision=decision))
+    members = FIRST, THIRD, NEWCOMER
+    marked = link.Marked(submitted=1, changes=1, losses=1, lost=(SECOND.ticket,), members=members, is_in=True)
+    part, _ = link.step(part, marked)
+    _, effects = link.step(part, link.Made("fragment"))
+    assert [each.parties for each in effects if isinstance(each, Begin)] == [(FIRST, NEWCOMER)]  # not THIRD
+
+
+def test_a_report_of_a_loss_that_was_decided_says_nothing_of_the_next_one() -> None:
+    """The third has not heard that it was lost, and reports before another one tells the coordinator so."""
+    state = Run(name="run")
+    report = Report(number=0, member=THIRD, first=1, done=3, has=True, lost=(FIRST,), members=MEMBERS)
+    said: list[Any] = []
+    backs = [_back(THIRD, True, 0), _back(FIRST, True, 1), _back(SECOND, True, 1)]
+    for who, message in ((0, backs[0]), (0, report), (1, backs[1]), (2, backs[2])):
+        state, effects = coordinator.step(state, Came(who, message), 0.0)
+        said += [each.message for each in effects if isinstance(each, Send)]
+    assert not state.recovers and state.losses == 1
+    assert not state.reports and state.asked_at is None and not any(isinstance(each, Ask) for each in said)
+
+
+def test_a_newcomer_that_the_members_count_already_is_not_announced_again() -> None:
+    """It has yet to make the step at which it comes in, and calls as a newcomer."""
+    state = Run(name="run")
+    places = tuple(Place(each, "") for each in (*MEMBERS, NEWCOMER))
+    backs = [replace(_back(each, True, 0), changes=1, members=places) for each in MEMBERS]
+    for who, back in enumerate((_back(NEWCOMER, False, 0), *backs)):
+        state, _ = coordinator.step(state, Came(who, back), 0.0)
+    assert not state.recovers and state.changes == 1
+    assert NEWCOMER in state.members and not state.newcomers
