@@ -4,6 +4,7 @@ A fixed run and an elastic one have the same link. In a fixed run every loss fai
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -77,8 +78,9 @@ class TcpLink:
         client: has met the other regions (`Client.meet`).
         terms: of the run.
         wire: connects to nobody yet.
-        make_back: from what the link knows, what it says to a coordinator that it calls again.
+        compared: what this region has told of itself; told again to a coordinator that has forgotten it.
         timeout_s: seconds that `close` waits for calls in progress.
+        wait_s: how long a loss waits for a coordinator that is away.
         pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
 
     Attributes:
@@ -88,7 +90,7 @@ class TcpLink:
         parties: see `Link.parties`.
         ending: what this region says when the link is closed in good order.
         beat: the part of its signs of life that the run knows: `doing` and `max_steps`.
-        on: called in the client's thread with the messages that are not for the link.
+        on: called in the client's thread with every message of the coordinator, after the link has heard it.
 
     Raises:
         LinkError: a member cannot be reached.
@@ -106,8 +108,10 @@ class TcpLink:
         compared: Mapping[str, Any],
         *,
         timeout_s: float = 120.0,
+        wait_s: float = math.inf,
         pin_memory: bool = False,
     ) -> None:
+        self.wait_s = wait_s
         self.agreement: StopAgreement | None = None
         self.events: deque[tuple[str, dict[str, Any]]] = deque()
         self.ending = Bye(how="finished")
@@ -120,7 +124,7 @@ class TcpLink:
         self._changed = threading.Condition(threading.RLock())
         self._notes: dict[int, str] = {}
         self._step = 0
-        self._warned_at = 0.0
+        self._warned_at = self._frozen_at = 0.0
         self._epochs: list[int] = []
         self._depth = 0
         self._closed = False
@@ -713,7 +717,8 @@ class TcpLink:
             case Ask(number=number):
                 self._feed(rules.Asked(number))
             case Decided():
-                self._decisions.append(message)
+                if message.decision.number == self._part.losses:  # the coordinator may repeat it
+                    self._decisions.append(message)
                 self._whys.update(zip(message.decision.lost, message.whys, strict=False))
                 self._feed(message)
             case Announce(change=change):
@@ -730,7 +735,8 @@ class TcpLink:
                 self._meet(place)
             case Gone(member=member):
                 self._gone.add(member)
-                self.wire.drop(member.region) if self._paired.get(member.region) == member else None
+                if self._paired.get(member.region) == member:
+                    self.wire.drop(member.region)
             case AskStop(number=number):
                 if self.agreement is not None:
                     self._client.send(Promise(number=number, step=self.agreement.promise()))
@@ -744,7 +750,10 @@ class TcpLink:
             case Posted(sender=sender, topic="wire", content=content):
                 self._letters.put(sender, content)
             case Refuse(error=kind, why=why):
-                self._fail_all(RunOver(why) if kind == "RunOver" else LeftBehind(why))
+                if self.is_elastic:
+                    self._fail_all(RunOver(why) if kind == "RunOver" else LeftBehind(why))
+                else:  # nobody comes or goes here
+                    logger.warning("region %d trains on without the coordinator: %s", self.region, why)
         self.on(message)
 
     def _suspect(self, suspect: Suspect) -> None:
@@ -793,6 +802,17 @@ class TcpLink:
 
     def _watch(self, now: float) -> None:
         """Say from time to time for whom this region waits. A fixed run needs no coordinator to give up in the end."""
+        if not self._part.frozen or self.is_connected:
+            self._frozen_at = now
+        elif now - self._frozen_at > self.wait_s:
+            self._fail_all(
+                LinkError(
+                    f"region {self.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
+                    f"{now - self._frozen_at:.0f} s (regions.wait_s={self.wait_s:g}). Start it again, then all regions with "
+                    "--resume."
+                )
+            )
+            return
         waits, hand = self.wire.waits, self._hand
         since, region = waits.late_since, waits.region
         if since is None or region is None or hand is None:

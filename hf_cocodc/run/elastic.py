@@ -71,7 +71,7 @@ class Held(NamedTuple):
 
 
 def _would_leave(known: int, session: RegionSession) -> bool:
-    return session.link.would_leave(known)
+    return session.link.would_leave(known) or session.is_cut_off
 
 
 def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:

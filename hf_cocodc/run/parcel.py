@@ -55,7 +55,7 @@ def check_files(sizes: Any, source: int) -> dict[str, int]:
         if len(name) > _LONGEST_NAME or not _KNOWN.fullmatch(name):
             raise CheckpointError(
                 f"region {source} sends a file named {name[:200]!r} with its checkpoint, which no checkpoint has: it is not "
-                "written. Do all regions have the same version of hf_cocodc? Is the store reached by others?"
+                "written. Do all regions have the same version of hf_cocodc?"
             )
     return found
 

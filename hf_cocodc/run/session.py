@@ -1,6 +1,7 @@
 """A region's leader in a run: how it meets the others or joins them, and what it does for newcomers."""
 
 import logging
+import math
 import platform
 import secrets
 import time
@@ -152,10 +153,15 @@ class RegionContext:
         Raises:
             LinkError: a region cannot be reached.
         """
-        timeout_s = self.regions.timeout_s
-        wire = self.wire()
+        wait_s = self.regions.wait_s
         return TcpLink(
-            client, self.terms, wire, self.compared, timeout_s=timeout_s, pin_memory=self.pin_memory
+            client,
+            self.terms,
+            self.wire(),
+            self.compared,
+            timeout_s=self.regions.timeout_s,
+            wait_s=math.inf if wait_s is None else wait_s,
+            pin_memory=self.pin_memory,
         )
 
 
@@ -328,7 +334,7 @@ class RegionSession:
     @property
     def is_cut_off(self) -> bool:
         """Whether this region has asked to leave, and the coordinator has not been there for too long to answer."""
-        if self.link.is_connected:
+        if self.link.is_connected or not self._asks_to_leave:
             self._answers_at = time.monotonic()
         return time.monotonic() - self._answers_at > _LEAVE_WAIT_S
 

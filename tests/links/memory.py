@@ -124,6 +124,9 @@ class Regions:
         self._served.close()
         return {link.region: each for link, each in zip(self.links, found, strict=True)}
 
+    def end_coordinator(self) -> None:
+        self._served.close()
+
     def end(self) -> None:
         """Let every thread end."""
         at_once(*(partial(link.close, "the test is over") for link in self.links))

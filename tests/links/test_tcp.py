@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
+from hf_cocodc.coordinator.messages import Refuse
 from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.links import rules
 from hf_cocodc.links.tcp import TcpLink
+from hf_cocodc.links.trailer import NOTHING_TO_SAY
 from tests.links.memory import Regions
 from tests.links.training import STEPS, Died, Trained, check, method_of, train_all
 
@@ -54,4 +58,39 @@ def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
     with pytest.raises(LinkError, match="before it has a base"):
         newcomer.mean(None)  # type: ignore[arg-type]
     assert [link.members for link in regions.links[:2]] == [(0, 1)] * 2
+    regions.end()
+
+
+def test_a_fixed_run_needs_no_coordinator_that_refuses_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Others have begun a run of its name while it was cut off from the coordinator: it trains on."""
+    method = method_of("diloco")
+
+    def body(region: int, link: TcpLink) -> Trained:
+        trained = Trained(link, method)
+        link._hear(Refuse(error="RunOver", why="run 'run' has been begun anew."))
+        for _ in range(STEPS):
+            trained.train(region)
+        trained.finish()
+        return trained
+
+    found = Regions(2, elastic=False).run(body)
+    assert all(isinstance(each, Trained) for each in found.values()), found
+    assert "trains on without the coordinator" in caplog.text
+
+
+def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away() -> None:
+    """After `regions.wait_s` the region ends with an error that says so."""
+    regions = Regions(2)
+    link = regions.links[0]
+    link.wait_s = 0.0
+    regions.end_coordinator()
+    until = time.monotonic() + 20
+    while link.is_connected and time.monotonic() < until:
+        time.sleep(0.05)
+    link._feed(rules.Asked(0))
+    while link.failure is None and time.monotonic() < until:
+        link._sign()
+        time.sleep(0.05)
+    with pytest.raises(LinkError, match="the coordinator has not answered for .*regions.wait_s"):
+        link.gather(NOTHING_TO_SAY, "anything")
     regions.end()
