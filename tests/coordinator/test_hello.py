@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from hf_cocodc.coordinator.hello import compare, side_by_side
 from hf_cocodc.errors import HandshakeError, InputError
@@ -78,6 +79,31 @@ def test_only_facts_may_differ(name: str) -> None:
         InputError, match=f"regions.may_differ='{name}' is not a setting in which regions may"
     ):
         says([name])
+
+
+def test_a_difference_names_regions_field_and_values() -> None:
+    """A difference in settings, parameters or frozen weights is found and said."""
+    settings = {"sync_interval": 10}
+    base = hello(llama(), settings, 100, 1)
+    compare([base, hello(llama(seed=1), settings, 100, 1)])
+    with pytest.raises(
+        HandshakeError, match="region 0 and region 1 disagree on outer.sync_interval: region 0 has 10"
+    ):
+        compare([base, hello(llama(), {"sync_interval": 20}, 100, 1)])
+    with pytest.raises(HandshakeError, match="region 2 disagree on max_steps"):
+        compare([base, base, hello(llama(), settings, 99, 1)])
+    wider = hello(llama(layers=3), settings, 100, 1)
+    with pytest.raises(HandshakeError, match="disagree on trainable parameters"):
+        compare([base, wider])
+    frozen = [hello(freeze(seed), settings, 100, 1) for seed in (0, 1)]
+    with pytest.raises(HandshakeError, match="frozen parameters and buffers"):
+        compare(frozen)
+
+
+def freeze(seed: int) -> nn.Module:
+    model = llama(seed)
+    model.model.embed_tokens.requires_grad_(False)
+    return model
 
 
 def test_a_setting_has_the_name_that_it_has_in_a_recipe() -> None:

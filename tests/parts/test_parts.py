@@ -1,4 +1,4 @@
-"""Schedules, outer transforms, handshake, journal, summary, pictures: small parts on their own."""
+"""Schedules, outer transforms, journal, summary, pictures: small parts on their own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc.coordinator import handshake
-from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.errors import LinkError
 from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from hf_cocodc.parts import outer, schedules
 from hf_cocodc.parts.info import OuterInfo
@@ -67,31 +66,6 @@ def test_nesterov_is_torch_sgd() -> None:
         sgd.step()
         torch.testing.assert_close(ours, theirs.detach())
     assert list(state) == ["nesterov", "lr"]
-
-
-def test_the_handshake_names_regions_field_and_values() -> None:
-    """A difference in settings, parameters or frozen weights is found and said."""
-    settings = {"sync_interval": 10}
-    base = handshake.hello(llama(), settings, 100, 1)
-    handshake.compare([base, handshake.hello(llama(seed=1), settings, 100, 1)])
-    with pytest.raises(
-        HandshakeError, match="region 0 and region 1 disagree on outer.sync_interval: region 0 has 10"
-    ):
-        handshake.compare([base, handshake.hello(llama(), {"sync_interval": 20}, 100, 1)])
-    with pytest.raises(HandshakeError, match="region 2 disagree on max_steps"):
-        handshake.compare([base, base, handshake.hello(llama(), settings, 99, 1)])
-    wider = handshake.hello(llama(layers=3), settings, 100, 1)
-    with pytest.raises(HandshakeError, match="disagree on trainable parameters"):
-        handshake.compare([base, wider])
-    frozen = [handshake.hello(freeze(seed), settings, 100, 1) for seed in (0, 1)]
-    with pytest.raises(HandshakeError, match="frozen parameters and buffers"):
-        handshake.compare(frozen)
-
-
-def freeze(seed: int) -> torch.nn.Module:
-    model = llama(seed)
-    model.model.embed_tokens.requires_grad_(False)
-    return model
 
 
 def test_lockstep_reports_who_fails() -> None:
