@@ -371,6 +371,13 @@ class _Work:
             self.change(hosts=_without(state.hosts, newcomer))
             self.tell(Gone(member=newcomer))
 
+    def send_away(self, newcomer: Member, error: str, why: str) -> None:
+        """Refuse a newcomer that was welcome."""
+        at = self.state.seat_of(newcomer)
+        self.forget(newcomer)
+        if at is not None:
+            self.refuse(at, error, why)
+
     def bye(self, who: int, member: Member, bye: Bye) -> None:
         state = self.state
         if bye.how in ("finished", "stopped") and state.trains and member in state.expected:
@@ -846,7 +853,18 @@ class _Work:
             absent = set(range(state.hellos[who].terms.count)) - here.keys()
             if absent:
                 self.tell_waiting(who, Waiting(absent=tuple(sorted(absent)), why=self.why_anew()))
-        if not here or set(here) != set(range(state.hellos[here[min(here)]].terms.count)):
+        if not here:
+            return
+        absent = set(range(state.hellos[here[min(here)]].terms.count)) - here.keys()
+        coming = {each.region: each for each in state.newcomers}
+        if absent and absent <= coming.keys() and state.trains and self.is_void():
+            for region in absent:
+                self.send_away(
+                    coming[region],
+                    "RunOver",
+                    f"all members of run {state.name!r} have gone, and are started again. Start region {region} again, too.",
+                )
+        if absent:
             return
         if not state.trains or state.alone_since is not None:
             self.begin(here)
@@ -922,8 +940,18 @@ class _Work:
                 who, "RunOver", f"run {state.name!r} {over} while region {back.member.region} was away."
             )
             return
-        is_stale = back.generation > state.generation or _decisions(back) > state.losses
+        changes = max((each.number for each in back.announced), default=back.changes)
+        # another coordinator has served this run since
+        is_stale = (
+            back.generation > state.generation or _decisions(back) > state.losses or changes > state.changes
+        )
         if not state.run or (is_stale and not state.recovers):
+            for member, newcomer in state.newcomers.items():
+                if not newcomer.announced:  # its ticket may be another one's, too
+                    self.send_away(
+                        member, "LeftBehind", "its coordinator did not know the others' last decisions"
+                    )
+            state = self.state
             state = self.state = replace(
                 Run(
                     name=state.name,
@@ -941,6 +969,10 @@ class _Work:
                 recovers=True,
                 questions=state.questions,
             )
+        # another coordinator may have given out higher ones
+        tickets = max(state.tickets, back.member.ticket, *(place.member.ticket for place in back.members))
+        self.change(tickets=tickets)
+        state = self.state
         if not (state.recovers or back.is_member or back.member in state.hosts):
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
@@ -999,7 +1031,6 @@ class _Work:
                 **{place.member: place.host for place in back.members},
                 back.member: back.host,
             },
-            tickets=max(state.tickets, back.member.ticket, *(each.member.ticket for each in back.members)),
             known=frozenset(known),
         )
         if not back.is_member:
@@ -1018,10 +1049,8 @@ class _Work:
             tickets=max(state.tickets, generation * _TICKETS),
         )
         for member, newcomer in state.newcomers.items():
-            at = state.seat_of(member)
-            if newcomer.losses > state.losses and at is not None:
-                self.forget(member)
-                self.refuse(at, "LeftBehind", "it has heard of a loss that no member knows")
+            if newcomer.losses > state.losses:
+                self.send_away(member, "LeftBehind", "it has heard of a loss that no member knows")
         state = self.state
         # one of them may not know yet that it has come in, or is about to
         newcomers = {

@@ -879,6 +879,7 @@ class TcpLink:
     def _meet(self, place: Place) -> None:
         """A newcomer is to be connected. The coordinator may say so again."""
         newcomer = place.member
+        self._hosts.pop(newcomer, None)
         self._hosts[newcomer] = place.host
         if self._paired.get(newcomer.region) == newcomer:
             self._client.send(Paired(member=newcomer))
@@ -906,8 +907,8 @@ class TcpLink:
 
     def _claim(self, other: Member) -> bool:
         """Whether a connection is wanted: either end may have begun again meanwhile."""
-        newest = max((each for each in self._hosts if each.region == other.region), default=None)
-        if self._closed or newest != other or not self.is_there(other):
+        of_region = [each for each in self._hosts if each.region == other.region]  # the newest one last
+        if self._closed or other not in of_region[-1:] or not self.is_there(other):
             return False
         self._paired[other.region] = other
         return True

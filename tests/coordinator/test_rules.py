@@ -118,6 +118,33 @@ def test_all_regions_of_a_run_that_has_died_are_started_again_at_once_also_one_t
         assert isinstance(welcome, Welcome) and not welcome.joins
 
 
+def test_a_newcomer_that_came_before_all_members_died_makes_room_for_the_new_run() -> None:
+    """It held its number, and the others waited for it until regions.start_timeout_s."""
+    world = World()
+    world.meet(elastic=True)
+    gone = world.state.members[1]
+    world.state = replace(
+        world.state, members=world.state.members[:1]
+    )  # region 1 was lost, and is started again
+    world.do(Ended(2))
+    world.do(Came(3, replace(hello(1, elastic=True), token="again")))
+    assert isinstance(world.last(3), Welcome) and world.last(3).joins
+    world.do(Ended(1))
+    world.do(Came(4, replace(hello(0, elastic=True), token="anew")))
+    assert not isinstance(world.last(3), Refuse), "region 0 may only be on its way back"
+    world.later(VOID_S)
+    assert isinstance(world.last(3), Refuse) and world.last(3).error == "RunOver"
+    assert "Start region 1 again, too." in world.last(3).why
+    world.do(Ended(3))
+    world.do(Came(5, replace(hello(1, elastic=True), token="once more")))
+    welcome = world.last(4)
+    assert (
+        isinstance(welcome, Welcome)
+        and not welcome.joins
+        and gone not in [each.member for each in welcome.members]
+    )
+
+
 def test_a_member_that_goes_in_the_middle_of_a_transfer_is_suspected() -> None:
     """Whoever waits for it is not late, but nothing moves: its connections may stay open without it."""
     world = World()

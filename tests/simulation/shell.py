@@ -315,8 +315,9 @@ class Shell(Actor):
 
     def claims(self, other: Member) -> bool:
         """Whether a connection is wanted."""
-        newest = max((each for each in self.hosts if each.region == other.region), default=None)
-        return self.how is None and self.has_started and newest == other and self.is_there(other)
+        of_region = [each for each in self.hosts if each.region == other.region]  # the newest one last
+        is_newest = other in of_region[-1:]
+        return self.how is None and self.has_started and is_newest and self.is_there(other)
 
     def takes(self, other: Member, pair: Connection) -> None:
         self.pairs[other], self.paired[other.region] = pair, other
@@ -452,6 +453,7 @@ class Shell(Actor):
                 if self.leaves:
                     self.send(Leave())
             case Here(place=place) if place.member not in (self.me, self.paired.get(place.member.region)):
+                self.hosts.pop(place.member, None)
                 self.hosts[place.member] = place.host
                 earlier = self.paired.get(place.member.region)
                 if earlier not in (None, place.member):

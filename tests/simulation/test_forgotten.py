@@ -4,7 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import Ask, Back, Decided, Decision, Member, Place, Refuse, Report, Terms
+from hf_cocodc.coordinator.messages import (
+    Ask,
+    Back,
+    Decided,
+    Decision,
+    Hello,
+    Member,
+    Place,
+    Refuse,
+    Report,
+    Terms,
+)
 from hf_cocodc.coordinator.rules import Came, Run, Send
 from hf_cocodc.links import rules as link
 from hf_cocodc.links.rules import Begin, Part, Standing
@@ -70,3 +81,17 @@ def test_a_newcomer_that_the_members_count_already_is_not_announced_again() -> N
         state, _ = coordinator.step(state, Came(who, back), 0.0)
     assert not state.recovers and state.changes == 1
     assert NEWCOMER in state.members and not state.newcomers
+
+
+def test_a_coordinator_whose_file_is_older_than_the_run_sends_its_newcomers_away() -> None:
+    """It has given out tickets that others may have: a lost one would be refused for ever."""
+    state = replace(Run(name="run"), run="1", generation=1, terms=Terms(count=3, elastic=True, most=4))
+    state = replace(state, members=(FIRST,), tickets=1)
+    state, _ = coordinator.step(state, Came(0, _back(FIRST, True, 0)), 0.0)
+    hello = Hello(region=3, join=True, host="", machine="", token="t", terms=state.terms, compared={})
+    state, _ = coordinator.step(state, Came(1, hello), 0.0)
+    assert [each.ticket for each in state.newcomers] == [SECOND.ticket]
+    state, effects = coordinator.step(state, Came(2, replace(_back(SECOND, True, 0), generation=2)), 0.0)
+    assert state.recovers and not state.newcomers
+    refused = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Refuse)]
+    assert [(each.to, each.message.error) for each in refused] == [(1, "LeftBehind")]

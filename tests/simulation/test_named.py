@@ -76,6 +76,36 @@ PLANS: dict[str, Plan] = {
     "two coordinators at once": Plan(
         seed=0, steps=30, has_file=False, faults=(Fault(4.0, "second_coordinator", seconds=24.0), Fault(14.0, "kill", 1))
     ),
+    "two coordinators, and the file of one is older than the tickets of the other": Plan(
+        seed=1102887,
+        regions=2,
+        steps=60,
+        step_s=2.5,
+        interval=3,
+        fragments=1,
+        overlap=1,
+        faults=(
+            Fault(12.89, "second_coordinator", seconds=0.29, way=2),
+            Fault(17.98, "start", 5, way=1),
+            Fault(19.38, "kill_coordinator", 1, seconds=10.3),
+        ),
+    ),
+    "two coordinators, and each announces a change of the same number": Plan(
+        seed=1013575,
+        regions=3,
+        steps=60,
+        step_s=2.5,
+        interval=4,
+        fragments=1,
+        overlap=1,
+        faults=(
+            Fault(4.96, "second_coordinator", 1, seconds=9.81, way=1),
+            Fault(8.28, "kill", 1),
+            Fault(15.9, "start", 1),
+            Fault(19.02, "second_coordinator", 2, 0, 18.26, 2),
+            Fault(21.38, "kill", 2),
+        ),
+    ),
     "a region freezes for a moment": Plan(seed=0, faults=(Fault(5.0, "freeze", 1, seconds=3.0),)),
     "a region freezes for long": Plan(seed=0, steps=40, faults=(Fault(5.0, "freeze", 1, seconds=20.0),)),
     "two regions are cut from each other": Plan(seed=0, steps=40, faults=(Fault(5.0, "cut", 0, 1, 20.0),)),

@@ -144,12 +144,15 @@ class World:
 
     def _look_at_newcomers(self) -> None:
         """Long after the last fault, nobody waits to come in while others train."""
+        plan = self.plan
+        # a change counts after a transfer that was sent, and has landed, since it was announced
+        enough_s = JOIN_S / 2 + 2 * (plan.interval + plan.overlap) * plan.step_s
         waiting = [
             each
             for each in self.processes
             if each.how is None
             and not each.takes_part
-            and self.network.now - each.met_at > JOIN_S / 2
+            and self.network.now - each.met_at > enough_s
             # of two processes of a region, one waits, and rightly
             and len(self.of_region(each.region)) == self.plan.lanes
         ]
