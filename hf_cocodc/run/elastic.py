@@ -302,17 +302,17 @@ class Elastic:
             is_cut_off = self._say(lambda session: session.is_cut_off, "whether the coordinator answers")
         if outer.should_stop:
             return
-        if is_cut_off and not self._has_left:
-            endings.end(
-                "leave", f"{self._leaves}; the coordinator does not answer: the others will miss this region"
-            )
+        if outer.is_at_the_end:  # a change counts from the next step on, and there is none
+            endings.tell(ending=Ending.NO)
+            outer.finish()
         elif self._has_left:
             wait_for_transfers(outer.synchronizer.fragments)
             outer.link.tick(outer.inner_step + 1)
             endings.end("leave", self._leaves)
         else:
-            endings.tell(ending=Ending.NO)
-            outer.finish()
+            endings.end(
+                "leave", f"{self._leaves}; the coordinator does not answer: the others will miss this region"
+            )
 
     def _events(self) -> list[tuple[str, dict[str, Any]]]:
         """What has happened to the run, for the journal."""

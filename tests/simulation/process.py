@@ -277,12 +277,12 @@ class Process(Shell):
         self.send(Leave())
         while self.step < plan.steps and not self._has_left:
             yield from self._coast()
-        if self._has_left:
-            for flight in self.flights:
-                yield from self._result(flight.number)
-            self._tick()
-            raise Finished("left", "as asked")
-        yield from self._finish()
+        if self.step >= plan.steps:  # a change counts from the next step on, and there is none
+            yield from self._finish()
+        for flight in self.flights:
+            yield from self._result(flight.number)
+        self._tick()
+        raise Finished("left", "as asked")
 
     def _coast(self) -> Generator[Any, None, None]:
         """Make an inner step without training."""
@@ -304,8 +304,6 @@ class Process(Shell):
 
     def _finish(self) -> Generator[Any, None, None]:
         """The end of the run: land all, send and land once more, and compare."""
-        # what has landed at the last step counts here: a region that has left with it takes part in none of these calls
-        self._tick()
         for flight in list(self.flights):
             yield from self._land(flight.fragment)
         for fragment in range(self.world.plan.fragments):
