@@ -53,13 +53,15 @@ class HeldNumber:
         self._connection.close()
 
 
-def claim_number(recipe: Recipe, address: str) -> HeldNumber:
+def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
     """Claim the lowest number that is free in the recipe's run; wait for the run as long as regions wait for each other.
+
+    Returns None, and says so, if the run has finished meanwhile.
 
     Raises:
         InputError: the run does not train, or has as many regions as it may have.
         MeetingError: no coordinator answers, or one with another secret.
-        RunOver: the run has ended meanwhile.
+        RunOver: the run has stopped before its end.
     """
     name, has_said = name_of(recipe), False
     keys = keys_of(address, recipe.regions.secret_file)
@@ -70,7 +72,8 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber:
             return held
         finished = over(run_at(recipe, address, keys), join=True)
         if finished is not None:
-            raise RunOver(finished)
+            print(finished)
+            return None
         if time.monotonic() > deadline:
             raise InputError(
                 f"no region of run {name!r} trains at {address}: there is nothing to join. Start the run without --join (with "
@@ -132,8 +135,8 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
         return f"{has} finished at step {ended['step']}: {what}.{where}"
     if join:
         raise RunOver(
-            f"{has} stopped at step {ended['step']}: there is nothing to join. Start all its regions with --resume, and without "
-            "--join."
+            f"{has} {ended['how']} at step {ended['step']}: there is nothing to join. Start all its regions with --resume, "
+            "and without --join."
         )
     return None
 

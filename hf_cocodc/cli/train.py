@@ -141,6 +141,8 @@ def run(options: argparse.Namespace) -> int:
         if join and region is None:
             assert address is not None
             claim = claim_number(recipe, address)
+            if claim is None:
+                return 0
             at_end.callback(claim.close)
             regions = [claim.region]
         if join:

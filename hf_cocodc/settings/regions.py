@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..coordinator.validation import MOST_MEMBERS
 from ..errors import InputError, shown
 from .environment import (
     ENV_COORDINATOR,
@@ -108,7 +109,10 @@ class RegionConfig(Settings):
     )
 
     def __post_init__(self) -> None:
-        require(self, "count", lambda v: v >= 1, "must be at least 1", "regions")
+        for name in ("count", "min", "max"):
+            require(
+                self, name, lambda v: 1 <= v <= MOST_MEMBERS, f"must lie in 1 .. {MOST_MEMBERS}", "regions"
+            )
         take_number(self, "connections")
         require(
             self,
@@ -151,8 +155,6 @@ class RegionConfig(Settings):
             InputError: a value is impossible, or some do not go together.
         """
         require(self, "on_loss", lambda v: v in ON_LOSS, f"must be one of {', '.join(ON_LOSS)}", "regions")
-        for name in ("min", "max"):
-            require(self, name, lambda v: v >= 1, "must be at least 1", "regions")
         seconds = "must be positive, and at most 1e6 (11 days)"
         require(self, "wait_s", lambda v: 0 < v <= 1e6, seconds, "regions")
         take_number(self, "grace_s")

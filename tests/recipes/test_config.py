@@ -59,7 +59,8 @@ def test_null_removes_what_a_recipe_holds() -> None:
         ("outer.codec=bf17", "Did you mean 'bf16'"),
         ("outer.mixing_alpha=0.5", "outer.mixing_alpha=0.5 has no meaning for method=diloco"),
         ("outer.num_fragments=3", "num_fragments=3 with fragment_pattern=whole"),
-        ("regions.count=0", "regions.count=0 must be at least 1"),
+        ("regions.count=0", "regions.count=0 must lie in 1 .. 1024"),
+        ("regions.count=1025", "regions.count=1025 must lie in 1 .. 1024"),
         ("regions.coordinator=nowhere", "must be HOST:PORT"),
         ("data.builtin=python-stdlibb", "Did you mean 'python-stdlib'"),
         ("data.path=x", "data needs exactly one of builtin"),
@@ -233,7 +234,7 @@ def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(na
     ("given", "message"),
     [
         ({"on_loss": "wait"}, "regions.on_loss='wait' must be one of stop, continue"),
-        ({"min": 0}, "regions.min=0 must be at least 1"),
+        ({"min": 0}, "regions.min=0 must lie in 1 .. 1024"),
         ({"min": 3, "count": 2}, "regions.min=3 is larger than regions.count=2"),
         ({"min": 3, "max": 2}, "regions.min=3 is larger than regions.max=2"),
         ({"min": 1, "max": 2, "count": 3}, "regions.max=2 is smaller than regions.count=3"),
