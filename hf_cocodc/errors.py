@@ -8,7 +8,7 @@
     |   `-- CheckpointError     exit code 2   a checkpoint is damaged, incomplete or from another run
     |-- LinkError               exit code 1   link, coordinator or another region failed during the run (also a RuntimeError)
     |   |-- MeetingError        exit code 2   the coordinator failed before regions had met; nothing was trained
-    |   |-- RegionLostError     exit code 1   one named region is gone or silent
+    |   |-- RegionLostError     exit code 1   one named region is gone or silent, or has not come
     |   |-- LeftBehind          exit code 1   the other regions have gone on without this one
     |   |-- RunOver             exit code 1   the run has ended: there is nothing to join, or to come back to
     |   `-- DonorLost           exit code 1   the region from which this one was to begin sends no more
@@ -62,7 +62,7 @@ class MeetingError(LinkError):
 
 
 class RegionLostError(LinkError):
-    """A region, named in the message, closed its connection or was silent for longer than the timeout."""
+    """A region, named in the message, closed its connection, was silent for longer than the timeout, or did not come."""
 
     def __init__(self, region: int, message: str) -> None:
         super().__init__(message)

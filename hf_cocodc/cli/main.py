@@ -21,7 +21,8 @@ COMMANDS = (recipe, plan, doctor, train, simulate, coordinator, status, leave, r
 EXIT_CODES = """\
 exit codes:
   0    done; or this region has left in good order, and the others train on
-  1    the link, the coordinator or another region failed while training
+  1    the link, the coordinator or another region failed while training, or
+       another region did not come
   2    refused, with the way out: a recipe, an option, a checkpoint, a disk that
        is full; or regions that differ, or cannot meet
   3    all regions have stopped together, with a checkpoint to resume from

@@ -123,9 +123,7 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     of = "" if state["max_steps"] is None else f" of {state['max_steps']}"
     rows.append(f"step        {step}{of}; {last}")
     if state["phase"] == "recovering":
-        rows.append(
-            "coordinator has lost its memory of the run: losses, joins, leaves and stops wait until all members call"
-        )
+        rows.append("coordinator has lost its memory of the run: it decides nothing until all members call")
     return rows + [_of_member(member) for member in members]
 
 

@@ -375,7 +375,7 @@ class Client:
         if not self._is_away and not self._is_over:
             self._is_away = True
             logger.warning(
-                "the coordinator at %s does not answer (%s): training goes on; losses, joins, leaves and stops wait until it is "
+                "the coordinator at %s does not answer (%s): training goes on; what only it decides waits until it is "
                 "back",
                 self._address,
                 why,

@@ -1,6 +1,6 @@
 """What regions and their coordinator tell each other: one JSON object a line, each of one of these kinds.
 
-A region sends `Hello` or `Back` first. The coordinator answers with `Welcome`, `Resumed` or `Refuse`.
+A region sends `Hello` or `Back` first. The coordinator answers with `Welcome`, `Resumed` or `Refuse`, perhaps after `Waiting`.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A region comes in or leaves; it counts once all members know it (`link/rules.py`).
+    """A region comes in or leaves; it counts once all members know it (`links/rules.py`).
 
     Attributes:
         number: changes are numbered from 1, without gaps.
@@ -350,7 +350,7 @@ class Refuse:
     """The coordinator refuses a process.
 
     Attributes:
-        error: name of the error that it raises: "HandshakeError", "MeetingError", "LeftBehind" or "RunOver".
+        error: name of the error that it raises: "HandshakeError", "InputError", "MeetingError", "LeftBehind" or "RunOver".
     """
 
     error: str

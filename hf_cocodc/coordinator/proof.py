@@ -1,7 +1,7 @@
-"""Two members prove to each other that they have the run's secret, in three messages that they send anyway.
+"""Two members, or a caller and the coordinator, prove to each other that they have one secret, in three messages.
 
 The caller speaks first, then the callee, then the caller. Each message carries a tag over all that was said so far, and the
-first of each member a new random number. So no message can be altered, used again, or put into another conversation. The
+first of each end a new random number. So no message can be altered, used again, or put into another conversation. The
 secret itself never travels. What follows on the connection has keys of its own; with encryption from a key exchange (X25519),
 so that people who learn the secret later cannot read what they have recorded.
 """
@@ -44,12 +44,12 @@ class Refused(LinkError):
 class Proof:
     """One end of a conversation. The ends `say` and `hear` in turns; the one that calls begins, and three messages complete it.
 
-    Without a secret the messages stay as they are. What the conversation is about holds no epoch: the tickets of both members
+    Without a secret the messages stay as they are. Between members, what the conversation is about holds no epoch: their tickets
     stand for it. No two processes of a run have the same one, and a process that was lost is refused with its ticket.
 
     Args:
         keys: of the run's secret; None if this end has none.
-        about: what the conversation is for, the run, and both members: JSON-able, equal at both ends.
+        about: what the conversation is for; between members also the run and both of them. JSON-able, equal at both ends.
         encrypt: whether what follows is encrypted; equal at both ends.
 
     Raises:

@@ -79,8 +79,8 @@ class Marker:
         members: who takes part from the next step on; lost members may still be among them.
         lost: tickets of all members that were lost.
         admitted: tickets of the members that come in with this marker.
-        held: whether the members call the roll after this step, because they are too few. `members` are then those that have
-            answered, and those that come in.
+        held: whether the members wait for more regions after this step, because they are too few. `members` are then those that
+            have said so, and those that come in.
     """
 
     step: int

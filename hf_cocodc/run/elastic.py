@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ROLL_CALL_S = 1.0
+_AGAIN_S = 1.0
 _SAY_S = 60.0
 
 
@@ -263,7 +263,7 @@ class Elastic:
                 return
             if self._act_on_news() and self._session is not None:
                 self._session.leave()
-            time.sleep(_ROLL_CALL_S)
+            time.sleep(_AGAIN_S)
 
     def _say_that_it_leaves(self, why: str) -> None:
         outer = self._outer

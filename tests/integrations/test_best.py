@@ -158,7 +158,7 @@ def stop(folder: Path, step: int, **more: Any) -> None:
 
 
 class StopAt(TrainerCallback):
-    """All regions agree to stop at `step`, as they do through a store."""
+    """All regions agree to stop at `step`, as they do over a coordinator."""
 
     def __init__(self, step: int, callback: CoCoDCCallback) -> None:
         self.step, self.callback = step, callback

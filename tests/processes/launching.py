@@ -57,7 +57,7 @@ def run_regions(
     worker: str = WORKER,
 ) -> dict[str, dict]:
     """Run the worker as `num_regions` worlds of `num_processes` ranks; what each rank wrote, by "region0-rank0"."""
-    store = serve_in_thread("127.0.0.1")
+    coordinator = serve_in_thread("127.0.0.1")
     run_all(
         [
             (
@@ -65,7 +65,7 @@ def run_regions(
                 environment(
                     HF_COCODC_REGION=str(region),
                     HF_COCODC_REGIONS=str(num_regions),
-                    HF_COCODC_COORDINATOR=f"127.0.0.1:{store.port}",
+                    HF_COCODC_COORDINATOR=f"127.0.0.1:{coordinator.port}",
                 ),
             )
             for region in range(num_regions)
@@ -75,16 +75,16 @@ def run_regions(
 
 
 def run_recipe(recipe: str, flags: Sequence[str], change: Callable[[str], str] = lambda line: line) -> None:
-    """Run a script by the lines of its docstring, each changed by `change`, with flags of ours and a store of our own."""
+    """Run a script by the lines of its docstring, each changed by `change`, with flags of ours and a coordinator of our own."""
     text = (ROOT / recipe).read_text(encoding="utf-8")
     [exports] = re.findall(r"^    export (.+)$", text, re.MULTILINE)
     lines = re.findall(r"^    (HF_COCODC_REGION=\d) accelerate launch (.+)$", text, re.MULTILINE)
     assert len(lines) == 2
-    store = serve_in_thread("127.0.0.1")
+    coordinator = serve_in_thread("127.0.0.1")
     commands = []
     for region, line in lines:
         env = dict(setting.split("=") for setting in [region, *exports.split()])
-        env["HF_COCODC_COORDINATOR"] = f"127.0.0.1:{store.port}"
+        env["HF_COCODC_COORDINATOR"] = f"127.0.0.1:{coordinator.port}"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *shlex.split(change(line))]
         commands.append(([*launcher, *flags], environment(**env)))
     run_all(commands)

@@ -41,8 +41,8 @@ def best_of(folder: Path, region: int) -> tuple[int, torch.Tensor]:
 def test_regions_end_with_the_best_model(ranks: Any, tmp_path: Path) -> None:
     """All ranks hold the global weights of the step that all regions have chosen."""
     common = {"learning_rate": RATE, "may_differ": "batch", **BEST}
-    store = serve_in_thread()
-    found = outcomes(tmp_path, start(tmp_path, store, ranks=ranks, **common), ranks)
+    coordinator = serve_in_thread()
+    found = outcomes(tmp_path, start(tmp_path, coordinator, ranks=ranks, **common), ranks)
     assert_finished_together(found[0], found[-1])
     (step, weights), (other_step, other_weights) = (best_of(tmp_path, region) for region in range(2))
     assert step == other_step < STEPS

@@ -28,7 +28,7 @@ _kept_stores: list[TCPStore] = []
 
 def start(
     folder: Path,
-    store: Any,
+    coordinator: Any,
     *own: dict[str, Any],
     ranks: int | list[int] = 1,
     **common: Any,
@@ -44,7 +44,7 @@ def start(
             body,
             str(folder),
             log=folder / "log.txt",
-            **region_env(store, region),
+            **region_env(coordinator, region),
             **rank_env(masters[region], rank, sizes[region]),
         )
         for region, body in enumerate(bodies)
@@ -63,8 +63,8 @@ def outcomes(folder: Path, processes: list[Process], ranks: int | list[int] = 1)
 
 
 def run(folder: Path, *own: dict[str, Any], **common: Any) -> list[dict[str, Any]]:
-    store = serve_in_thread("127.0.0.1")
-    return outcomes(folder, start(folder, store, *own, **common))
+    coordinator = serve_in_thread("127.0.0.1")
+    return outcomes(folder, start(folder, coordinator, *own, **common))
 
 
 def complete(folder: Path, region: int) -> list[int]:
@@ -124,24 +124,24 @@ FAR_APART = {"method": "diloco", "sync_interval": STEPS}
     ids=lambda outer: outer["method"],
 )
 def test_an_error_in_one_region(outer: dict[str, Any], tmp_path: Path) -> None:
-    """The other is told which region and what error, and saves; both can go on over the same store, to the very end."""
-    store = serve_in_thread("127.0.0.1")
-    ours, theirs = outcomes(tmp_path, start(tmp_path, store, {}, {"action": "fail"}, outer=outer))
+    """The other is told which region and what error, and saves; both can go on over the same coordinator, to the very end."""
+    coordinator = serve_in_thread("127.0.0.1")
+    ours, theirs = outcomes(tmp_path, start(tmp_path, coordinator, {}, {"action": "fail"}, outer=outer))
     assert theirs["error"] == "ValueError: the data is broken"
     assert ours["error"].startswith(f"RunStopped: all regions stopped at step {ours['step']}: region 1 was")
     assert "(ValueError at step 5: the data is broken)" in ours["error"]
     assert ours["step"] in range(6, 12)
     assert complete(tmp_path, 0) == [ours["step"]]
     assert complete(tmp_path, 1) == []
-    ours, theirs = outcomes(tmp_path, start(tmp_path, store, resume=True, outer=outer))
+    ours, theirs = outcomes(tmp_path, start(tmp_path, coordinator, resume=True, outer=outer))
     assert_finished_together(ours, theirs)
     assert ours["step"] == STEPS
 
 
 def test_a_killed_region_is_named(tmp_path: Path) -> None:
     """SIGKILL of region 1 ends region 0 as soon as it hears nothing more, not after the time-out."""
-    store = serve_in_thread("127.0.0.1")
-    processes = start(tmp_path, store, {}, {"action": "die"})
+    coordinator = serve_in_thread("127.0.0.1")
+    processes = start(tmp_path, coordinator, {}, {"action": "die"})
     [ours] = outcomes(tmp_path, processes[:1])
     processes[1].join(TIMEOUT_S)
     assert processes[1].exitcode == -signal.SIGKILL
@@ -196,8 +196,8 @@ def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_to_one_rank_of_a_lone_region(tmp_path: Path) -> None:
     """No rank stops before the others."""
-    store, master = serve_in_thread(), torch_master()
-    env, log = region_env(store, 0, num_regions=1), tmp_path / "log.txt"
+    coordinator, master = serve_in_thread(), torch_master()
+    env, log = region_env(coordinator, 0, num_regions=1), tmp_path / "log.txt"
     body = functools.partial(live, step_s=0.1, save_strategy="steps", save_steps=4)
     processes = [fork(body, str(tmp_path), log=log, **env, **rank_env(master, rank, 2)) for rank in range(2)]
     wait_until(lambda: bool(complete(tmp_path, 0)), processes[1], log)
@@ -228,13 +228,13 @@ def test_sigterm_after_the_coordinator_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_while_the_store_hangs(tmp_path: Path) -> None:
+def test_sigterm_while_the_coordinator_hangs(tmp_path: Path) -> None:
     """Its process is suspended. The request travels with a transfer, from a rank that is not the leader."""
     journal = tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    with CoordinatorProcess(tmp_path) as store:
-        processes = start(tmp_path, store, ranks=2, step_s=0.1)
+    with CoordinatorProcess(tmp_path) as coordinator:
+        processes = start(tmp_path, coordinator, ranks=2, step_s=0.1)
         wait_until(functools.partial(has_come_to, 6, journal), processes[3], tmp_path / "log.txt")
-        store.freeze()
+        coordinator.freeze()
         processes[3].terminate()
         found = outcomes(tmp_path, processes, ranks=2)
     [step] = {each["step"] for each in found}
@@ -245,8 +245,8 @@ def test_sigterm_while_the_store_hangs(tmp_path: Path) -> None:
 
 def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
     """Ranks that hear the signal at different steps leave at the same one, as do those of the other region."""
-    store, journal = serve_in_thread("127.0.0.1"), tmp_path / "region-1" / "cocodc" / "journal.jsonl"
-    processes = start(tmp_path, store, ranks=2, step_s=0.05)
+    coordinator, journal = serve_in_thread("127.0.0.1"), tmp_path / "region-1" / "cocodc" / "journal.jsonl"
+    processes = start(tmp_path, coordinator, ranks=2, step_s=0.05)
     for rank, step in ((1, 6), (0, 8)):
         wait_until(functools.partial(has_come_to, step, journal), processes[2 + rank], tmp_path / "log.txt")
         processes[2 + rank].terminate()
@@ -258,8 +258,8 @@ def test_sigterm_to_every_rank_of_a_region(tmp_path: Path) -> None:
 
 def test_an_error_in_one_rank_of_a_region(tmp_path: Path) -> None:
     """A region that a rank has left cannot go on: nobody waits for it until the time-out."""
-    store = serve_in_thread("127.0.0.1")
-    processes = start(tmp_path, store, {}, {"action": "fail", "on_rank": 1}, ranks=2)
+    coordinator = serve_in_thread("127.0.0.1")
+    processes = start(tmp_path, coordinator, {}, {"action": "fail", "on_rank": 1}, ranks=2)
     ours, beside, _, failed = outcomes(tmp_path, processes, ranks=2)
     assert failed["error"] == "ValueError: the data is broken"
     said = "region 1 left while region 0 waited for fragment"
@@ -272,8 +272,8 @@ def test_a_late_region_costs_a_region_of_several_ranks_nothing(tmp_path: Path) -
     """Region 1 starts late, and is late once more at a transfer, by more than the time-out of region 0's own processes."""
     hasty = {"patience_s": LATE_S - 3, "may_differ": "batch"}
     late = {"action": "dawdle", "late_s": LATE_S, "may_differ": "batch"}
-    store = serve_in_thread("127.0.0.1")
-    processes = start(tmp_path, store, hasty, late, ranks=[2, 1])
+    coordinator = serve_in_thread("127.0.0.1")
+    processes = start(tmp_path, coordinator, hasty, late, ranks=[2, 1])
     first, second, other = outcomes(tmp_path, processes, ranks=[2, 1])
     assert_finished_together(first, other)
     assert_finished_together(second, other)
@@ -297,8 +297,10 @@ def test_epochs_of_unequal_shards(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) -> None:
     """A notebook survives its KeyboardInterrupt: the other region still learns of it, and why."""
-    store = serve_in_thread("127.0.0.1")
-    first, second = start(tmp_path, store, {}, {"action": "interrupt twice", "lingers": True}, timeout_s=8.0)
+    coordinator = serve_in_thread("127.0.0.1")
+    first, second = start(
+        tmp_path, coordinator, {}, {"action": "interrupt twice", "lingers": True}, timeout_s=8.0
+    )
     [ours] = outcomes(tmp_path, [first])
     assert second.is_alive()
     second.kill()
@@ -309,11 +311,11 @@ def test_a_second_signal_is_heard_of_while_the_process_lives_on(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_second_signal_is_heard_of_at_once(tmp_path: Path) -> None:
     """KeyboardInterrupt in region 1 ends its script; region 0's ends soon after and names it."""
-    store = serve_in_thread("127.0.0.1")
+    coordinator = serve_in_thread("127.0.0.1")
     scripts = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.processes.ending_worker", str(tmp_path), json.dumps(arguments)],
-            env=environment(**region_env(store, region)),
+            env=environment(**region_env(coordinator, region)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -193,7 +193,7 @@ def test_a_donor_that_dies_while_it_gives_its_base(tmp_path: Path) -> None:
 
 
 def test_a_member_that_dies_while_a_newcomer_connects_to_it(tmp_path: Path) -> None:
-    """The newcomer begins again with those that are left, and comes in."""
+    """The newcomer comes in with those that are left."""
     with Regions(3, task(tmp_path, 400, pace_s=0.1, regions={"max": 4})) as regions:
         regions.start([0, 1])
         regions.start([2], fault="before it connects to a newcomer:1")
