@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import LinkError, short, shown
-from .validation import MOST, MOST_MEMBERS, whole
+from ..settings.regions import MOST_REGIONS
+from .validation import MOST, whole
 
 PROTOCOL = 14
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
@@ -66,7 +67,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         for number in (self.count, self.most):  # the coordinator goes through all of them
-            whole(number, 1, MOST_MEMBERS)
+            whole(number, 1, MOST_REGIONS)
 
 
 # ---- from regions -------------------------------------------------------------------------------------------------
@@ -557,7 +558,7 @@ def _value(kind: Any, plain: Any) -> Any:
         options = [each for each in get_args(kind) if each is not type(None)]
         return None if plain is None else _value(options[0], plain)
     if get_origin(kind) is tuple:
-        if not isinstance(plain, list | tuple) or len(plain) > MOST_MEMBERS:
+        if not isinstance(plain, list | tuple) or len(plain) > MOST_REGIONS:
             raise TypeError(shown(plain))
         return tuple(_value(get_args(kind)[0], each) for each in plain)
     hints, make = _hints(kind), kind

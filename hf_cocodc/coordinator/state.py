@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, LinkError, short
+from ..settings.regions import MOST_REGIONS
 from .messages import PROTOCOL, Bye, Change, Decided, Member, Place, Terms, from_plain, to_plain
 from .rules import VOID_S, Run
-from .validation import MOST_MEMBERS
 
 _RETURN_S = 20.0
 """How long the members of a run that was read have to call: they notice within 15 s that the coordinator was away."""
@@ -118,7 +118,7 @@ class StateFile:
             members=state.members,
             hosts=tuple(Place(member, host) for member, host in state.hosts.items()),
             losses=state.losses,
-            lost=tuple(sorted(state.lost)[-MOST_MEMBERS:]),
+            lost=tuple(sorted(state.lost)[-MOST_REGIONS:]),
             decisions=state.decisions,
             changes=state.changes,
             applied=state.applied,

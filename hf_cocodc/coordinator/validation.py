@@ -6,8 +6,6 @@ from typing import Any
 
 MOST = (1 << 53) - 1
 """No count of ours is larger: so far fp64 tells whole numbers apart."""
-MOST_MEMBERS = 1024
-"""No run has more."""
 
 
 def whole(said: Any, least: int = 0, most: int = MOST) -> int:

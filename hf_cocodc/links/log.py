@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..coordinator.messages import Member
-from ..coordinator.validation import MOST_MEMBERS, whole
+from ..coordinator.validation import whole
 from ..errors import LinkError
 from ..parts.codecs.base import CodecState
+from ..settings.regions import MOST_REGIONS
 from .records import ROW, to_row
 
 _LONGEST_NAME = 1000
@@ -173,8 +174,8 @@ def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
     Raises:
         ValueError: they are not.
     """
-    found = tuple(itertools.islice(members, MOST_MEMBERS + 1))
-    if len(found) > MOST_MEMBERS or list(found) != sorted(set(found)):
+    found = tuple(itertools.islice(members, MOST_REGIONS + 1))
+    if len(found) > MOST_REGIONS or list(found) != sorted(set(found)):
         raise ValueError(f"{str(found)[:80]} are no members")
     return found
 

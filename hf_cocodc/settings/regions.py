@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..coordinator.validation import MOST_MEMBERS
 from ..errors import InputError, shown
 from .environment import (
     ENV_COORDINATOR,
@@ -26,6 +25,7 @@ from .rules import Settings, check_host, documented, require, setting, take_numb
 ENDINGS = ("auto", "finish", "stop", "continue")
 ON_LOSS = ("stop", "continue")
 WAIT_S = 3600.0
+MOST_REGIONS = 1024
 OF_ELASTIC_RUNS = ("min", "max", "wait_s", "grace_s")
 """Fields that have a meaning only where a run goes on without a lost region."""
 
@@ -111,7 +111,7 @@ class RegionConfig(Settings):
     def __post_init__(self) -> None:
         for name in ("count", "min", "max"):
             require(
-                self, name, lambda v: 1 <= v <= MOST_MEMBERS, f"must lie in 1 .. {MOST_MEMBERS}", "regions"
+                self, name, lambda v: 1 <= v <= MOST_REGIONS, f"must lie in 1 .. {MOST_REGIONS}", "regions"
             )
         take_number(self, "connections")
         require(
