@@ -238,7 +238,7 @@ def test_real_regions_that_come_and_go(tmp_path: Path, capsys: pytest.CaptureFix
     run.wait_until_members([0, 1], 0)
     run.start(2)
     run.wait_for_join(2)
-    run.ask_to_leave(1, "its machine is needed")
+    run.ask_to_leave(1)
     run.processes[1].join(TIMEOUT_S)
     run.results(0, 2)
     out = tmp_path / "out"
