@@ -97,7 +97,7 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143)])
 def test_a_signal_stops_all_regions_at_one_step_with_a_checkpoint(
     sent: signal.Signals, code: int, tmp_path: Path
 ) -> None:

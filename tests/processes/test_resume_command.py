@@ -121,7 +121,7 @@ def sends(folder: Path, region: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dilocox", "cocodc"])
+@pytest.mark.parametrize("method", ["cocodc"])
 def test_a_run_whose_processes_were_all_killed_is_resumed_exactly(
     method: str, train: Callable[[str, Path], str], tmp_path: Path
 ) -> None:

@@ -127,10 +127,10 @@ def test_a_report_that_cannot_be_written_is_refused_in_one_paragraph(
 
 @pytest.mark.slow
 def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: Path) -> None:
-    """18,000 steps, 8 regions, 24 fragments: a few megabytes, and pictures that are no solid bars."""
+    """18,000 steps, 4 regions, 24 fragments: a few megabytes, and pictures that are no solid bars."""
     import matplotlib.image
 
-    size = {"regions": 8, "fragments": 24, "steps": 18_000, "interval": 100, "overlap": 5}
+    size = {"regions": 4, "fragments": 24, "steps": 18_000, "interval": 100, "overlap": 5}
     paths = a_run(tmp_path / "run", **size, step_s=2.0, link_s=6.0, late=3)
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 0
