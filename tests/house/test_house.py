@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ FLOORS = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 NO_TORCH = {"settings", "recipes"}
 ALGORITHMS = {"parts", "methods", "newer"}
-DISTRIBUTED = {"torch.distributed", "accelerate", "transformers"}
+DISTRIBUTED = ("torch.distributed", "accelerate", "transformers")
 
 
 def place(module: Path) -> str:
@@ -40,11 +41,17 @@ def place(module: Path) -> str:
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports(module: Path) -> set[str]:
     """Absolute names of everything a file imports, wherever in the file."""
     package = ["hf_cocodc", *module.relative_to(PACKAGE).parts[:-1]]
     names: set[str] = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -62,24 +69,22 @@ def uses(module: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_modules_import_from_lower_floors_only(module: Path) -> None:
+def test_modules_import_from_lower_floors_only() -> None:
     """A module imports from its own folder and from lower floors; never from another place on its own floor."""
-    own = place(module)
-    for other in uses(module):
-        assert FLOOR_OF[other] < FLOOR_OF[own], (
-            f"{own} (floor {FLOOR_OF[own]}) imports {other} (floor {FLOOR_OF[other]})"
-        )
+    for module in MODULES:
+        own = FLOOR_OF[place(module)]
+        wrong = {f"{other} (floor {FLOOR_OF[other]})" for other in uses(module) if FLOOR_OF[other] >= own}
+        assert not wrong, f"{module} (floor {own}) imports them"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_algorithms_know_nothing_of_clusters(module: Path) -> None:
+def test_algorithms_know_nothing_of_clusters() -> None:
     """Parts and methods import neither torch.distributed nor accelerate nor transformers; settings not even torch."""
-    found = imports(module)
-    if place(module) in ALGORITHMS:
-        assert not {name for name in found if any(name.startswith(banned) for banned in DISTRIBUTED)}
-    if place(module) in NO_TORCH or module == PACKAGE / "parts" / "schedules.py":
-        assert not {name for name in found if name.split(".")[0] == "torch"}
+    for module in MODULES:
+        names = imports(module)
+        if place(module) in ALGORITHMS:
+            assert not {name for name in names if name.startswith(DISTRIBUTED)}, module
+        if place(module) in NO_TORCH or module == PACKAGE / "parts" / "schedules.py":
+            assert not {name for name in names if name.split(".")[0] == "torch"}, module
 
 
 def test_only_integrations_and_what_stands_on_them_import_transformers() -> None:
@@ -97,11 +102,12 @@ def test_the_emulation_is_used_by_the_command_line_alone() -> None:
 LONG = {"coordinator/rules.py": "all that a coordinator decides", "links/tcp.py": "one link, and its state"}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_files_stay_short(module: Path) -> None:
+def test_files_stay_short() -> None:
     """A module of more than 600 lines is one where somebody has asked, and found one concept."""
-    name = str(module.relative_to(PACKAGE))
-    assert len(module.read_text(encoding="utf-8").splitlines()) <= 600 or name in LONG
+    lines = {
+        str(module.relative_to(PACKAGE)): module.read_text(encoding="utf-8").count("\n") for module in MODULES
+    }
+    assert {name for name, count in lines.items() if count > 600} == LONG.keys()
 
 
 PICKLES = {
@@ -111,16 +117,16 @@ PICKLES = {
 """Where a pickle is read: this region's own, and with weights_only."""
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
-def test_nothing_unpickles_what_others_send(module: Path) -> None:
+def test_nothing_unpickles_what_others_send() -> None:
     """No module reads pickles but those that read a region's own."""
-    code, name = module.read_text(encoding="utf-8"), str(module.relative_to(PACKAGE))
-    calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)}
     readers = ("pickle.load", "pickle.loads", "torch.load", "dcp_to_torch_save")
     objects = ("broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list")
-    found = {call for call in calls if call in readers or call.rpartition(".")[2] in objects}
-    assert found == set(PICKLES.get(name, ()))
-    assert code.count("torch.load(") == code.count("weights_only=True")
+    for module in MODULES:
+        code = module.read_text(encoding="utf-8")
+        calls = {ast.unparse(node.func) for node in ast.walk(tree(module)) if isinstance(node, ast.Call)}
+        used = {call for call in calls if call in readers or call.rpartition(".")[2] in objects}
+        assert used == set(PICKLES.get(str(module.relative_to(PACKAGE)), ())), module
+        assert code.count("torch.load(") == code.count("weights_only=True"), module
 
 
 def test_public_names() -> None:
