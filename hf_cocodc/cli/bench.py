@@ -209,6 +209,7 @@ def _codec(options: argparse.Namespace) -> Iterator[Any]:
 
 
 def _link(options: argparse.Namespace) -> Iterator[Any]:
+    check("--regions", options.regions, 2, 100)
     ends = RegionConfig(  # makes the same checks as a run
         region=options.region,
         count=options.regions,
@@ -218,7 +219,6 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         secret_file=options.secret_file,
     )
     extras = ends.interface or ends.run or ends.secret_file
-    check("--regions", options.regions, 2, 100)
     if (ends.coordinator is None) != (ends.region is None) or (extras and not ends.coordinator):
         raise InputError(
             "--coordinator and --region need each other, and --interface, --run and --secret-file need both. Give --coordinator "

@@ -119,8 +119,15 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
         (["train", "diloco.yaml", "--set", "data.path=x"], "--set data.builtin=null"),
         (["train", "diloco.yaml", "--set", "model.name_or_path=x"], "--set model.config=null"),
         (
-            ["train", "diloco.yaml", "--set", "regions.count=10000000"],
-            "of 10000000 region(s) on this machine",
+            [
+                "train",
+                "diloco.yaml",
+                "--set",
+                "regions.count=1000",
+                "--set",
+                "model.config.intermediate_size=10000000",
+            ],
+            "of 1000 region(s) on this machine",
         ),
         (
             [
@@ -130,7 +137,10 @@ def test_an_unknown_option_prints_the_usage_of_its_command(
             "tokenizer.name_or_path='/nowhere/x': there is no such folder or file.",
         ),
         (["train", "diloco.yaml", "--run", ""], "regions.run='' must have 1 .. 100 characters"),
-        (["simulate", "diloco.yaml", "--regions", "10000000"], "of 10000000 region(s) on this machine"),
+        (
+            ["simulate", "diloco.yaml", "--regions", "10000000"],
+            "regions.count=10000000 must lie in 1 .. 1024",
+        ),
         (
             ["simulate", "diloco.yaml", "--step-s", "nan", "--rtt-ms", "0", "--rate-mbit", "1"],
             "--step-s nan",
