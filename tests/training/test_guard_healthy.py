@@ -1,7 +1,8 @@
 """The norm guard beside training that is well: it never fires, in any method. This decides that it is on by default.
 
 A small Llama learns text, in regions with texts of different kinds: code and prose. The learning rate warms up, and is ten times
-higher in all regions for a few steps; in some runs regions leave and join, or only LoRA adapters are trained.
+higher in all regions for a few steps; in some runs regions leave and join, or only LoRA adapters are trained. The other methods
+and faults are in the program `tests.benchmarks.guard`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def changing(method: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-@pytest.mark.parametrize("method", ["diloco", "streaming", "eager", "cocodc"])
+@pytest.mark.parametrize("method", ["diloco", "cocodc"])
 def test_never_fires(method: str) -> None:
     """Two and three regions, spike and decay, the whole model and adapters, 2 to 3 to 2 regions; nor does it come near."""
     for kind in ("spike x 20", "decay to 0", "adapters"):
@@ -105,25 +106,22 @@ def test_never_fires(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eager"])
-def test_a_fault_costs_little_or_stops_the_run(method: str) -> None:
+def test_a_fault_costs_little_or_stops_the_run() -> None:
     """One of three far out of the ordinary, or one of two with a history: 10 %. Else a stop, and never a ruined model."""
+    method = "eager"  # a region takes in its own part before others judge it
     by_words = {fault.words: fault for fault in FAULTS}
     sound = {count: run(method, count, 1) for count in (2, 3)}
-    for count, wrong in (
-        (2, [1]),
-        (3, [1, 2]),
-    ):  # also where a region takes in its own part before others judge it
+    for count, wrong in ((2, [1]), (3, [1, 2])):
         found = run(method, count, 1, by_words["outer gradient x 1e6, once"], YOUNG, wrong)
         assert found.stopped is None and found.loss < 1.1 * sound[count].loss, (
             count,
             outcome(found, sound[count]),
         )
-    for words in ("outer gradient x 40, always", "learning rate x 1000, always"):
-        for count, wrong, at in ((2, [1], OLD), (3, [1], YOUNG), (3, [1], OLD)):
-            found = run(method, count, 1, by_words[words], at, wrong)
-            assert found.stopped is None, (words, count, at)
-            assert found.loss < 1.1 * sound[count].loss, (words, count, at, outcome(found, sound[count]))
-        for count, wrong, at in ((2, [1], YOUNG), (3, [1, 2], YOUNG), (3, [1, 2], OLD)):
-            found = run(method, count, 1, by_words[words], at, wrong)
-            assert found.stopped is not None, (words, count, at, outcome(found, sound[count]))
+    words = "learning rate x 1000, always"
+    for count, wrong, at in ((2, [1], OLD), (3, [1], YOUNG), (3, [1], OLD)):
+        found = run(method, count, 1, by_words[words], at, wrong)
+        assert found.stopped is None, (words, count, at)
+        assert found.loss < 1.1 * sound[count].loss, (words, count, at, outcome(found, sound[count]))
+    for count, wrong, at in ((2, [1], YOUNG), (3, [1, 2], YOUNG), (3, [1, 2], OLD)):
+        found = run(method, count, 1, by_words[words], at, wrong)
+        assert found.stopped is not None, (words, count, at, outcome(found, sound[count]))
