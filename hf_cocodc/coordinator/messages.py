@@ -16,6 +16,8 @@ from ..errors import LinkError, short, shown
 from ..settings.regions import MOST_REGIONS
 from .validation import MOST, whole
 
+_MOST_GENERATIONS = 1_000_000_000
+"""Tickets follow from them, and must stay below `MOST`."""
 PROTOCOL = 14
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
@@ -167,6 +169,11 @@ class Back:
     members: tuple[Place, ...]
     terms: Terms
     compared: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        whole(self.generation, 0, _MOST_GENERATIONS)
+        for ticket in (self.member.ticket, *(place.member.ticket for place in self.members)):
+            whole(ticket, 0, MOST >> 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -532,7 +539,7 @@ def from_plain(plain: Any, kinds: Mapping[str, type] = KINDS) -> Any:
         given = dict(plain)
         kind = kinds[given.pop("kind")]
         return _value(kind, given)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise LinkError(
             f"{shown(plain)} is no message of a region of this version ({short(error)})"
         ) from None

@@ -123,6 +123,7 @@ class Seat:
     """A connected process of the run that trains: a member or a newcomer. Times are when something happened.
 
     Attributes:
+        since: it was seated.
         heard_at: anything came.
         beat, beat_at: its last sign of life.
         moved_at: its inner step changed.
@@ -131,6 +132,7 @@ class Seat:
 
     member: Member
     host: str
+    since: float
     heard_at: float
     beat: Beat = Beat()
     beat_at: float = 0.0
@@ -244,6 +246,11 @@ class Run:
         return next((who for who, seat in self.seats.items() if seat.member == member), None)
 
     @property
+    def there(self) -> set[Member]:
+        """All processes of the run, as far as this coordinator knows."""
+        return {*self.expected, *self.newcomers, *self.known}
+
+    @property
     def expected(self) -> tuple[Member, ...]:
         """Members, and newcomers that are announced: who may take part in a transfer now or soon."""
         coming = {change.member for change in self.announced if change.kind == "join"}
@@ -318,7 +325,7 @@ class _Work:
                 self.beat(seat, who, message)
             case Report():
                 self.report(who, replace(message, member=member))
-            case Paired(member=other):
+            case Paired(member=other) if other in state.there:
                 self.change(pairs=state.pairs | {(member, other)})
             case Ready() if member in state.newcomers:
                 newcomer = replace(state.newcomers[member], ready=True)
@@ -345,6 +352,8 @@ class _Work:
                 receiver = state.seat_of(to)
                 if receiver is not None:
                     self.send(receiver, Posted(sender=member, topic=topic, content=content))
+                elif to not in state.there:
+                    self.send(who, Gone(member=to))
             case Bye():
                 self.bye(who, member, message)
             case _:
@@ -370,6 +379,7 @@ class _Work:
         if not state.newcomers[newcomer].announced:
             self.change(hosts=_without(state.hosts, newcomer))
             self.tell(Gone(member=newcomer))
+            self.prune_pairs()
 
     def send_away(self, newcomer: Member, error: str, why: str) -> None:
         """Refuse a newcomer that was welcome."""
@@ -460,10 +470,16 @@ class _Work:
         self.change(
             applied=changes,
             announced=tuple(each for each in state.announced if each.number > changes),
-            members=members,
+            members=tuple(each for each in members if each not in left),
             newcomers=newcomers,
             hosts={each: host for each, host in state.hosts.items() if each not in left},
         )
+        self.prune_pairs()
+
+    def prune_pairs(self) -> None:
+        """Forget connections of processes that have gone."""
+        there = self.state.there
+        self.change(pairs=frozenset(pair for pair in self.state.pairs if there.issuperset(pair)))
 
     def suspects(self) -> None:
         """Tell members that wait for one that seems to be lost."""
@@ -564,14 +580,15 @@ class _Work:
             return
         missed = {each for report in reports.values() for each in report.lost}
         known = {each for report in reports.values() for each in report.members} | set(state.expected)
-        waited_s = self.now - state.asked_at
         for member in known - reports.keys():
-            connected = state.seat_of(member) is not None
-            if member in missed:
-                patience_s = MISSED_S if connected and member not in state.missed else 0.0
-            else:
-                patience_s = REPORT_S if connected else RETURN_S
-            if waited_s < patience_s:
+            at = state.seat_of(member)
+            if member in missed and (at is None or member in state.missed):
+                continue
+            if at is None:  # after a start of the coordinator it is away from a time to come on
+                patience_s, since = RETURN_S, state.away.get(member, 0.0)
+            else:  # one that has come back was asked then
+                patience_s, since = MISSED_S if member in missed else REPORT_S, state.seats[at].since
+            if self.now - max(state.asked_at, since) < patience_s:
                 return
         self.take(settle(reports.values()))
 
@@ -597,6 +614,7 @@ class _Work:
             missed={},
             asked_at=None,
         )
+        self.prune_pairs()
         self.tell(decided)
         if self.state.question is not None:
             self.answer(0)
@@ -687,7 +705,14 @@ class _Work:
             told=_without(state.told, who),
             seats={
                 **state.seats,
-                who: Seat(member=me, host=hello.host, heard_at=self.now, moved_at=self.now, op_at=self.now),
+                who: Seat(
+                    member=me,
+                    host=hello.host,
+                    since=self.now,
+                    heard_at=self.now,
+                    moved_at=self.now,
+                    op_at=self.now,
+                ),
             },
             newcomers={**state.newcomers, me: Newcomer()},
             hosts={**state.hosts, me: hello.host},
@@ -907,7 +932,12 @@ class _Work:
             hellos={who: hello for who, hello in state.hellos.items() if who not in here.values()},
             seats={
                 here[member.region]: Seat(
-                    member=member, host=hosts[member], heard_at=self.now, moved_at=self.now, op_at=self.now
+                    member=member,
+                    host=hosts[member],
+                    since=self.now,
+                    heard_at=self.now,
+                    moved_at=self.now,
+                    op_at=self.now,
                 )
                 for member in members
             },
@@ -969,6 +999,11 @@ class _Work:
                 recovers=True,
                 questions=state.questions,
             )
+        if (
+            back.member.ticket in state.lost
+        ):  # perhaps it has decided otherwise, with a coordinator that has gone
+            self.refuse(who, "LeftBehind", "the others have gone on without it")
+            return
         # another coordinator may have given out higher ones
         tickets = max(state.tickets, back.member.ticket, *(place.member.ticket for place in back.members))
         self.change(tickets=tickets)
@@ -977,7 +1012,14 @@ class _Work:
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
             return
-        seat = Seat(member=back.member, host=back.host, heard_at=self.now, moved_at=self.now, op_at=self.now)
+        seat = Seat(
+            member=back.member,
+            host=back.host,
+            since=self.now,
+            heard_at=self.now,
+            moved_at=self.now,
+            op_at=self.now,
+        )
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
         if state.recovers:
@@ -990,7 +1032,8 @@ class _Work:
         if state.asked_at is not None and back.is_member:
             self.send(who, Ask(number=state.losses))
         if not back.is_member and back.member not in state.newcomers and back.member not in state.members:
-            self.change(newcomers={**state.newcomers, back.member: Newcomer()})
+            newcomer = Newcomer(announced=back.member in state.expected)
+            self.change(newcomers={**state.newcomers, back.member: newcomer})
         self.show_newcomers()
 
     def show_newcomers(self) -> None:

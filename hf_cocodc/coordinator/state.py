@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from ..errors import InputError, LinkError, short
 from ..settings.regions import MOST_REGIONS
 from .messages import PROTOCOL, Bye, Change, Decided, Member, Place, Terms, from_plain, to_plain
-from .rules import VOID_S, Run
+from .rules import RETURN_S, VOID_S, Run
 
 _RETURN_S = 20.0
 """How long the members of a run that was read have to call: they notice within 15 s that the coordinator was away."""
@@ -247,4 +247,5 @@ def _revived(state: Run) -> Run:
 
 def with_time_to_return(state: Run, now: float) -> Run:
     """The state with more time for its members to call than a run has whose members have all gone."""
-    return replace(state, alone_since=now + _RETURN_S - VOID_S)
+    away = dict.fromkeys(state.expected, now + _RETURN_S - RETURN_S)
+    return replace(state, alone_since=now + _RETURN_S - VOID_S, away=away)

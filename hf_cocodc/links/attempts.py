@@ -2,11 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..coordinator.messages import Member
 from .rules import Begin, Call
 from .view import View
 
@@ -107,7 +106,3 @@ class InHand:
     pending: Pending
     view: View | None = None
     attempt: Attempt | None = None
-
-    @property
-    def parties(self) -> Collection[Member]:
-        return self.begin.parties

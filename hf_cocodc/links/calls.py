@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,25 +30,6 @@ _MOST_UNDER_WAY = 128
 """Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
 _AT_ONCE_S = 1e-3
 """Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
-
-
-class Call(Protocol):
-    """One call, made once.
-
-    Attributes:
-        bytes_sent: payload bytes that this region has sent for it so far.
-    """
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    def run(self) -> Any:
-        """Make the call.
-
-        Raises:
-            LinkError: it failed; the message names the call and the region.
-        """
-        ...
 
 
 class MeanMemory:

@@ -375,9 +375,12 @@ class TcpLink:
             return self.members
         call = self._gathered.done
         self._feed(rules.Landed(known, call.changes))
+        due = [each for each in self._part.announced if each.number <= self._part.due]
+        left = [each.member for each in due if each.kind == "leave"]
         admitted = self._feed(rules.Ticked())
         came = [each for each in self._part.roster if each.ticket in admitted]
-        stay = [each for each in call.parties if each in self._part.roster]
+        # also one that some know to be lost: all must find the same
+        stay = [each for each in call.parties if each not in left]
         present = tuple(sorted({*stay, *came}))
         self._has_moved = False
         self._sinks.write(partial(self._mark, present, admitted, held=True))
@@ -735,8 +738,7 @@ class TcpLink:
                 self._meet(place)
             case Gone(member=member):
                 self._gone.add(member)
-                if self._paired.get(member.region) == member:
-                    self.wire.drop(member.region)
+                self._unpair(member)
             case AskStop(number=number):
                 if self.agreement is not None:
                     self._client.send(Promise(number=number, step=self.agreement.promise()))
@@ -796,7 +798,7 @@ class TcpLink:
             blocked_s=now - min(blocked) if blocked else None,
             changes=part.changes,
             losses=part.losses,
-            members=part.members if part.standing is Standing.MEMBER else (),
+            members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
             landed_s=now - self.landed_at if self.beat.landed_at >= 0 else 0.0,
         )
 
@@ -845,7 +847,7 @@ class TcpLink:
         """What this process says to a coordinator that it calls again."""
         with self._changed:
             part = self._part
-            members = part.members if part.standing is Standing.MEMBER else part.roster
+            members = part.without_lost(part.roster)
             return Back(
                 run=self.run,
                 member=self.me,
@@ -907,7 +909,7 @@ class TcpLink:
 
     def _claim(self, other: Member) -> bool:
         """Whether a connection is wanted: either end may have begun again meanwhile."""
-        of_region = [each for each in self._hosts if each.region == other.region]  # the newest one last
+        of_region = [each for each in list(self._hosts) if each.region == other.region]  # the newest one last
         if self._closed or other not in of_region[-1:] or not self.is_there(other):
             return False
         self._paired[other.region] = other
@@ -923,13 +925,16 @@ class TcpLink:
 
         return lambda key: ByLetter(other, key, send, self._letters, self._timeout_s)
 
+    def _unpair(self, member: Member) -> None:
+        if self._paired.get(member.region) == member:
+            self.wire.drop(member.region)
+            del self._paired[member.region]
+
     # ---- who takes part, for journal and log -----------------------------------------------------------------------
 
     def _drop(self, member: Member, why: str) -> None:
         self._whys.setdefault(member, why)
-        if self._paired.get(member.region) == member:
-            self.wire.drop(member.region)
-            del self._paired[member.region]
+        self._unpair(member)
         if member in self._late:
             facts = {"epoch": self.epoch.number, "region": member.region}
             self.events.append(("late", {**facts, "why": self._whys[member]}))

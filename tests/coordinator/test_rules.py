@@ -3,9 +3,16 @@ from dataclasses import replace
 from hf_cocodc.coordinator.messages import (
     Back,
     Beat,
+    Gone,
     Hello,
+    Leave,
+    Member,
+    Paired,
     Place,
+    Post,
+    Ready,
     Refuse,
+    Report,
     Resumed,
     Suspect,
     Terms,
@@ -13,6 +20,7 @@ from hf_cocodc.coordinator.messages import (
     Welcome,
 )
 from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Event, Run, Send, Tick, step
+from hf_cocodc.coordinator.state import with_time_to_return
 
 
 def hello(region: int, elastic: bool = False, join: bool = False, count: int = 2) -> Hello:
@@ -143,6 +151,108 @@ def test_a_newcomer_that_came_before_all_members_died_makes_room_for_the_new_run
         and not welcome.joins
         and gone not in [each.member for each in welcome.members]
     )
+
+
+def newcomer(world: World, who: int, region: int = 2) -> Member:
+    """A newcomer that is announced: it is ready, and connected to all."""
+    world.do(Came(who, replace(hello(region, elastic=True, join=True, count=2), token=f"token{who}")))
+    welcome = world.last(who)
+    assert isinstance(welcome, Welcome) and welcome.joins
+    for other, each in list(world.state.seats.items()):
+        if other != who:
+            world.do(Came(who, Paired(member=each.member)))
+            world.do(Came(other, Paired(member=welcome.me)))
+    world.do(Came(who, Ready()))
+    assert world.state.announced[-1].member == welcome.me
+    return welcome.me
+
+
+def of_three() -> World:
+    world = World()
+    world.meet(elastic=True)
+    world.state = replace(world.state, terms=replace(world.state.terms, most=3))
+    return world
+
+
+def test_an_announced_newcomer_that_calls_again_is_still_announced() -> None:
+    """The members may count it already: that it has gone is a loss, and nothing that they hear without a decision."""
+    world = of_three()
+    me = newcomer(world, 3)
+    world.do(Ended(3))
+    world.do(Came(4, replace(world.back(3), is_member=False)))
+    world.do(Ended(4))
+    assert not any(isinstance(each, Gone) for who in (1, 2) for each in world.sent[who])
+    assert me in world.state.expected
+
+
+def test_who_has_left_is_no_member_by_its_own_last_sign_of_life() -> None:
+    world = of_three()
+    world.do(Came(2, Leave()))
+    members = world.state.members
+    world.do(Came(2, Beat(changes=1, members=members)))  # it has made the step, and counts itself
+    assert world.state.members == members[:1] and world.state.applied == 1
+    world.do(Ended(2))
+    newcomer(world, 3)
+
+
+def test_who_writes_to_one_that_has_left_hears_that_it_has_gone() -> None:
+    """A newcomer asks another member for its base then, and not this one until regions.start_timeout_s."""
+    world = of_three()
+    gone = world.state.members[1]
+    world.do(Came(2, Leave()))
+    world.do(Came(1, Beat(changes=1, members=world.state.members[:1])))
+    world.do(Ended(2))
+    world.do(Came(1, Post(to=gone, topic="base", content={})))
+    assert world.last(1) == Gone(member=gone)
+
+
+def test_a_region_that_was_lost_is_no_member_when_it_calls_again() -> None:
+    """Its own decisions may be those of a coordinator that has lost its memory."""
+    world = of_three()
+    world.state = replace(world.state, lost=frozenset([world.state.members[1].ticket]))
+    world.do(Ended(2))
+    world.do(Came(4, world.back(2)))
+    assert isinstance(world.last(4), Refuse) and world.last(4).error == "LeftBehind"
+    assert 4 not in world.state.seats
+
+
+def test_connections_of_processes_that_nobody_knows_are_not_kept() -> None:
+    world = of_three()
+    for ticket in range(1000):
+        world.do(Came(1, Paired(member=Member(2, 100 + ticket))))
+    assert not world.state.pairs
+    newcomer(world, 3)
+    assert world.state.pairs
+    world.state = replace(world.state, announced=(), newcomers={})
+    world.do(Came(2, Leave()))
+    world.do(Came(1, Beat(changes=2, members=world.state.members[:1])))
+    assert not world.state.pairs
+
+
+def test_members_have_time_to_find_a_coordinator_that_was_started_again() -> None:
+    """One of them may notice it 15 s later than another one, which reports a loss at once."""
+    world = World()
+    for who, region in ((1, 0), (2, 1), (3, 2)):
+        world.do(Came(who, hello(region, elastic=True, count=3)))
+    backs = {who: world.back(who) for who in (1, 2, 3)}
+    lost = backs[3].member
+    world.state = with_time_to_return(replace(world.state, seats={}, away={}), world.now)
+    world.do(Came(4, backs[1]))
+    report = Report(
+        number=0,
+        member=backs[1].member,
+        first=1,
+        done=0,
+        has=False,
+        lost=(lost,),
+        members=world.state.members,
+    )
+    world.do(Came(4, report))
+    world.later(14.0)
+    assert world.state.losses == 0
+    world.do(Came(5, backs[2]))
+    world.do(Came(5, replace(report, member=backs[2].member, lost=())))
+    assert world.state.losses == 1 and world.state.members == (backs[1].member, backs[2].member)
 
 
 def test_a_member_that_goes_in_the_middle_of_a_transfer_is_suspected() -> None:

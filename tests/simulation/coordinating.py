@@ -7,12 +7,13 @@ from typing import Any
 
 from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import Refuse
-from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Persist, Run, Send, Tick, durable
+from hf_cocodc.coordinator.rules import Came, Ended, Persist, Run, Send, Tick, durable
+from hf_cocodc.coordinator.state import with_time_to_return
 
 from .network import Actor, Connection, Network
 
 COORDINATOR = "coordinator"
-_TICK_S, _RETURN_S, _FAREWELL_S = 0.5, 10.0, 1.0
+_TICK_S, _FAREWELL_S = 0.5, 1.0
 _KEPT = (
     *("name", "run", "generation", "terms", "compared", "members", "hosts", "losses", "lost", "decisions"),
     *("changes", "applied", "announced", "tickets", "ended", "recovers", "known"),
@@ -50,8 +51,8 @@ class Coordinator(Actor):
         for name, state in ({} if file is None else file).items():
             if state.ended is None:
                 state = replace(state, generation=state.generation + 1)
-            alone_since = self.time + _RETURN_S - VOID_S
-            self.runs[name] = replace(state, assumed_lost=self._lost, alone_since=alone_since)
+            state = with_time_to_return(state, self.time)
+            self.runs[name] = replace(state, assumed_lost=self._lost)
         self._tick()
 
     @property

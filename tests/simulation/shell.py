@@ -369,8 +369,7 @@ class Shell(Actor):
                 announced=part.announced,
                 decisions=tuple(self._decisions),
                 members=tuple(
-                    Place(each, self.hosts.get(each, ""))
-                    for each in (part.members if is_member else part.roster)
+                    Place(each, self.hosts.get(each, "")) for each in part.without_lost(part.roster)
                 ),
                 terms=self.terms,
                 compared={},
@@ -403,7 +402,7 @@ class Shell(Actor):
             blocked_s=self.blocked_s,
             changes=part.changes,
             losses=part.losses,
-            members=part.members if part.standing is Standing.MEMBER else (),
+            members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
         )
         same = replace(beat, step=0, op=0) == replace(self._last_beat, step=0, op=0)
         if waits or not same or now - self._beat_at >= KEEP_S:
