@@ -20,8 +20,9 @@ STEPS = 100
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("how", ["command", "signal"])
-@pytest.mark.parametrize("method", ["diloco, 10 steps", "streaming, 10 steps"])
+@pytest.mark.parametrize(
+    ("method", "how"), [("diloco, 10 steps", "command"), ("streaming, 10 steps", "signal")]
+)
 def test_a_region_that_leaves_in_the_last_round(method: str, how: str, tmp_path: Path) -> None:
     """Before its leave counts, it may have come to the end with the others: then it has finished, as they have."""
     body = partial(loop, when_one_ends="continue", hears_signals=True)
