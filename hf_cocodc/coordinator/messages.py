@@ -173,7 +173,7 @@ class Back:
     def __post_init__(self) -> None:
         whole(self.generation, 0, _MOST_GENERATIONS)
         for ticket in (self.member.ticket, *(place.member.ticket for place in self.members)):
-            whole(ticket, 0, MOST >> 1)
+            whole(ticket, -1, MOST >> 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hf_cocodc.coordinator import messages, rules
 from hf_cocodc.coordinator.messages import (
     KINDS,
+    Back,
     Decided,
     Decision,
     Hello,
@@ -69,6 +70,10 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
     if kind is Terms:
         hints |= dict.fromkeys(("count", "most"), _Few)
+    if kind is Back:
+        hints |= {"generation": _Few}
+    if kind is Member:
+        return st.builds(Member, values(int), st.sampled_from([0, 1, 2, 3, -1, 7, (1 << 52) - 1]))
     if issubclass(kind, tuple):
         return st.builds(kind, *(values(each) for each in hints.values()))
     return st.builds(kind, **{name: values(each) for name, each in hints.items()})
