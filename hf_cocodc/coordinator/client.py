@@ -123,8 +123,13 @@ class Client:
         for end in (self._wake, self._woken):
             end.setblocking(False)
         self.is_connected = False
-        self._is_away = False  # whether a warning says so
+        self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
+
+    @property
+    def answers(self) -> bool:
+        """Whether the coordinator is connected and decides: one that has lost its memory of the run does not yet."""
+        return self.is_connected and not self._is_away
 
     def meet(
         self,

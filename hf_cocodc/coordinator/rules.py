@@ -145,7 +145,6 @@ class Newcomer:
     """A process that is to come in.
 
     Attributes:
-        paired: processes that say that they are connected to it, or it to them: pairs (who says so, other end).
         ready: whether it is less than one interval behind.
         announced: whether its coming in is announced.
         losses: decisions on losses that it knew when this coordinator knew none.
@@ -705,14 +704,7 @@ class _Work:
             told=_without(state.told, who),
             seats={
                 **state.seats,
-                who: Seat(
-                    member=me,
-                    host=hello.host,
-                    since=self.now,
-                    heard_at=self.now,
-                    moved_at=self.now,
-                    op_at=self.now,
-                ),
+                who: self.seat(me, hello.host),
             },
             newcomers={**state.newcomers, me: Newcomer()},
             hosts={**state.hosts, me: hello.host},
@@ -816,7 +808,7 @@ class _Work:
         if state.trains and state.terms.elastic and hello.terms.elastic and not self.is_void():
             self.welcome_newcomer(who, hello)
         elif hello.join:
-            if state.ended is not None and state.ended.how != "failed":
+            if state.ended is not None:
                 where = f" Its model lies at {state.ended.place}." if state.ended.place else ""
                 self.refuse(
                     who,
@@ -904,7 +896,7 @@ class _Work:
     def why_anew(self) -> str:
         """What regions should know that wait for each other where a run has ended; a supervisor may have started one again."""
         ended = self.state.ended
-        if ended is None or ended.how == "failed":
+        if ended is None:
             return ""
         return (
             f"Run {self.state.name!r} has ended at step {ended.step} ({ended.how}); another one begins here once all regions "
@@ -930,17 +922,7 @@ class _Work:
             tickets=state.tickets + len(members),
             questions=state.questions,
             hellos={who: hello for who, hello in state.hellos.items() if who not in here.values()},
-            seats={
-                here[member.region]: Seat(
-                    member=member,
-                    host=hosts[member],
-                    since=self.now,
-                    heard_at=self.now,
-                    moved_at=self.now,
-                    op_at=self.now,
-                )
-                for member in members
-            },
+            seats={here[member.region]: self.seat(member, hosts[member]) for member in members},
         )
         compared = tuple(dict(hello.compared) for hello in hellos.values())
         for member in members:
@@ -971,11 +953,9 @@ class _Work:
             )
             return
         changes = max((each.number for each in back.announced), default=back.changes)
-        # another coordinator has served this run since
-        is_stale = (
-            back.generation > state.generation or _decisions(back) > state.losses or changes > state.changes
-        )
-        if not state.run or (is_stale and not state.recovers):
+        # then another coordinator has served this run
+        newer = back.generation > state.generation, _decisions(back) > state.losses, changes > state.changes
+        if not state.run or (any(newer) and not state.recovers):
             for member, newcomer in state.newcomers.items():
                 if not newcomer.announced:  # its ticket may be another one's, too
                     self.send_away(
@@ -999,9 +979,8 @@ class _Work:
                 recovers=True,
                 questions=state.questions,
             )
-        if (
-            back.member.ticket in state.lost
-        ):  # perhaps it has decided otherwise, with a coordinator that has gone
+        if back.member.ticket in state.lost:
+            # it may have decided otherwise, with a coordinator that has gone
             self.refuse(who, "LeftBehind", "the others have gone on without it")
             return
         # another coordinator may have given out higher ones
@@ -1012,14 +991,7 @@ class _Work:
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
             return
-        seat = Seat(
-            member=back.member,
-            host=back.host,
-            since=self.now,
-            heard_at=self.now,
-            moved_at=self.now,
-            op_at=self.now,
-        )
+        seat = self.seat(back.member, back.host)
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
         if state.recovers:
@@ -1114,6 +1086,11 @@ class _Work:
                     self.send(who, Ask(number=state.losses))
 
     # -- helpers
+
+    def seat(self, member: Member, host: str) -> Seat:
+        """The seat of a process that has connected now."""
+        now = self.now
+        return Seat(member=member, host=host, since=now, heard_at=now, moved_at=now, op_at=now)
 
     def change(self, **news: Any) -> None:
         self.state = replace(self.state, **news)

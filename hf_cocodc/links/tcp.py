@@ -44,6 +44,7 @@ from ..coordinator.messages import (
     ToRegion,
     Welcome,
 )
+from ..coordinator.rules import KEPT_DECISIONS
 from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
 from ..parts.codecs.base import CodecState
 from ..tensors.pools import Pool
@@ -67,7 +68,6 @@ _CALLS, _LOSSES = 1 << 20, 16
 """Numbers of calls, and of losses, after which tags begin again: long before that, their operations have ended."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
-_DECISIONS = 16
 """So many decisions on losses are kept for a coordinator that has lost its memory."""
 
 
@@ -154,7 +154,7 @@ class TcpLink:
             changes=changes,
             losses=welcome.losses,
         )
-        self._decisions: deque[Decided] = deque(maxlen=_DECISIONS)
+        self._decisions: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
         self._skipped = welcome.changes if welcome.joins else 0
         self._pending: deque[Pending] = deque()
         self._ready: deque[Pending] = deque()
@@ -472,9 +472,9 @@ class TcpLink:
         self._client.send(message)
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the coordinator is reached now."""
-        return self._client.is_connected
+    def has_coordinator(self) -> bool:
+        """Whether the coordinator is there, and decides."""
+        return self._client.answers
 
     @property
     def failure(self) -> BaseException | None:
@@ -804,14 +804,14 @@ class TcpLink:
 
     def _watch(self, now: float) -> None:
         """Say from time to time for whom this region waits. A fixed run needs no coordinator to give up in the end."""
-        if not self._part.frozen or self.is_connected:
+        if not self._part.frozen or self.has_coordinator:
             self._frozen_at = now
         elif now - self._frozen_at > self.wait_s:
             self._fail_all(
                 LinkError(
                     f"region {self.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
-                    f"{now - self._frozen_at:.0f} s (regions.wait_s={self.wait_s:g}). Start it again, then all regions with "
-                    "--resume."
+                    f"{now - self._frozen_at:.0f} s (regions.wait_s={self.wait_s:g}). Start it again (look at hf-cocodc status: "
+                    "one without its memory waits for all members), then all regions with --resume."
                 )
             )
             return
@@ -824,7 +824,7 @@ class TcpLink:
             self._warned_at = now
             away = (
                 ""
-                if self.is_connected
+                if self.has_coordinator
                 else " The coordinator does not answer either: it must decide who is lost."
             )
             logger.warning(
@@ -836,7 +836,12 @@ class TcpLink:
                 away,
             )
         missed = [each for each in hand.begin.parties if each.region == region]
-        if not self.is_elastic and not self.is_connected and waited_s > self.terms.stuck_timeout_s and missed:
+        if (
+            not self.is_elastic
+            and not self.has_coordinator
+            and waited_s > self.terms.stuck_timeout_s
+            and missed
+        ):
             why = (
                 f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {waits.what}, and the "
                 "coordinator does not answer. Look at both machines, then start all regions again with --resume."

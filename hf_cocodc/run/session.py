@@ -334,7 +334,7 @@ class RegionSession:
     @property
     def is_cut_off(self) -> bool:
         """Whether this region has asked to leave, and the coordinator has not been there for too long to answer."""
-        if self.link.is_connected or not self._asks_to_leave:
+        if self.link.has_coordinator or not self._asks_to_leave:
             self._answers_at = time.monotonic()
         return time.monotonic() - self._answers_at > _LEAVE_WAIT_S
 

@@ -88,13 +88,13 @@ class Regions:
     """
 
     def __init__(self, count: int, elastic: bool = True) -> None:
-        self._served = serve_in_thread()
+        self.served = serve_in_thread()
         self._terms = Terms(count=count, elastic=elastic, most=count + 2, timeout_s=SILENT_S)
         self.links = at_once(*(partial(self.link, region) for region in range(count)))
 
     def link(self, region: int, join: bool = False) -> TcpLink:
         """A process that has met the others; or a newcomer."""
-        client = Client(self._served.address, "run", period_s=0.1)
+        client = Client(self.served.address, "run", period_s=0.1)
         hello = Hello(
             region=region,
             join=join,
@@ -121,13 +121,13 @@ class Regions:
             return result
 
         found = at_once(*(partial(live, link) for link in self.links))
-        self._served.close()
+        self.served.close()
         return {link.region: each for link, each in zip(self.links, found, strict=True)}
 
     def end_coordinator(self) -> None:
-        self._served.close()
+        self.served.close()
 
     def end(self) -> None:
         """Let every thread end."""
         at_once(*(partial(link.close, "the test is over") for link in self.links))
-        self._served.close()
+        self.served.close()

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hf_cocodc.coordinator.messages import Refuse
+from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import rules
 from hf_cocodc.links.tcp import TcpLink
@@ -78,15 +79,21 @@ def test_a_fixed_run_needs_no_coordinator_that_refuses_it(caplog: pytest.LogCapt
     assert "trains on without the coordinator" in caplog.text
 
 
-def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away() -> None:
-    """After `regions.wait_s` the region ends with an error that says so."""
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back: bool) -> None:
+    """After `regions.wait_s` the region ends with an error that says so. One without its memory waits for a member in vain."""
     regions = Regions(2)
     link = regions.links[0]
     link.wait_s = 0.0
+    regions.links[1]._client.close()
     regions.end_coordinator()
     until = time.monotonic() + 20
-    while link.is_connected and time.monotonic() < until:
+    while link.has_coordinator and time.monotonic() < until:
         time.sleep(0.05)
+    served = serve_in_thread(port=regions.served.port) if comes_back else None
+    while comes_back and not link._client.is_connected and time.monotonic() < until:
+        time.sleep(0.05)
+    assert link._client.is_connected is comes_back
     link._feed(rules.Asked(0))
     while link.failure is None and time.monotonic() < until:
         link._sign()
@@ -94,3 +101,5 @@ def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away() -> None:
     with pytest.raises(LinkError, match="the coordinator has not answered for .*regions.wait_s"):
         link.gather(NOTHING_TO_SAY, "anything")
     regions.end()
+    if served is not None:
+        served.close()
