@@ -113,7 +113,8 @@ class LockstepHub:
         for thread in threads:
             thread.start()
         self._turns[0].release()
-        self._over.wait()
+        while not self._over.wait(timeout=1.0):
+            pass  # a wait without end would sleep through a Ctrl-C that comes in the moment before it begins
         for thread in threads:
             thread.join()
         set_process_state(state)

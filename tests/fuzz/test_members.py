@@ -30,6 +30,7 @@ from hf_cocodc.coordinator.messages import (
     to_plain,
 )
 from hf_cocodc.coordinator.rules import Came, Ended, Run, Send, Tick
+from hf_cocodc.coordinator.validation import MOST
 from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.links import rules as links
 from hf_cocodc.links.rules import Call, Part, Standing
@@ -52,7 +53,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if kind is Any or kind is dict or get_origin(kind) is dict:
         return st.dictionaries(st.sampled_from(NAMES), PLAIN, max_size=2)
     if kind is Member:
-        return st.sampled_from([ME, OTHER, NEW]) | st.builds(Member, values(int), values(int))
+        tickets = st.sampled_from([0, 1, 2, 3, -1, 7, MOST >> 1])
+        return st.sampled_from([ME, OTHER, NEW]) | st.builds(Member, values(int), tickets)
     if kind is _Few:
         return st.integers(1, 3)
     if kind is int:
@@ -72,8 +74,6 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         hints |= dict.fromkeys(("count", "most"), _Few)
     if kind is Back:
         hints |= {"generation": _Few}
-    if kind is Member:
-        return st.builds(Member, values(int), st.sampled_from([0, 1, 2, 3, -1, 7, (1 << 52) - 1]))
     if issubclass(kind, tuple):
         return st.builds(kind, *(values(each) for each in hints.values()))
     return st.builds(kind, **{name: values(each) for name, each in hints.items()})
