@@ -458,8 +458,14 @@ class _Work:
             op_at=now if beat.op != seat.beat.op else seat.op_at,
         )
         self.change(seats={**state.seats, who: seat})
-        if beat.members and beat.losses == state.losses and beat.changes > state.applied:
+        if not beat.members or beat.losses != state.losses:
+            return
+        if beat.changes > state.applied:
             self.applied(beat.changes, beat.members)
+        elif beat.changes == state.applied and not {*state.members} <= {*beat.members}:
+            # the decision of a loss names the members of a transfer, and one of them may have left since
+            self.change(members=tuple(each for each in state.members if each in beat.members))
+            self.prune_pairs()
 
     def applied(self, changes: int, members: tuple[Member, ...]) -> None:
         """Members have applied changes: who has come in is a member now, and who has left is none."""

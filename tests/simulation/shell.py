@@ -451,7 +451,9 @@ class Shell(Actor):
                     self.send(Paired(member=member))
                 if self.leaves:
                     self.send(Leave())
-            case Here(place=place) if place.member not in (self.me, self.paired.get(place.member.region)):
+            case Here(place=place) if self.paired.get(place.member.region) == place.member:
+                self.send(Paired(member=place.member))
+            case Here(place=place) if place.member != self.me:
                 self.hosts.pop(place.member, None)
                 self.hosts[place.member] = place.host
                 earlier = self.paired.get(place.member.region)

@@ -76,6 +76,29 @@ PLANS: dict[str, Plan] = {
     "two coordinators at once": Plan(
         seed=0, steps=30, has_file=False, faults=(Fault(4.0, "second_coordinator", seconds=24.0), Fault(14.0, "kill", 1))
     ),
+    "a member is paired with a newcomer that a coordinator without its file does not know": Plan(
+        seed=3002615,
+        steps=60,
+        interval=2,
+        step_s=2.5,
+        faults=(
+            Fault(2.01, "start", 5, way=1),
+            Fault(6.13, "kill_coordinator", 0, 2, seconds=4.69),
+            Fault(9.7, "cut", 1, seconds=5.93, way=2),
+        ),
+    ),
+    "the decision of a loss names a region that has left meanwhile": Plan(
+        seed=3010738,
+        steps=60,
+        interval=2,
+        fragments=2,
+        step_s=2.5,
+        faults=(
+            Fault(0.96, "leave", 0),
+            Fault(11.11, "cut", 1, seconds=10.71),
+            Fault(16.26, "cut", 1, 2, seconds=7.66, way=1),
+        ),
+    ),
     "two coordinators, and the file of one is older than the tickets of the other": Plan(
         seed=1102887,
         regions=2,
