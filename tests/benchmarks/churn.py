@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import shutil
 import signal
@@ -40,6 +41,8 @@ BOUND_S = 90.0
 """After the last mishap everything has ended within so many seconds."""
 STANDS_S = 3.0
 """Where no region makes a step for so long, the next mishap comes: it may be what the others wait for."""
+HEARD_S = 8.0
+"""A coordinator that is back has heard every member after so many seconds."""
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4", "fp4", "topk", "lowrank")
 
 
@@ -87,6 +90,7 @@ class Churn:
         self._lives: list[Life] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self._is_there, self._loses, self._stops = True, False, False
+        self._heard_at = 0.0
         self._anchor = self._rng.randrange(
             self._count
         )  # it is never killed, and does not leave: the run goes on
@@ -157,7 +161,8 @@ class Churn:
 
     def _kill(self) -> None:
         life = self._victim()
-        if life is not None:
+        # one that dies before a coordinator without its file has heard it needs an operator, who assumes it lost
+        if life is not None and time.monotonic() >= self._heard_at:
             one = len(life.processes) > 1 and self._rng.random() < 0.3
             self._note("kills one rank of" if one else "kills", life)
             life.done.add("kill one rank" if one else "kill")
@@ -206,11 +211,14 @@ class Churn:
             if assume_lost is not None:
                 self._note(f"it forgets; assumed lost: {assume_lost}")
                 self.coordinator.state.unlink(missing_ok=True)
+                self._heard_at = math.inf
 
             def back() -> None:
                 self._note("starts the coordinator")
                 self.coordinator.begin(assume_lost or ())
                 self._is_there = True
+                if assume_lost is not None:
+                    self._heard_at = time.monotonic() + HEARD_S
 
             self._later(self._rng.choice((0.0, 0.5, 3.0)), back)
 
