@@ -68,7 +68,6 @@ _CALLS, _LOSSES = 1 << 20, 16
 """Numbers of calls, and of losses, after which tags begin again: long before that, their operations have ended."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
-"""So many decisions on losses are kept for a coordinator that has lost its memory."""
 
 
 class TcpLink:
