@@ -65,9 +65,12 @@ class Checks:
         if code == -signal.SIGTERM and "term" in life.done:
             return ""
         if code == 0 and end is not None:
-            left = error == "RunLeft" and life.done & {"leave", "term"}
+            asked = bool(life.done & {"leave", "term"})
+            left = error == "RunLeft" and asked
             late = error == "RunOver"
-            return "" if left or late or (not error and end.step == self._setting.steps) else said
+            # a leave too near the end does not count: the region trains no more, and finishes with the others
+            finished = not error and (end.step == self._setting.steps or asked)
+            return "" if left or late or finished else said
         if code == 3 and error == "RunStopped" and end is not None:
             is_meant = stops or "regions.wait_s" in end.text or "leaves" in end.text
             return "" if is_meant else said
