@@ -71,6 +71,7 @@ MISSED_S = 2.0
 PROMISE_S = 10.0
 """How long a question for promises waits for all of them."""
 KEPT_DECISIONS = 16
+ANOTHER = "another process of this region has been started"
 _TICKETS = 1_000_000
 """A coordinator without its memory gives out tickets from its generation times this number on."""
 
@@ -666,7 +667,7 @@ class _Work:
         held = next((each for each in state.expected if each.region == hello.region), None)
         rival = next((each for each in state.newcomers if each.region == hello.region), None)
         if held is not None and state.seat_of(held) is None:
-            why = "another process of this region has been started"
+            why = ANOTHER
             # a member may only be on its way back to a coordinator that was started a moment ago
             has_gone = self.now - state.away.get(held, self.now) >= RETURN_S
             if has_gone and held in state.members and held not in state.missed:
@@ -997,6 +998,15 @@ class _Work:
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
             return
+        # one may have been let in while this coordinator had not heard of the other
+        rivals = [each for each in state.newcomers if each.region == back.member.region]
+        for rival in [] if back.is_member else rivals:
+            if rival.ticket > back.member.ticket:
+                self.refuse(who, "LeftBehind", ANOTHER)
+                return
+            if rival != back.member:
+                self.send_away(rival, "LeftBehind", ANOTHER)
+        state = self.state
         seat = self.seat(back.member, back.host)
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})

@@ -169,3 +169,13 @@ def test_fixed_run_needs_no_coordinator() -> None:
     world.run()
     assert {each.how for each in world.processes} == {"finished"}
     assert world.network.now < 60.0
+
+
+def test_of_two_newcomers_of_a_region_one_comes_in() -> None:
+    """The second came while its coordinator, which had just come back, had not heard of the first yet (seed 20014649)."""
+    start = Fault(10.04, "start", 4, way=1)
+    faults = (start, Fault(10.29, "kill_coordinator", seconds=10.57), start._replace(at=13.3))
+    for seed in {20014649, *range(SEEDS)}:
+        world = World(Plan(seed=seed, regions=2, steps=60, step_s=2.5, interval=2, faults=faults))
+        world.run()
+        assert sorted(each.how or "" for each in world.processes) == ["failed", *["finished"] * 3]
