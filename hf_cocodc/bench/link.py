@@ -197,7 +197,7 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
         client.meet(hello, TIMEOUT_S)
     except BaseException:
         client.close()
-        wire.close(broken=False)
+        wire.close()
         raise
     return TcpLink(client, hello.terms, wire, compared, timeout_s=TIMEOUT_S)
 

@@ -6,9 +6,7 @@ A link's thread runs them. They ask nothing of the link but memory for means: a 
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -20,10 +18,9 @@ from ..tensors.norms import square
 from ..tensors.pools import HOST, Pool
 from .base import Arrival, Parcel, drive
 from .exchange import Exchange
-from .pairs import Pending
 from .records import Record, from_row, to_row
 from .trailer import Trailer, checked
-from .view import View
+from .view import Pending, View
 
 _PIECE_BYTES = 1 << 20
 _MOST_UNDER_WAY = 128
@@ -112,14 +109,9 @@ class MeanCall:
             nonlocal trailers, verdict, reply
             said = Exchange(view, message, self._memory.buffers, what)
             self._said = [said]
-            # a late region would get all pieces at once, faster than the limit
-            waits_first = view.is_limited and not trailers
-            if waits_first:
-                said.begin(partial(wait, swap.sends))
-            else:
-                said.begin()
+            said.begin()
             if not trailers:
-                wait(swap.receives if waits_first else swap.pending)
+                wait(swap.pending)
                 trailers = self._received(swap.values)
                 verdict = self._parcel.judge(trailers)
             reply = said.end(verdict.weights, verdict.divisor)
@@ -175,11 +167,6 @@ class BroadcastCall:
         sends = view.region == self._source
         others = view.others if sends else [self._source]
         tag, pending = view.tag(), deque[Pending]()
-        swap = view.begin_swap(torch.zeros(1), what)
-        if sends and view.is_limited:  # see MeanCall
-            view.wait(swap.sends, what, may_be_late=True)
-        else:
-            pending.extend(swap.sends)
         for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
             for other in others:
                 if len(pending) >= _MOST_UNDER_WAY * len(others):
@@ -187,7 +174,7 @@ class BroadcastCall:
                 start = view.send if sends else view.receive
                 pending.append(start(other, piece, tag, index, what))
                 self.bytes_sent += piece.numel() if sends else 0
-        view.wait([*pending, *swap.receives], what, may_be_late=True)
+        view.wait(pending, what, may_be_late=True)
         return self._raw
 
 

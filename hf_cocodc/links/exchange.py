@@ -5,7 +5,7 @@ depends on the ring. A direct exchange takes two round trips at most. It sums in
 those of every other link (`codecs.base.mean_of`). And it knows which region does not answer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 from ..errors import RegionLostError, short
 from ..parts.codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
 from ..tensors.pools import Pool
-from .pairs import Pending
-from .view import View
+from .view import Pending, View
 
 LARGEST = 1 << 20
 SMALLEST = 1 << 13
@@ -44,19 +43,14 @@ class Exchange:
         self._sent: list[Pending] = []
         self.bytes_sent = 0
 
-    def begin(self, before_sending: Callable[[], object] = lambda: None) -> None:
-        """Start all receives, then encode and send piece by piece: one piece travels while the next one is encoded.
-
-        Receives come first, because gloo sends nothing before the receiver has asked for it. The requests then travel
-        while this region encodes, or waits in `before_sending`.
-        """
+    def begin(self) -> None:
+        """Start all receives, then encode and send piece by piece: one piece travels while the next one is encoded."""
         view, region = self._view, self._view.region
         scatter, gather = view.tag(), view.tag()
         self._gather_tag = gather
         self._inbox = {other: self._expect(other, region, scatter) for other in view.others}
         if not self._whole:
             self._means = {other: self._expect(other, other, gather) for other in view.others}
-        before_sending()
         if self._whole:
             self._own[region] = []
             for index, piece in enumerate(self._pieces[region]):

@@ -1,26 +1,29 @@
-"""Pairs of regions: the TCP connections to one other region, each a gloo group of two.
+"""Pairs of regions: the TCP connections to one other region. Each pair fails alone.
 
-If an operation fails or times out, gloo closes all connections of its group. A group of two therefore fails alone. It can be
-dropped, and connected again, while the connections to other regions work on. It has no thread of its own.
+Both regions say over the coordinator where they listen, and both try to reach the other one: one way is enough.
 """
 
-import ctypes
+import hashlib
+import json
 import math
+import queue
+import secrets
+import socket
 import threading
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch.distributed as dist
-from torch import Tensor
+from typing import TypeVar
 
 from ..coordinator.cipher import Cipher
-from ..coordinator.proof import Proof
+from ..coordinator.proof import Proof, Refused
 from ..coordinator.secret import Keys
+from ..errors import LinkError, short
 from ..threads import NativeThread
-from .introduction import Introduction, OnControl, Way
-from .proving import proven
+from .connection import Connection
+from .letters import Exchange, Whereabouts
+from .port import TOKEN_BYTES, Port, dial, named
+from .reaching import NotReached, Search
 
 T = TypeVar("T")
 
@@ -32,77 +35,10 @@ ASSUMED_RATE = 125e6
 _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
-
+_PROOF_S = 10.0
+"""Seconds in which the other end says the next message of its proof."""
+_LONGEST_PROOF = 1024
 _LOOK_S = 0.2
-
-_gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it
-
-_abandoned: list[Any] = []
-"""Connections that failed, for which a thread may still wait. They are kept for ever: their destructors would wait, too."""
-
-
-class Pending(NamedTuple):
-    """An operation in progress with a region, and the memory that it reads or writes."""
-
-    region: int
-    connection: "Connection"
-    work: Any
-    memory: Tensor
-    then: Callable[[], None] | None = None
-    """Called once the operation has ended."""
-
-
-class Connection:
-    """One connection: a gloo group of two.
-
-    Args:
-        group: of gloo.
-        region: the region at the other end.
-        peer: its rank in the group.
-    """
-
-    def __init__(self, group: Any, region: int, peer: int) -> None:
-        self._group, self._region, self._peer = group, region, peer
-        self._void: list[Pending] = []
-        self._num_waiting = 0
-        self._is_closed = False
-        self._lock = threading.Lock()
-
-    def start(self, operation: str, memory: Tensor, tag: int) -> Pending:
-        """Start to "send" or "recv" the bytes of `memory`. Raises RuntimeError if the connection has failed."""
-        group = self._group
-        if group is None:
-            raise RuntimeError("the connection is closed")
-        return Pending(self._region, self, getattr(group, operation)([memory], self._peer, tag), memory)
-
-    def wait(self, work: Any, timeout: timedelta) -> None:
-        """Wait for an operation. Raises RuntimeError if it fails or does not end in time: then the connection has failed."""
-        with self._lock:
-            self._num_waiting += 1
-        try:
-            work.wait(timeout)
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
-                self._release()
-
-    def keep(self, pending: Pending) -> None:
-        """Keep an operation for whose end nobody waits any more: gloo may use its memory until the connection is closed."""
-        with self._lock:
-            self._void.append(pending)
-            self._release()
-
-    def close(self) -> None:
-        """Close this end. While a thread waits here, only the other end can close the connection: that wakes the thread."""
-        with self._lock:
-            self._is_closed = True
-            self._release()
-
-    def _release(self) -> None:
-        # without the memory of a receive gloo would stop to read, and a thread that waits would not hear of the other end
-        if self._is_closed and not self._num_waiting:
-            self._void.clear()  # operations end before their group
-            self._group = None
 
 
 class Pair:
@@ -111,99 +47,156 @@ class Pair:
     Args:
         region: this region.
         other: the other region.
-        device: of gloo; all groups share one, because each has a thread and a listening socket.
+        port: on which this region listens.
+        addresses: where others reach it.
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
-        keys: of the run's secret, which both ends prove to have on every connection; None without one.
+        own: the address of this machine to call from; empty for any.
+        keys: of the run's secret, which both ends prove to have; None without one.
         encrypt: whether what they send is to be encrypted.
 
     Attributes:
-        control: the connection for control messages; None before `meet`.
+        control: the connection for control messages, after `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
         ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
-        own_address: where gloo listens here, as the system's calls name it; b"" before `meet`.
-        address: where it does at the other end.
+        way: "direct" if the region with the lower number calls the other one, or else "reversed".
     """
+
+    control: Connection
 
     def __init__(
         self,
         region: int,
         other: int,
-        device: Any,
+        port: Port,
+        addresses: Sequence[tuple[str, int]],
         timeout_s: float,
+        own: str = "",
         keys: Keys | None = None,
         encrypt: bool = False,
     ) -> None:
-        self._ids, self._keys, self._encrypt = sorted((region, other)), keys, encrypt
+        self._ids, self._keys, self._encrypt = (region, other), keys, encrypt
+        self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
         self.ciphers: tuple[Cipher, Cipher] | None = None
         self.region = other
-        self._rank = int(region > other)
-        self._device, self._timeout_s = device, timeout_s
-        self.control: Any = None
         self.bulk: list[Connection] = []
         self.rtt_s = 0.0
-        self.own_address = self.address = b""
+        self.way = ""
+        self._called: tuple[str, int] | None = None
+        self._token = b""
+        self._came: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
 
     def close(self) -> None:
-        """Close all connections. See `Connection.close`."""
+        """Close all connections."""
+        self._port.forget(self._token)
         for connection in (self.control, *self.bulk):
             connection.close()
 
-    def meet(self, key: str, way: Callable[[str], Way]) -> None:
+    def meet(self, exchange: Exchange) -> None:
         """Make the control connection.
 
         Args:
-            key: the same at both ends; no other pair of processes ever uses it.
-            way: from a key, how the two ends tell each other where they are.
+            exchange: how the two ends tell each other where they listen.
 
         Raises:
-            RuntimeError: the other end did not come in time, or cannot be reached.
+            LinkError: the other end did not come in time, or neither end reaches the other one.
         """
-
-        def connect(number: int) -> Connection:
-            return self._connect(way(f"{key}/again{number}" if number else key))
-
-        self.control, proof = self._proven(connect, self._keys, {"for": "wire", "key": key})
-        if proof is not None:
-            self._keys = proof.session()
+        region, other = self._ids
+        token, search = secrets.token_bytes(TOKEN_BYTES), Search(region < other, self._timeout_s, self._own)
+        self._port.expect(token, search.take)
+        try:
+            theirs = exchange.tell(Whereabouts(self._addresses, token))
+            connection, self._called = search.run(theirs)
+        except (TimeoutError, NotReached) as error:
+            raise LinkError(
+                f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
+                f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
+                "(regions.port), or name the address at which it is reached (regions.announce)."
+            ) from error
+        finally:
+            self._port.forget(token)
+        self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
+        base = token if self._called is None else theirs.token
+        if self._keys is not None:
+            proof = self._prove(connection, exchange.key, self._keys)
+            session = proof.session()
+            assert session is not None
             self.ciphers = proof.ciphers(in_order=False) if self._encrypt else None
+            base = session.of("payloads").raw
+        self._token = hashlib.sha256(b"payloads" + base).digest()
+        if self._called is None:
+            self._port.expect(self._token, lambda *caller: self._came.put(caller))
+        self.control = Connection(connection, str(other))
 
-    def widen(self, index: int, tag: int) -> Connection:
-        """Make payload connection `index`. The ends introduce themselves on the control connection, with this tag.
+    def widen(self, count: int) -> None:
+        """Make payload connections; the end that has called for the first one calls for the others, too.
 
         Raises:
-            RuntimeError: the control connection has failed, or the other end cannot be reached.
+            LinkError: the other end cannot be reached any more.
         """
+        connections: dict[int, socket.socket] = {}
+        try:
+            if self._called is not None:
+                called = self._called
+                dials = [
+                    partial(dial, *called, self._token, index, self._timeout_s, self._own)
+                    for index in range(count)
+                ]
+                connections = dict(enumerate(side_by_side(dials, count)))
+            while len(connections) < count:
+                connection, index = self._came.get(timeout=self._timeout_s)
+                if index >= count or index in connections:
+                    connection.close()
+                    raise LinkError(f"region {self.region} calls for connection {index} of {count}.")
+                connections[index] = connection
+        except (OSError, queue.Empty) as error:
+            for connection in connections.values():
+                connection.close()
+            why = short(str(error) or "nobody has called", 200)
+            raise LinkError(
+                f"region {self.region} cannot be reached for {count} more connections: {why}."
+            ) from error
+        self.bulk = [Connection(connections[index], f"{self.region}-{index}") for index in range(count)]
 
-        def connect(number: int) -> Connection:
-            return self._connect(OnControl(self.control, tag + index, self._timeout_s))
+    def revoke(self, order: int, error: Exception) -> None:
+        """See `Connection.revoke`."""
+        for connection in (self.control, *self.bulk):
+            connection.revoke(order, error)
 
-        return self._proven(connect, self._keys, {"for": "payloads", "index": index})[0]
+    def pace(self, rate: float) -> bool:
+        """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
+        return all(each.pace(rate) for each in (self.control, *self.bulk))
 
     def connection(self, index: int | None) -> Connection:
         """Payload connection `index`, or the control connection."""
         return self.control if index is None else self.bulk[index % len(self.bulk)]
 
-    def _proven(
-        self, connect: Callable[[int], Connection], keys: Keys | None, about: dict[str, Any]
-    ) -> tuple[Connection, Proof | None]:
-        if keys is None:
-            return connect(0), None
-
-        def prove(number: int) -> Proof:
-            return Proof(keys, {**about, "regions": self._ids, "try": number}, self._encrypt)
-
-        return proven(connect, prove, self._rank == 0)
-
-    def _connect(self, way: Way) -> Connection:
-        options = _gloo._Options()
-        options._timeout = timedelta(seconds=self._timeout_s)
-        options._devices = [self._device]
-        options._threads = 0  # for collective calls, which we never make
-        introduction = Introduction(way)
-        group = _gloo(introduction, self._rank, 2, options)
-        self.own_address, self.address = introduction.addresses
-        return Connection(group, self.region, 1 - self._rank)
+    def _prove(self, connection: socket.socket, key: str, keys: Keys) -> Proof:
+        """Both ends prove to each other that they have the secret of the run."""
+        region, other = self._ids
+        proof = Proof(keys, {"for": "wire", "key": key, "regions": sorted(self._ids)}, self._encrypt)
+        try:
+            connection.settimeout(_PROOF_S)
+            with connection.makefile("rb", buffering=0) as lines:  # what follows the last line is not read
+                for turn in range(3):
+                    if (region < other) == (turn % 2 == 0):
+                        connection.sendall(json.dumps(proof.say({})).encode() + b"\n")
+                    else:
+                        line = lines.readline(_LONGEST_PROOF)
+                        heard = json.loads(line) if line else {}
+                        proof.hear(heard if isinstance(heard, dict) else {})
+            connection.settimeout(None)
+        except (OSError, ValueError, RecursionError, Refused) as error:
+            connection.close()
+            why = (
+                error.naming(f"region {other}", f"region {region}")
+                if isinstance(error, Refused)
+                else str(error)
+            )
+            raise LinkError(
+                f"region {other} does not prove that it has the secret of the run: {short(why, 300)}."
+            ) from error
+        return proof
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
@@ -225,13 +218,6 @@ def _send_buffer() -> int:
     """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
     limits = Path("/proc/sys/net/ipv4/tcp_wmem")
     return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
-
-
-def abandon(things: Iterable[Any]) -> None:
-    """Keep things for ever, also when the interpreter ends."""
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-        _abandoned.append(thing)
 
 
 def side_by_side(

@@ -1,4 +1,4 @@
-"""The link between machines: it executes what the rules say (`rules`), with gloo's connections and one thread.
+"""The link between machines: it executes what the rules say (`rules`), with connections and one thread of its own.
 
 A fixed run and an elastic one have the same link. In a fixed run every loss fails all calls.
 """
@@ -54,18 +54,18 @@ from .attempts import Attempt, InHand, Make, Pending
 from .base import Arrival, Handle, Link, Parcel, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .following import FollowedMean, Following, copy_bytes, records_in
-from .introduction import ByLetter, Letters
+from .letters import Exchange, Letters
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
 from .rules import Part, Standing
 from .stopping import StopAgreement
 from .view import View
-from .wire import TAGS, Wire
+from .wire import FIRST, Wire
 
 logger = logging.getLogger(__name__)
 
-_CALLS, _LOSSES = 1 << 20, 16
-"""Numbers of calls, and of losses, after which tags begin again: long before that, their operations have ended."""
+_CALLS = 1 << 40
+"""The order of an attempt is that of its losses first: so many calls are between two of them."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -487,9 +487,7 @@ class TcpLink:
             self._following.fail(LinkError("the link is closed."))
         self.leave_note("it comes back")
         self._client.close(Bye(how="left"))
-        # each connection is closed once no thread of ours waits there: the others close their ends when they miss this process
-        for region in self.wire.regions:
-            self.wire.drop(region)
+        self.wire.close()
 
     def begin_again(self, client: Client, wire: Wire) -> None:
         """Be a newcomer, after `part_with`. `client` has joined the run."""
@@ -508,7 +506,7 @@ class TcpLink:
         has_ended = reason is None and self._end_calls()
         if reason is None and not has_ended and self.standing is Standing.MEMBER:
             reason = f"calls of region {self.region} had not ended after {self._timeout_s:g} s"
-        thread, has_failed = self._thread, self._failure is not None
+        thread = self._thread
         if not has_ended:
             self._fail_all(LinkError("the link is closed."))
             if thread is not None:
@@ -518,8 +516,7 @@ class TcpLink:
         if reason is not None:
             self.leave_note(reason)
         self._client.close(self.ending if reason is None else Bye(how="failed", step=self._step))
-        broken = has_failed or (thread is not None and thread.is_alive())
-        self.wire.close(broken, at_once=reason is not None)
+        self.wire.close()
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
@@ -639,11 +636,9 @@ class TcpLink:
                 if member != self.me and self._paired.get(member.region) != member:
                     raise RegionLostError(member.region, f"there is no connection to region {member.region}")
             regions = tuple(member.region for member in begin.parties)
-            base_tag = (begin.number % _CALLS) * _LOSSES * TAGS + (begin.losses % _LOSSES) * TAGS
-            label = b"%d/%d" % (begin.number, begin.losses)
             # connections that were made one by one differ in number, and all members must cut alike
             count = None if self.is_elastic else self._count
-            hand.view = self.wire.view(regions, base_tag, connections=count, label=label)
+            hand.view = self.wire.view(regions, begin.losses * _CALLS + begin.number, count)
             assert hand.pending.make is not None
             hand.attempt = hand.pending.make(hand.view, regions)
             self.wire.waits.moved()
@@ -877,10 +872,11 @@ class TcpLink:
                 self._connect_soon(other)
             return
         by_region = {other.region: other for other in others}
-        keys = {region: self._key(other) for region, other in by_region.items()}
-        self._count = self.wire.connect_all(keys, lambda region: self._way(by_region[region]))
+        self._count = self.wire.connect_all(
+            {region: self._exchange(other) for region, other in by_region.items()}
+        )
         self._paired = by_region
-        self.view = self.wire.view([self.region, *by_region], 0, connections=self._count)
+        self.view = self.wire.view([self.region, *by_region], FIRST, self._count)
 
     def _meet(self, place: Place) -> None:
         """A newcomer is to be connected. The coordinator may say so again."""
@@ -901,7 +897,7 @@ class TcpLink:
         if self._paired.get(other.region) not in (None, other):
             self.wire.drop(other.region)  # an earlier process of that region, which has left
         try:
-            self.wire.connect(other.region, self._key(other), self._way(other), partial(self._claim, other))
+            self.wire.connect(other.region, self._exchange(other), partial(self._claim, other))
         except LinkError as error:  # it must not disturb the run
             self._unpaired[other] = str(error)
             if self.is_there(other) and not self._closed:
@@ -919,15 +915,13 @@ class TcpLink:
         self._paired[other.region] = other
         return True
 
-    def _key(self, other: Member) -> str:
+    def _exchange(self, other: Member) -> Exchange:
         low, high = sorted((self.me.ticket, other.ticket))
-        return f"{self.run}/{low}-{high}"
 
-    def _way(self, other: Member) -> Callable[[str], ByLetter]:
         def send(to: Member, content: dict[str, Any]) -> None:
             self.post(to, "wire", **content)
 
-        return lambda key: ByLetter(other, key, send, self._letters, self._timeout_s)
+        return Exchange(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
 
     def _unpair(self, member: Member) -> None:
         if self._paired.get(member.region) == member:

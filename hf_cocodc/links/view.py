@@ -1,11 +1,11 @@
 """What a transfer uses of the connections between regions: some regions, by their positions; it can be revoked."""
 
 import contextlib
+import itertools
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +14,22 @@ from torch import Tensor
 
 from ..coordinator.cipher import Altered, Cipher
 from ..errors import LinkError, RegionLostError
-from .pairs import Pair, Pending
+from .connection import ConnectionLost, Work
+from .pairs import Pair
 
-FOR_EVER_S = 3e7
-_FOR_EVER = timedelta(seconds=FOR_EVER_S)
+
+class Pending(NamedTuple):
+    """An operation in progress with a region."""
+
+    region: int
+    work: Work
 
 
 class Revoked(LinkError):
     """The view must not be used any more: the transfer that used it is void."""
+
+
+_VOID = "the transfer is void: a region was lost."
 
 
 class Waits:
@@ -80,18 +88,17 @@ class Throttle:
 
 
 class View:
-    """Some regions of a wire, by their positions, and tags of its own for the messages between them.
+    """Some regions of a wire, by their positions, for the messages of one transfer between them.
 
     Args:
         region: this region.
         pairs: the pairs with other regions, by region.
-        tags: for the operations of this view; no other view of these pairs ever has them.
+        order: see `Wire.view`.
         connections: number of connections for which a message is cut into pieces, equal in all regions.
-        timeout_s: seconds after which an operation that another region has begun counts as failed.
+        timeout_s: seconds after which an operation that another region has begun counts as failed; None for never.
         throttle: keeps the rate limit.
         waits: shows what is awaited.
-        explain: makes the error for a failed operation: (region, what, seconds waited, gloo's error).
-        label: see Wire.view.
+        explain: makes the error for a failed operation: (region, what, seconds waited, the failure).
 
     Attributes:
         regions: the regions, in order; a position is an index into them.
@@ -106,26 +113,22 @@ class View:
         self,
         region: int,
         pairs: Mapping[int, Pair],
-        tags: range,
+        order: int,
         connections: int,
-        timeout_s: float,
+        timeout_s: float | None,
         throttle: Throttle,
         waits: Waits,
         explain: Callable[[int, str, float, Exception], LinkError],
-        label: bytes = b"",
     ) -> None:
-        self._label = label
         self.regions = sorted((region, *pairs))
         self.num_regions, self.region = len(self.regions), self.regions.index(region)
         self._pairs = {position: pairs[each] for position, each in enumerate(self.regions) if each != region}
         self.others = list(self._pairs)
         self.connections = connections
         self.rtt_s = max((pair.rtt_s for pair in pairs.values()), default=0.0)
-        self._tags = iter(tags)
-        self._timeout, self._throttle, self._explain = timedelta(seconds=timeout_s), throttle, explain
+        self._order, self._tags = order, itertools.count()
+        self._timeout_s, self._throttle, self._explain = timeout_s, throttle, explain
         self._waits = waits
-        self._open: dict[int, Pending] = {}
-        self._lock = threading.Lock()
         self._revoked = threading.Event()
 
     @property
@@ -136,10 +139,7 @@ class View:
     def tag(self) -> int:
         """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
         self._check()
-        tag = next(self._tags, None)
-        if tag is None:
-            raise LinkError("a transfer needs more tags than its view of the wire has. Please report this.")
-        return tag
+        return next(self._tags)
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
         """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
@@ -153,26 +153,22 @@ class View:
 
     def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
         """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
-        return self._start(region, index, "recv", buffer, tag, what)
+        return self._start(region, index, "receive", buffer, tag, what)
 
     def wait(self, pending: Iterable[Pending], what: str, may_be_late: bool = False) -> None:
         """Wait for operations. A region that `may_be_late` is waited for until the coordinator says that it is lost.
 
         Raises:
             RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
-            Revoked: the view was revoked. A wait in progress ends only if the operation ends.
+            Revoked: the view was revoked.
         """
-        for each in pending:
+        for region, work in pending:
             self._check()
-            self._waits.begin(each.region, what, may_be_late)
-            with self._naming(each.region, what):
-                each.connection.wait(each.work, _FOR_EVER if may_be_late else self._timeout)
-            with self._lock:
-                self._check()
-                self._open.pop(id(each), None)
+            self._waits.begin(region, what, may_be_late)
+            with self._naming(region, what):
+                work.wait(None if may_be_late else self._timeout_s)
+            self._check()
             self._waits.moved()
-            if each.then is not None:
-                each.then()
         self._waits.end()
 
     def begin_swap(self, own: Tensor, what: str) -> "Swap":
@@ -181,7 +177,7 @@ class View:
         got = {other: torch.empty_like(own) for other in self.others}
         receives, sends = [], []
         for other in self.others:
-            receives.append(self._start(other, None, "recv", got[other].view(torch.uint8), tag, what))
+            receives.append(self._start(other, None, "receive", got[other].view(torch.uint8), tag, what))
             sends.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
         return Swap([got.get(region, own) for region in range(self.num_regions)], sends, receives)
 
@@ -201,26 +197,22 @@ class View:
         return min(tries, default=0.0)
 
     def revoke(self) -> None:
-        """End the use of this view: every later call raises `Revoked`, also in a thread that wakes up from a wait.
+        """End the use of this view: every later call raises `Revoked`, and so does a wait in progress.
 
-        A thread that waits for an operation may go on waiting until its pair is dropped by both ends. Memory of unfinished
-        operations is not used again: until their pair is dropped, gloo may write to it.
+        Memory of unfinished operations must not be used again: what is under way is sent or received to its end.
         """
-        with self._lock:
-            self._revoked.set()
-            for each in self._open.values():
-                each.connection.keep(each)
-            self._open.clear()
+        self._revoked.set()
+        for pair in self._pairs.values():
+            pair.revoke(self._order, Revoked(_VOID))
 
     def _start(
         self, region: int, index: int | None, operation: str, memory: Tensor, tag: int, what: str
     ) -> Pending:
-        """Start "send" or "recv" on payload connection `index`, or on the control connection."""
-        pair, open_it = self._pairs[region], None
+        """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
+        pair, then = self._pairs[region], None
         if pair.ciphers is not None:
             # a message cannot be put into the place of another one
-            place = struct.pack(">qqq", tag, -1 if index is None else index, memory.numel())
-            about = self._label + place
+            about = struct.pack(">QQqq", self._order, tag, -1 if index is None else index, memory.numel())
             if operation == "send":
                 memory = torch.frombuffer(
                     bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
@@ -228,28 +220,24 @@ class View:
             else:
                 cipher, asked = pair.ciphers[1], memory
                 memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
-                open_it = partial(_open, pair.region, cipher, memory, asked, about, what)
-        with self._naming(pair.region, what), self._lock:
+                then = partial(_open, pair.region, cipher, memory, asked, about, what)
+        work = Work(self._order, tag, memory, then)
+        with self._naming(pair.region, what):
             self._check()
-            pending = pair.connection(index).start(operation, memory, tag)
-            if open_it is not None:
-                pending = pending._replace(then=open_it)
-            self._open[id(pending)] = pending
-            return pending
+            getattr(pair.connection(index), operation)(work)
+        return Pending(pair.region, work)
 
     def _check(self) -> None:
         if self._revoked.is_set():
-            raise Revoked("the transfer is void: a region was lost.")
+            raise Revoked(_VOID)
 
     @contextlib.contextmanager
     def _naming(self, region: int, what: str) -> Iterator[None]:
-        """Inside the block, turn gloo's errors into errors that name the region and the awaited transfer."""
+        """Inside the block, turn failures of a connection into errors that name the region and the awaited transfer."""
         since = time.perf_counter()
         try:
             yield
-        except LinkError:
-            raise
-        except RuntimeError as error:
+        except (ConnectionLost, TimeoutError) as error:
             self._check()
             raise self._explain(region, what, time.perf_counter() - since, error) from error
 
@@ -272,7 +260,7 @@ class Swap(NamedTuple):
 
     Attributes:
         values: of all regions, in their order; valid once `pending` has ended.
-        sends: each ends once its region has come to the swap: gloo sends nothing before the receiver has asked for it.
+        sends: of this region's values.
         receives: of the others' values.
     """
 

@@ -90,11 +90,11 @@ def _flip(gathered: bool) -> Callable[..., None]:
     """One bit of one piece on the network; `gathered`: of a mean on its way back, otherwise of an outer gradient."""
 
     def begin(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
+        from hf_cocodc.links.connection import Connection, Work
         from hf_cocodc.links.exchange import Exchange
-        from hf_cocodc.links.pairs import Connection
 
         due, now = threading.Event(), threading.local()
-        send, start = Exchange._send, Connection.start
+        send, start = Exchange._send, Connection.send
 
         def send_it(self: Any, other: int, payload: Tensor, tag: int, index: int) -> None:
             if due.is_set() and (tag == self._gather_tag) == gathered:
@@ -102,14 +102,14 @@ def _flip(gathered: bool) -> Callable[..., None]:
                 now.here = True
             send(self, other, payload, tag, index)
 
-        def start_it(self: Any, operation: str, memory: Tensor, tag: int) -> Any:
-            if operation == "send" and getattr(now, "here", False):
+        def start_it(self: Any, work: Work) -> None:
+            if getattr(now, "here", False):
                 now.here = False
-                memory = memory.clone()
-                memory[4003] ^= _HIGHEST
-            return start(self, operation, memory, tag)
+                work.memory = work.memory.clone()
+                work.memory[4003] ^= _HIGHEST
+            start(self, work)
 
-        Exchange._send, Connection.start = send_it, start_it  # type: ignore[method-assign]
+        Exchange._send, Connection.send = send_it, start_it  # type: ignore[method-assign]
         _after(inner, place.damaged_at, due.set)
 
     return begin

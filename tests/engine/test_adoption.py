@@ -18,7 +18,7 @@ from hf_cocodc.links.trailer import Ending, Word
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.methods import small
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks
 
 SETTINGS = small(
@@ -169,7 +169,7 @@ def test_regions_adopt_what_becomes_trainable(name: str, change: str) -> None:
 def test_an_adoption_has_the_same_numbers_over_gloo(name: str) -> None:
     regions = Regions(name, CHANGES["LISA"], lambda: frozen(0, 3))
     expected = regions.run()
-    for found, theirs in zip(regions.run(over=run_over_gloo), expected, strict=True):
+    for found, theirs in zip(regions.run(over=run_over_tcp), expected, strict=True):
         same(found, theirs)
 
 

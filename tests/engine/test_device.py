@@ -29,7 +29,7 @@ from hf_cocodc.tensors.departures import Departure
 from hf_cocodc.tensors.pools import HOST, Pool
 from tests.far import FAR, Far
 from tests.methods import small
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks
 
 SETTINGS = small(
@@ -131,7 +131,7 @@ def test_where_the_outer_state_is_kept_changes_no_number(
 @pytest.mark.parametrize("name", ["diloco", "streaming", "eager"])
 def test_means_that_come_to_the_device_change_no_number(name: str) -> None:
     """Over a link that brings them there, with outer gradients on their way as it is asked for them."""
-    found, expected = trajectory(name, FAR, FAR, run=run_over_gloo), trajectory(name, HOST, HOST)
+    found, expected = trajectory(name, FAR, FAR, run=run_over_tcp), trajectory(name, HOST, HOST)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 

@@ -11,7 +11,7 @@ from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.departures import Departure, bring
 from hf_cocodc.tensors.pools import HOST, Pool
 from tests.engine.test_device import trajectory
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, llama, run
 
 pytestmark = [
@@ -36,7 +36,7 @@ def test_parameters_on_a_device(method: str, outer_state: str, dtype: torch.dtyp
 def test_over_a_link_with_a_thread_of_its_own(method: str) -> None:
     """Outer gradients leave and means come while training goes on: the bits of a link that does it in between."""
     cuda = torch.device("cuda", 0)
-    found = trajectory(method, cuda, cuda, run=run_over_gloo)
+    found = trajectory(method, cuda, cuda, run=run_over_tcp)
     torch.testing.assert_close(found, trajectory(method, cuda, cuda), atol=0, rtol=0)
 
 

@@ -22,7 +22,7 @@ from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.engine.test_stepping import SETTINGS
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, params_of
 
 TARGET = torch.linspace(-1, 1, 48)
@@ -130,7 +130,7 @@ def test_two_regions_over_gloo_judge_as_in_lockstep() -> None:
     def body(region: int, link: Link) -> Any:
         return trained("streaming", DAMAGES["weights"], region, link)
 
-    for one, other in zip(run_over_gloo(2, body), run_in_lockstep(2, body), strict=True):
+    for one, other in zip(run_over_tcp(2, body), run_in_lockstep(2, body), strict=True):
         assert torch.equal(one[1], other[1])
         assert [kind for kind, _ in one[0]].count("guard") > 0
 

@@ -16,7 +16,7 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 
 
 class Normalised(nn.Module):
@@ -63,7 +63,7 @@ def finish(
     return run(3, live)
 
 
-@pytest.mark.parametrize("run", [run_in_lockstep, run_over_gloo])
+@pytest.mark.parametrize("run", [run_in_lockstep, run_over_tcp])
 def test_buffers_are_made_equal(run: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture) -> None:
     """Running statistics take the mean over the regions, counters region 0's values; the log and the journal say so."""
     kept: dict[int, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def test_buffers_are_made_equal(run: Callable[..., list[Any]], caplog: pytest.Lo
     assert events[-1]["kind"] == "finish"
 
 
-@pytest.mark.parametrize("run", [run_in_lockstep, run_over_gloo])
+@pytest.mark.parametrize("run", [run_in_lockstep, run_over_tcp])
 def test_a_frozen_parameter_that_differs_ends_the_run(run: Callable[..., list[Any]]) -> None:
     """By its name, and with the regions that differ; one that is trained behind the engine's back, too."""
 

@@ -28,7 +28,7 @@ from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.pools import HOST
 from tests.far import FAR
 from tests.methods import small
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, Region, global_of, params_of, run
 
 START = [torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 12).view(3, 4), torch.linspace(-2, 0, 7)]
@@ -84,7 +84,7 @@ def trajectory(method: Method) -> list[list[Tensor]]:
         sgd = torch.optim.SGD(model.parameters(), lr=0.05)
         return live(Region(index, model, sgd, Synchronizer(model, method, link, digest_interval=2)))
 
-    return run_over_gloo(2, body)
+    return run_over_tcp(2, body)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -148,7 +148,7 @@ def test_a_resume_does_not_end_the_chain() -> None:
                 taken.append(flying[0].outcome.seconds > 0)
         return taken
 
-    for taken in run_over_gloo(2, body):
+    for taken in run_over_tcp(2, body):
         assert taken[0] is False
         assert len(taken) > 2 and all(taken[1:])
     assert "hf_cocodc-link" in seen
@@ -190,7 +190,7 @@ def _values(state: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
+@pytest.mark.parametrize("run", [run_over_tcp, run_in_lockstep])
 @pytest.mark.parametrize(
     ("name", "at"), [("diloco", 9), ("streaming", 13), ("co2", 13), ("dilocox", 13), ("cocodc", 13)]
 )
@@ -256,7 +256,7 @@ def test_outer_transforms_say_what_they_ask_for() -> None:
     assert isinstance(method_of("co2").outer, OuterTransform)
 
 
-@pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
+@pytest.mark.parametrize("run", [run_over_tcp, run_in_lockstep])
 def test_broadcasts_count_as_sent(run: Callable[..., list[Any]]) -> None:
     """Region 0's, at the start and where regions drift apart: its global params and its momentum travel to each other region;
     and what it knows of the fragment, in fp64: its change, the norm guard's counts, and how long its histories are."""

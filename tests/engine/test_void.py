@@ -20,7 +20,7 @@ from hf_cocodc.parts.codecs.base import Codec, Conversation
 from hf_cocodc.parts.guard import Guard
 from hf_cocodc.tensors.flat import tensors_in
 from tests.engine.test_stepping import SETTINGS, START, STEPS, method_of, train
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, params_of
 
 
@@ -74,7 +74,7 @@ def body(name: str, lost: int, end: Callable[[Synchronizer], Any]) -> Callable[[
     return live
 
 
-@pytest.mark.parametrize("run", [run_over_gloo, run_in_lockstep])
+@pytest.mark.parametrize("run", [run_over_tcp, run_in_lockstep])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_mean_that_overflows_changes_nothing(
     name: str, run: Callable[..., list[Any]], caplog: pytest.LogCaptureFixture

@@ -28,7 +28,7 @@ from hf_cocodc.coordinator.validation import host_and_port
 from hf_cocodc.doctor import others
 from hf_cocodc.doctor.findings import lines
 from hf_cocodc.errors import CheckpointError, LinkError
-from hf_cocodc.links.introduction import Introduction
+from hf_cocodc.links.letters import from_plain as whereabouts
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.links.records import ROW, from_row, to_row
 from hf_cocodc.links.trailer import Trailer
@@ -37,7 +37,6 @@ from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.frames import Frames
 from hf_cocodc.run.parcel import check_files
 from hf_cocodc.run.trees import put_together
-from tests.links.test_door import INTRODUCTION, Way
 
 ADDRESS = "127.0.0.1:29400"
 MOST_BYTES = 4 << 20
@@ -269,14 +268,13 @@ def test_facts_of_a_run(changed: dict[str, Any]) -> None:
         assert facts.step >= 0 and all(region >= 0 for region in facts.writers)
 
 
-@given(st.binary(max_size=300) | st.integers(0, 170).map(lambda at: INTRODUCTION[:at]))
-def test_introductions_to_gloo(value: bytes) -> None:
-    """Lengths within the value, and an address like ours."""
-    introduction = Introduction(Way(value))
-    introduction.set("0/0", INTRODUCTION)
-    with contextlib.suppress(ValueError):
-        found = introduction.get("0/1")
-        assert int.from_bytes(found[:8], "little") + 8 <= len(found)
+@given(PLAIN, PLAIN)
+def test_where_another_region_listens(at: Any, token: Any) -> None:
+    """Hosts and ports, or nothing."""
+    for plain in ({"at": at, "token": token}, {"at": [[at, token]], "token": "ab" * 32}, {"at": at}):
+        with contextlib.suppress(ValueError):
+            found = whereabouts(plain)
+            assert all(isinstance(host, str) and 0 < port < 65536 for host, port in found.addresses)
 
 
 @given(st.lists(st.floats(), min_size=ROW, max_size=ROW))

@@ -45,7 +45,7 @@ def exchanged(
     wires = connected(range(count), connections=2)
 
     def mean(region: int) -> Tensor:
-        view = wires[region].view(range(count), 0)
+        view = wires[region].view(range(count), 1)
         send = view.send
 
         def damaging(other: int, payload: Tensor, tag: int, *rest: Any) -> Any:
@@ -63,7 +63,7 @@ def exchanged(
         others = [found[region].exception() for region in range(count) if region != 1]
         for region, wire in wires.items():
             if any(others) and region != 1:
-                wire.close(broken=False, at_once=True)  # region 1 may wait for them
+                wire.close()  # region 1 may wait for them
         return [each.exception() or each.result() for each in found]
 
 

@@ -20,7 +20,7 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.oracles.radial import plain_mean, radial_mean
 from tests.parts.test_codecs import FRAGMENT, normal, transfer
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import global_of, llama, llama_adamw, run, train_llama
 
 WEIGHTS = (1.0, 0.25, 0.5)
@@ -111,7 +111,7 @@ def test_a_region_that_hardly_moves_has_no_direction() -> None:
     torch.testing.assert_close(mean, torch.tensor([1.5, 2]))
 
 
-def test_gloo_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
+def test_tcp_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
     """Two messages, of three regions; in lockstep the same mean."""
     codec, grads = codecs.radial(codecs.int8()), scaled(3)
 
@@ -125,7 +125,7 @@ def test_gloo_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
         return arrival.result.mean.clone(), arrival.bytes_sent
 
     expected = transfer(codec, grads, [codec.init(PARTLY)] * 3, PARTLY)[0].result.mean
-    for region, (mean, sent) in enumerate(run_over_gloo(3, body)):
+    for region, (mean, sent) in enumerate(run_over_tcp(3, body)):
         assert torch.equal(mean, expected)
         assert sent == codec.wire_bytes(PARTLY, region, 3)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.shares import Shares
 from hf_cocodc.links.base import Link
-from hf_cocodc.links.pairs import Connection
+from hf_cocodc.links.connection import Connection, Work
 from tests.processes.coming_worker import take_time
 from tests.toys import VOCAB, llama, params_of
 
@@ -61,17 +61,17 @@ def lie(weight: float) -> None:
 
 def flip(last: int) -> None:
     """Alter the next payload on its way: flip bits of its last byte."""
-    start = Connection.start
+    send = Connection.send
 
-    @functools.wraps(start)
-    def altered(self: Connection, operation: str, memory: Tensor, tag: int) -> Any:
-        if operation == "send" and memory.numel() > 1000:
-            Connection.start = start  # type: ignore[method-assign]
-            memory = memory.clone()
-            memory[-1] ^= last
-        return start(self, operation, memory, tag)
+    @functools.wraps(send)
+    def altered(self: Connection, work: Work) -> None:
+        if work.memory.numel() > 1000:
+            Connection.send = send  # type: ignore[method-assign]
+            work.memory = work.memory.clone()
+            work.memory[-1] ^= last
+        send(self, work)
 
-    Connection.start = altered  # type: ignore[method-assign]
+    Connection.send = altered  # type: ignore[method-assign]
 
 
 def harm(fault: str | None, outer: OuterOptimizer, model: torch.nn.Module) -> None:

@@ -1,10 +1,7 @@
-"""The link of a fixed run, over gloo: three regions as threads over loopback sockets, against lockstep."""
+"""The link of a fixed run: three regions as threads over loopback sockets, against lockstep."""
 
 from __future__ import annotations
 
-import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +18,7 @@ from hf_cocodc.coordinator.messages import Hello, Terms
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links import exchange, pacing, wire
+from hf_cocodc.links import connection, exchange, pacing, wire
 from hf_cocodc.links.base import Arrival, Handle, Link, Parcel
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.tcp import TcpLink
@@ -43,7 +40,7 @@ FRAGMENT = Fragment(0, ("matrix", "vector"), SHAPES, 300 * 70 + 33)
 LARGE = Fragment(0, ("matrix",), ((1000, 500),), 500_000)
 
 
-def run_over_gloo(
+def run_over_tcp(
     num_regions: int,
     body: Callable[[int, TcpLink], Any],
     timeout_s: float = 30.0,
@@ -105,7 +102,7 @@ def run_over_gloo(
     ],
     ids=["fp32", "bf16", "int8", "fp4", "topk", "lowrank"],
 )
-def test_gloo_is_lockstep(
+def test_tcp_is_lockstep(
     codec: Codec, piece_bytes: int, num_regions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Means, own parts, bytes and trailers of two rounds are the same bits over sockets, encrypted or not, and in one process."""
@@ -124,10 +121,10 @@ def test_gloo_is_lockstep(
             found += [arrival.result.mean, arrival.result.own(), arrival.bytes_sent, arrival.trailers]
         return found
 
-    over_gloo = run_over_gloo(num_regions, body)
+    over_gloo = run_over_tcp(num_regions, body)
     if num_regions == 2:
         assert same(
-            over_gloo, run_over_gloo(num_regions, body, keys=Keys.from_secret("a long secret of ours"))
+            over_gloo, run_over_tcp(num_regions, body, keys=Keys.from_secret("a long secret of ours"))
         )
     assert same(over_gloo, run_in_lockstep(num_regions, body))
 
@@ -151,7 +148,7 @@ def test_a_region_that_leaves_says_why() -> None:
         assert caught.value.region == 1
         return str(caught.value)
 
-    said = run_over_gloo(2, body, timeout_s=3.0)[0]
+    said = run_over_tcp(2, body, timeout_s=3.0)[0]
     assert "region 1 left while region 0 waited for the end of the run: KeyboardInterrupt at step 7" in said
 
 
@@ -171,7 +168,7 @@ def test_a_region_that_leaves_frees_the_threads_of_others() -> None:
         thread.join(15)
         assert not thread.is_alive()
 
-    run_over_gloo(2, body)
+    run_over_tcp(2, body)
 
 
 def test_a_closed_link_refuses_at_once() -> None:
@@ -182,7 +179,7 @@ def test_a_closed_link_refuses_at_once() -> None:
         with pytest.raises(LinkError, match="the link is closed"):
             link.gather(Trailer(), "too late")
 
-    run_over_gloo(2, body)
+    run_over_tcp(2, body)
 
 
 def begin(link: Link, fragment: Fragment = FRAGMENT) -> Handle:
@@ -236,7 +233,7 @@ def test_regions_settle_on_the_most_connections_that_any_asks_for(monkeypatch: p
     """Each asks by its own round trip and its own kernel."""
     asked = iter([2, 3, 1])
     monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: next(asked))
-    found = run_over_gloo(
+    found = run_over_tcp(
         3, lambda region, link: (meet(link).bytes_sent, link.view.connections), connections=None
     )
     assert [connections for _, connections in found] == [3, 3, 3]
@@ -246,8 +243,8 @@ def test_lanes_share_what_the_network_gives(monkeypatch: pytest.MonkeyPatch) -> 
     """Each asks for connections that carry its share."""
     rates = []
     monkeypatch.setattr(wire, "connections_for", lambda rtt_s, rate: rates.append(rate) or 2)
-    run_over_gloo(2, lambda region, link: None, connections=None, num_lanes=8)
-    run_over_gloo(2, lambda region, link: None, connections=None, num_lanes=4, rate_limit=8e6)
+    run_over_tcp(2, lambda region, link: None, connections=None, num_lanes=8)
+    run_over_tcp(2, lambda region, link: None, connections=None, num_lanes=4, rate_limit=8e6)
     assert rates == [GBIT / 8] * 2 + [2e6] * 2
 
 
@@ -256,11 +253,11 @@ def kept_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """What keeps a rate limit: the kernel, or this package where the kernel does not."""
     paced = []
 
-    def pace(*args: Any) -> int:
-        paced.append(pacing.pace(*args) if request.param == "kernel" else 0)
+    def pace(*args: Any) -> bool:
+        paced.append(request.param == "kernel" and pacing.pace(*args))
         return paced[-1]
 
-    monkeypatch.setattr(wire, "pace", pace)
+    monkeypatch.setattr(connection, "pace", pace)
     monkeypatch.setattr(wire, "can_pace", lambda: request.param == "kernel")
     pacing.say_who_keeps_the_limit.cache_clear()
     yield request.param
@@ -282,7 +279,7 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCa
             found.append((time.monotonic() - start, arrival))
         return found
 
-    found = sum(run_over_gloo(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes), [])
+    found = sum(run_over_tcp(2, body, rate_limit=rate * num_lanes, num_lanes=num_lanes), [])
     least = found[0][1].bytes_sent / 2 / rate
     assert least > 0.2
     for passed, arrival in found:
@@ -292,63 +289,10 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCa
     assert told == (0 if kept_by == "kernel" else 2), "each region says it once"
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda link: meet(link, LARGE), lambda link: link.broadcast(torch.zeros(3 << 18), "the first params")],
-    ids=["mean", "broadcast"],
-)
-def test_a_rate_limit_is_kept_for_a_region_that_comes_late(
-    kept_by: str, call: Callable[[TcpLink], Any]
-) -> None:
-    """gloo sends what a region asks for: all at once, if all was given to it before. So nothing is given before it asks, or
-    the kernel spreads it."""
-    rate = 4e6
-
-    def body(region: int, link: TcpLink) -> tuple[float, int]:
-        time.sleep(1.0 * region)
-        start = time.monotonic()
-        arrival = call(link)
-        passed = time.monotonic() - start
-        return passed, link.count_broadcasts() if arrival is None else arrival.bytes_sent
-
-    (_, num_bytes), (passed, _) = run_over_gloo(2, body, rate_limit=[rate, None])
-    assert passed >= num_bytes / 2 / rate > 0.2
-
-
-def test_the_kernel_slows_no_other_connection() -> None:
-    """Neither of this process, nor of others: only those that were made to the addresses where gloo listens."""
-    rate = 1e6
-
-    def asked(sock: socket.socket) -> int:
-        return int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, 47, 8), sys.byteorder)
-
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as mine,
-        server.accept()[0] as theirs,
-    ):
-        free = asked(mine)
-        run_over_gloo(2, lambda region, link: meet(link), rate_limit=rate)
-        assert asked(mine) == asked(theirs) == free > rate
-        host = socket.inet_aton("127.0.0.1")
-        here, there = (
-            struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + host
-            for port in (server.getsockname()[1], 9)
-        )
-        assert pacing.pace([pacing.Share(here, there, rate), pacing.Share(b"", b"", 1.0)]) == 1
-        assert (asked(mine), asked(theirs)) == (free, rate)
-        assert pacing.pace([pacing.Share(there, here, 2 * rate), pacing.Share(there, there, rate)]) == 1
-        assert (asked(mine), asked(theirs)) == (2 * rate, rate)
-        elsewhere = there[:4] + socket.inet_aton("192.0.2.1")
-        shares = [pacing.Share(here, elsewhere, 4 * rate), pacing.Share(here, there, 3 * rate)]
-        assert pacing.pace(shares) == 1
-        assert asked(theirs) == 3 * rate  # that of the region at the other end, not the largest
-
-
 @pytest.mark.parametrize(("rate", "is_slow"), [(1e6, False), (1e3, True)])
 def test_a_limit_that_delays_the_first_piece_is_kept_by_the_throttle(rate: float, is_slow: bool) -> None:
     """Side by side all pieces would come at the end, and a healthy region would count as silent."""
-    found = run_over_gloo(2, lambda region, link: link.view.is_limited, rate_limit=rate, connections=3)
+    found = run_over_tcp(2, lambda region, link: link.view.is_limited, rate_limit=rate, connections=3)
     assert found == [is_slow] * 2
 
 
@@ -361,7 +305,7 @@ def test_a_late_region_does_not_count_for_the_link() -> None:
         came = time.monotonic()
         return came, meet(link).seconds, time.monotonic()
 
-    found = run_over_gloo(2, body)
+    found = run_over_tcp(2, body)
     last_came, last_ended = max(came for came, *_ in found), max(ended for *_, ended in found)
     for _, seconds, _ in found:
         assert seconds <= last_ended - last_came
@@ -378,7 +322,7 @@ def test_memory_that_is_handed_back_is_used_again() -> None:
         assert len({mean.data_ptr() for mean in (second, third, fourth)}) == 3
         return [mean.data_ptr() for mean in (first, second, third)]
 
-    for first, second, third in run_over_gloo(2, body):
+    for first, second, third in run_over_tcp(2, body):
         assert third == first != second
 
 
@@ -404,8 +348,8 @@ def test_means_come_home(codec: Codec) -> None:
         assert sum(each.numel() for each in kept) == FRAGMENT.numel * isinstance(codec, Plain)
         return means, places
 
-    away = run_over_gloo(2, lambda _, link: body(Pool(device=FAR), link))
-    home = run_over_gloo(2, lambda _, link: body(Pool(), link))
+    away = run_over_tcp(2, lambda _, link: body(Pool(device=FAR), link))
+    home = run_over_tcp(2, lambda _, link: body(Pool(), link))
     for (there, places), (here, _) in zip(away, home, strict=True):
         assert [device for device, _ in places] == [FAR]
         torch.testing.assert_close(there, here, atol=0, rtol=0)
@@ -425,7 +369,7 @@ def test_the_links_memory_does_not_grow() -> None:
             link.give(result.mean)
         return sum(spare.numel() for spare in link._memory.buffers._spare.get(torch.float32, []))
 
-    assert run_over_gloo(2, body) == [0, 0]
+    assert run_over_tcp(2, body) == [0, 0]
 
 
 def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
@@ -438,7 +382,7 @@ def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
         meet(link)
         return "met"
 
-    assert run_over_gloo(2, body, timeout_s=1.0) == ["met", "met"]
+    assert run_over_tcp(2, body, timeout_s=1.0) == ["met", "met"]
 
 
 def test_a_region_that_lives_but_is_stuck_is_given_up() -> None:
@@ -461,5 +405,5 @@ def test_a_region_that_lives_but_is_stuck_is_given_up() -> None:
 
     assert (
         "it is alive, but has been stuck at step 0"
-        in run_over_gloo(2, body, timeout_s=1.0, stuck_timeout_s=2.0)[0]
+        in run_over_tcp(2, body, timeout_s=1.0, stuck_timeout_s=2.0)[0]
     )

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,15 +9,12 @@ import torch
 
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links import calls, door, proving
-from hf_cocodc.links.view import View
-from hf_cocodc.links.wire import TAGS, Wire
+from hf_cocodc.links import calls
+from hf_cocodc.links.view import Pending, View
+from hf_cocodc.links.wire import Wire
 from tests.links.memory import connect
-from tests.links.test_door import HOST, linux
 
 KEYS = Keys.from_secret("a long secret of ours")
-NUMBERS = range(8)
-"""With these gloo's first connections begin."""
 
 
 def two_wires(**settings: object) -> list[Wire]:
@@ -49,59 +42,26 @@ PAYLOADS = [torch.arange(100_000).to(torch.uint8), torch.arange(100_000).flip(0)
 def test_messages_arrive_as_they_were_sent(encrypt: bool) -> None:
     wires = two_wires(keys=KEYS, encrypt=encrypt)
     connect(*wires)
-    got = exchanged([wire.view([0, 1], 0) for wire in wires], PAYLOADS)
+    got = exchanged([wire.view([0, 1], 1) for wire in wires], PAYLOADS)
     assert torch.equal(got[0], PAYLOADS[1]) and torch.equal(got[1], PAYLOADS[0])
     for wire in wires:
-        wire.close(broken=False)
+        wire.close()
 
 
-@linux
-def test_strangers_that_were_first_are_found_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """gloo takes them as the other region: without a secret they end the connection, with one it is made once more, and said."""
-    monkeypatch.setattr(proving, "PROOF_S", 0.3)
-    before = set(door._listening())
-    wires = two_wires(keys=KEYS)
-    with contextlib.ExitStack() as kept:
-        for wire in wires:
-            kept.enter_context(wire._door.opened())
-        for inode, number in door._listening().items():
-            if inode in before:
-                continue
-            with socket.socket(fileno=os.dup(number)) as listening:
-                port = listening.getsockname()[1]
-            for first in NUMBERS:
-                stranger = kept.enter_context(socket.create_connection((HOST, port)))
-                stranger.sendall(struct.pack("q", first))
-        connect(*wires)
-    assert (
-        "has not proven that it is of this run: the connection is made once more (it was silent"
-        in caplog.text
-    )
-    got = exchanged([wire.view([0, 1], 0) for wire in wires], PAYLOADS)
-    assert torch.equal(got[0], PAYLOADS[1])
-    for wire in wires:
-        wire.close(broken=False)
-
-
-def test_another_secret_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "_TRIES", 2)
+def test_another_secret_does_not_connect() -> None:
     wires = [Wire(0, 1, timeout_s=20.0, keys=KEYS), Wire(1, 1, timeout_s=20.0, keys=KEYS.of("other"))]
-    with pytest.raises(LinkError, match="does not prove that it has the secret of the run") as caught:
+    with pytest.raises(LinkError, match=r"region \d does not prove that it has the secret of the run: "):
         connect(*wires)
-    assert "regions.interface" not in str(caught.value), "it would not help"
     for wire in wires:
-        wire.close(broken=False)
+        wire.close()
 
 
-@pytest.mark.parametrize("fault", ["a flipped bit", "another place", "another attempt"])
+@pytest.mark.parametrize("fault", ["a flipped bit", "another place"])
 def test_what_was_altered_is_not_believed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the region; the buffer keeps what it had."""
     wires = two_wires(keys=KEYS, encrypt=True)
     connect(*wires)
-    labels = b"7/0", b"7/1" if fault == "another attempt" else b"7/0"
-    views = [wire.view([0, 1], TAGS, label=label) for wire, label in zip(wires, labels, strict=True)]
+    views = [wire.view([0, 1], 7) for wire in wires]
     cipher = wires[0]._pairs[1].ciphers[0]
     seal = cipher.seal
 
@@ -112,14 +72,14 @@ def test_what_was_altered_is_not_believed(fault: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cipher, "seal", altered)
     buffer = torch.zeros(100_000, dtype=torch.uint8)
-    pending = views[1].receive(0, buffer, TAGS, 0, "a piece")
-    sent = views[0].send(1, PAYLOADS[0], TAGS, 0, "a piece")
+    pending = views[1].receive(0, buffer, 9, 0, "a piece")
+    sent = views[0].send(1, PAYLOADS[0], 9, 0, "a piece")
     with pytest.raises(RegionLostError, match="what came from region 0 for a piece is not what that region"):
         views[1].wait([pending], "a piece")
     views[0].wait([sent], "a piece")
     assert not buffer.any()
     for wire in wires:
-        wire.close(broken=False)
+        wire.close()
 
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "encrypted"])
@@ -130,21 +90,23 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
     monkeypatch.setattr(calls, "_PIECE_BYTES", 1000)
     wires = two_wires(keys=keys, encrypt=keys is not None)
     connect(*wires)
+    begun: list[Pending] = []
     under_way: list[int] = []
     start = View._start
 
     def counted(view: View, *given: object) -> object:
-        under_way.append(len(view._open))
-        return start(view, *given)  # type: ignore[arg-type]
+        begun.append(start(view, *given))  # type: ignore[arg-type]
+        under_way.append(sum(not each.work._ended.is_set() for each in begun))
+        return begun[-1]
 
     monkeypatch.setattr(View, "_start", counted)
     raws = [torch.arange(200_500).to(torch.uint8), torch.zeros(200_500, dtype=torch.uint8)]
     with ThreadPoolExecutor(2) as pool:
-        views = [wire.view([0, 1], 0) for wire in wires]
+        views = [wire.view([0, 1], 1) for wire in wires]
         told = [calls.BroadcastCall(view, raw, 0, "weights") for view, raw in zip(views, raws, strict=True)]
         list(pool.map(calls.BroadcastCall.run, told))
     assert torch.equal(*raws)
     assert [call.bytes_sent for call in told] == [200_500, 0]
-    assert max(under_way) <= calls._MOST_UNDER_WAY
+    assert max(under_way) <= 2 * calls._MOST_UNDER_WAY
     for wire in wires:
-        wire.close(broken=False)
+        wire.close()

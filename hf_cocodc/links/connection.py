@@ -1,0 +1,222 @@
+"""One TCP connection to another region that carries messages: each is sent from memory, and received into memory.
+
+A message has an order and a tag. The order tells the attempt of a call to which it belongs; attempts are numbered alike in all
+regions, and later ones have a higher order. Both ends send and receive the messages of an order and a tag in the same sequence.
+A message stays in the connection until this end asks for it; one of an attempt that is void here is passed over.
+"""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .pacing import pace
+
+_HEADER = struct.Struct(">QIQ")
+"""Order, tag, and number of bytes."""
+_JOINED = 64 << 10
+"""A message of at most so many bytes leaves together with its header."""
+_SKIPPED = 1 << 20
+_MORE = getattr(socket, "MSG_MORE", 0)
+
+
+class ConnectionLost(Exception):
+    """The connection has ended, or was closed."""
+
+
+class Work:
+    """A message that is being sent or received, and the memory that it lies in.
+
+    Args:
+        order, tag: of the message.
+        memory: its bytes (1-D uint8, contiguous). Do not touch it before the work has ended; what is being sent may be read.
+        then: called by `wait` once it has ended well.
+    """
+
+    def __init__(self, order: int, tag: int, memory: Tensor, then: Callable[[], None] | None = None) -> None:
+        self.order, self.tag, self.memory, self.then = order, tag, memory, then
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.memory.numpy())
+
+    def end(self, error: Exception | None = None) -> None:
+        """It has ended, with an error or well."""
+        self._error = error
+        self._ended.set()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until it has ended.
+
+        Raises:
+            TimeoutError: it has not within `timeout_s`.
+            Exception: the error with which it has ended.
+        """
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError("timed out")
+        if self._error is not None:
+            raise self._error
+        if self.then is not None:
+            self.then()
+
+
+class Connection:
+    """One end of it. Two threads move the bytes: they wait in the kernel, and touch the interpreter twice for each message.
+
+    Args:
+        connected: a socket that blocks.
+        name: of the other end, for the names of threads.
+    """
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        self._socket = connected
+        self._outgoing: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, int], deque[Work]] = {}
+        self._newest = 0
+        self._void = -1
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._sender, self._receiver = (
+            threading.Thread(target=target, name=f"hf_cocodc-{what}-{name}", daemon=True)
+            for target, what in ((self._send_all, "send"), (self._receive_all, "receive"))
+        )
+        self._sender.start()
+        self._receiver.start()
+
+    def send(self, work: Work) -> None:
+        """Send its memory, after all that was given before; the work ends once the kernel has taken it.
+
+        Raises:
+            ConnectionLost: the connection has ended.
+        """
+        with self._changed:
+            self._check()
+            self._outgoing.put(work)
+
+    def receive(self, work: Work) -> None:
+        """Receive the next message of its order and tag, which has as many bytes, into its memory. No message of an earlier order
+        is asked for after it.
+
+        Raises:
+            ConnectionLost: the connection has ended.
+        """
+        with self._changed:
+            self._check()
+            self._asked.setdefault((work.order, work.tag), deque()).append(work)
+            self._newest = max(self._newest, work.order)
+            self._changed.notify_all()
+
+    def revoke(self, order: int, error: Exception) -> None:
+        """Messages up to this order are void: what waits for them ends with this error, and what was not sent yet is not sent.
+
+        One that is under way is sent or received to its end: nobody else may use its memory.
+        """
+        with self._changed:
+            self._void = max(self._void, order)
+            self._newest = max(self._newest, order + 1)
+            for key in [key for key in self._asked if key[0] <= order]:
+                for work in self._asked.pop(key):
+                    work.end(error)
+            self._changed.notify_all()
+
+    def pace(self, rate: float) -> bool:
+        """Let the kernel send at most `rate` bytes per second. Returns whether it does; one that has ended sends nothing."""
+        return pace(self._socket, rate) or self._error is not None
+
+    def close(self) -> None:
+        """End it, at the other end, too. What has been sent before still arrives there."""
+        self._end(ConnectionLost("the connection is closed"))
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _end(self, error: Exception) -> None:
+        with self._changed:
+            if self._error is not None:
+                return
+            self._error = error
+            for works in self._asked.values():
+                for work in works:
+                    work.end(error)
+            self._asked.clear()
+            self._changed.notify_all()
+            self._outgoing.put(None)
+        with contextlib.suppress(OSError):  # the other end was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    # ---- in the threads -------------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        while (work := self._outgoing.get()) is not None:
+            if self._error is None and work.order > self._void:
+                try:
+                    self._send(work)
+                except OSError as error:
+                    self._end(ConnectionLost(error.strerror or str(error)))
+            work.end(self._error)
+
+    def _send(self, work: Work) -> None:
+        header = _HEADER.pack(work.order, work.tag, work.memory.numel())
+        if len(header) + work.memory.numel() <= _JOINED:
+            self._socket.sendall(header + work.view)
+        else:
+            self._socket.sendall(header, _MORE)
+            self._socket.sendall(work.view)
+
+    def _receive_all(self) -> None:
+        header, rest = bytearray(_HEADER.size), bytearray(_SKIPPED)
+        work = None
+        try:
+            while True:
+                self._fill(memoryview(header))
+                order, tag, size = _HEADER.unpack(header)
+                work = self._asked_for(order, tag)
+                if work is None:
+                    while size:
+                        size -= self._fill(memoryview(rest)[:size])
+                elif work.memory.numel() != size:
+                    raise ConnectionLost(f"{size} bytes have come where {work.memory.numel()} were asked for")
+                else:
+                    self._fill(work.view)
+                    work.end()
+                work = None
+        except (ConnectionLost, OSError) as error:
+            self._end(
+                error if isinstance(error, ConnectionLost) else ConnectionLost(error.strerror or str(error))
+            )
+            if work is not None:
+                work.end(self._error)
+        self._sender.join()
+        self._socket.close()
+
+    def _fill(self, memory: memoryview) -> int:
+        """Receive as many bytes as the memory has; returns how many these are."""
+        size, filled = len(memory), 0
+        while filled < size:
+            came = self._socket.recv_into(memory[filled:], size - filled, socket.MSG_WAITALL)
+            if not came:
+                raise ConnectionLost("the other end has closed the connection")
+            filled += came
+        return size
+
+    def _asked_for(self, order: int, tag: int) -> Work | None:
+        """What asks for a message, once somebody does; None if nobody will."""
+        with self._changed:
+            while order >= self._newest or self._error is not None:
+                self._check()
+                works = self._asked.get((order, tag))
+                if works:
+                    work = works.popleft()
+                    if not works:
+                        del self._asked[order, tag]
+                    return work
+                self._changed.wait()
+            return None
