@@ -65,7 +65,9 @@ class Checks:
     def decided(self, shell: "Shell", decided: Decided) -> None:
         if shell.world.plan.loses_nobody:
             raise Violation(f"nothing was wrong, and {shell.me} hears {decided}")
-        if decided.decision.number >= shell.part.losses:
+        # what newcomers alone have heard, from a coordinator that has gone, may be decided anew; they are sent away then
+        is_newcomer = shell.part.standing in (Standing.JOINING, Standing.FOLLOWING)
+        if decided.decision.number >= shell.part.losses and not is_newcomer:
             self._same(shell, "decision", (decided.decision.number,), decided.decision)
 
     def switched(self, shell: "Shell", joined: tuple[Member, ...], left: tuple[Member, ...]) -> None:
