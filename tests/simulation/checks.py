@@ -36,7 +36,8 @@ class Checks:
 
     def left_behind(self, process: "Process") -> None:
         """The others go on without a process only if something is wrong with it, or it came in a moment ago."""
-        if process.is_well and not process.join and process.terms.grace_s is None:
+        came_in = process.welcome is not None and process.welcome.joins
+        if process.is_well and not came_in and process.terms.grace_s is None:
             raise Violation(f"the others go on without {process.me}, and nothing was wrong with it")
 
     def stepped(self, shell: "Shell", before: Part, event: rules.Event) -> None:
