@@ -962,10 +962,11 @@ class TcpLink:
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
-        return "; ".join(
-            f"region {member.region} is lost: {self._whys.get(member, 'another region misses it')}"
-            for member in lost
-        )
+        said = []
+        for member in lost:
+            why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
+            said.append(f"region {member.region} is lost: {why}")
+        return "; ".join(said)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
         part = self._part
