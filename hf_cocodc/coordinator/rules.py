@@ -352,7 +352,9 @@ class _Work:
                 receiver = state.seat_of(to)
                 if receiver is not None:
                     self.send(receiver, Posted(sender=member, topic=topic, content=content))
-                elif to not in state.there:
+                elif (
+                    to not in state.there and not state.recovers
+                ):  # else it may only not have called again yet
                     self.send(who, Gone(member=to))
             case Bye():
                 self.bye(who, member, message)
