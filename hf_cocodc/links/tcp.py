@@ -447,6 +447,11 @@ class TcpLink:
         """This newcomer is less than one interval behind."""
         self._client.send(Ready())
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether the members are to let this newcomer in."""
+        return any(each.member == self.me for each in self._part.announced)
+
     def is_there(self, member: Member) -> bool:
         """Whether a process takes part or is to come in, as far as this one knows."""
         return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
