@@ -352,7 +352,9 @@ class _Work:
                 receiver = state.seat_of(to)
                 if receiver is not None:
                     self.send(receiver, Posted(sender=member, topic=topic, content=content))
-                elif to not in state.there:
+                elif (
+                    to not in state.there and not state.recovers
+                ):  # else it may only not have called again yet
                     self.send(who, Gone(member=to))
             case Bye():
                 self.bye(who, member, message)
@@ -459,14 +461,8 @@ class _Work:
             op_at=now if beat.op != seat.beat.op else seat.op_at,
         )
         self.change(seats={**state.seats, who: seat})
-        if not beat.members or beat.losses != state.losses:
-            return
-        if beat.changes > state.applied:
+        if beat.members and beat.losses == state.losses and beat.changes > state.applied:
             self.applied(beat.changes, beat.members)
-        elif beat.changes == state.applied and not {*state.members} <= {*beat.members}:
-            # the decision of a loss names the members of a transfer, and one of them may have left since
-            self.change(members=tuple(each for each in state.members if each in beat.members))
-            self.prune_pairs()
 
     def applied(self, changes: int, members: tuple[Member, ...]) -> None:
         """Members have applied changes: who has come in is a member now, and who has left is none."""
@@ -613,7 +609,8 @@ class _Work:
             losses=decision.number + 1,
             lost=state.lost | {each.ticket for each in decision.lost},
             decisions=(*state.decisions, decided)[-KEPT_DECISIONS:],
-            members=decision.members,
+            # one that has left already may still have had a part in this transfer
+            members=tuple(each for each in decision.members if each in state.expected),
             newcomers={each: rest for each, rest in state.newcomers.items() if each not in decision.members},
             hosts={each: host for each, host in state.hosts.items() if each not in decision.lost},
             reports={},

@@ -447,6 +447,11 @@ class TcpLink:
         """This newcomer is less than one interval behind."""
         self._client.send(Ready())
 
+    @property
+    def is_announced(self) -> bool:
+        """Whether the members are to let this newcomer in."""
+        return any(each.member == self.me for each in self._part.announced)
+
     def is_there(self, member: Member) -> bool:
         """Whether a process takes part or is to come in, as far as this one knows."""
         return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
@@ -956,10 +961,11 @@ class TcpLink:
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
-        return "; ".join(
-            f"region {member.region} is lost: {self._whys.get(member, 'another region misses it')}"
-            for member in lost
-        )
+        said = []
+        for member in lost:
+            why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
+            said.append(f"region {member.region} is lost: {why}")
+        return "; ".join(said)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
         part = self._part

@@ -35,7 +35,7 @@ _THREADS = 16
 _SOON = 0.25
 """Share of the time-out in which a piece must have travelled."""
 _NOTE_S = 0.5
-"""The note of a region may arrive so long after its connections have closed."""
+"""The note of a region may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
 
 
 class Wire:
@@ -186,7 +186,7 @@ class Wire:
 
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
-        reason = self.note_of(region, _NOTE_S)
+        reason = self.note_of(region, 0.0 if self._is_patient else _NOTE_S)
         if reason is not None:
             return RegionLostError(
                 region, f"region {region} left while region {self.region} waited for {what}: {reason}"

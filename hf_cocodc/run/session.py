@@ -30,7 +30,7 @@ from ..coordinator.messages import (
     Waiting,
 )
 from ..coordinator.secret import Keys
-from ..errors import DonorLost, LinkError, RunOver
+from ..errors import DonorLost, LeftBehind, LinkError, RunOver
 from ..links.base import Link
 from ..links.log import Marker
 from ..links.tcp import TcpLink
@@ -47,6 +47,8 @@ _POLL_S = 0.1
 _SHARE = 4
 """A base and its log have this part of the rate limit."""
 _GIFT_END_S = 2.0
+_LET_IN_S = 60.0
+"""A newcomer that is ready is announced at once, where all members are connected to it. One that is not begins once more."""
 _LEAVE_WAIT_S = 30.0
 """How long a region that is to leave waits for a coordinator that is away."""
 AUTO_GRACE_S = 5.0
@@ -187,6 +189,7 @@ class RegionSession:
         self._over: Over | None = None
         self._gifts: dict[Member, Donation] = {}
         self._from: tuple[Member, Base] | None = None
+        self._ready_at = math.inf
         self._failures: Counter[Member] = Counter()
         self._donors = Donors(context.region, link.post, self._gives, link.host_of)
         link.on = self._hear
@@ -255,14 +258,25 @@ class RegionSession:
     def follow(self) -> None:
         """Answer calls from the log of the region that gave the base, which is loaded."""
         assert self._from is not None
+        self._ready_at = math.inf
         self.link.follow(self._from[1].items)
 
     def applies(self, marker: Marker) -> bool:
-        """All inner steps up to this marker are made. Returns whether this process is a member now."""
-        is_member = self.link.apply(marker)
-        if not is_member:
-            self.link.say_ready()
-        return is_member
+        """All inner steps up to this marker are made. Returns whether this process is a member now.
+
+        Raises:
+            LeftBehind: it cannot be one; or it has been ready for long, and nobody lets it in: somebody knows it no more.
+        """
+        link, now = self.link, time.monotonic()
+        if link.apply(marker):
+            return True
+        link.say_ready()
+        if link.is_announced or not link.has_coordinator:
+            self._ready_at = math.inf
+        self._ready_at = min(self._ready_at, now)
+        if now - self._ready_at > _LET_IN_S:
+            raise LeftBehind(f"it has been ready for {now - self._ready_at:.0f} s, and nobody lets it in.")
+        return False
 
     @property
     def came_from(self) -> dict[str, int]:

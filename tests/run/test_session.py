@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 
 from hf_cocodc import RegionConfig
 from hf_cocodc.coordinator.messages import Member, Over
-from hf_cocodc.errors import LinkError, RunOver
+from hf_cocodc.errors import LeftBehind, LinkError, RunOver
+from hf_cocodc.run import session as session_module
 from hf_cocodc.run.session import RegionContext, RegionSession
 
 ZERO = Member(0, 1)
@@ -72,3 +74,19 @@ def test_a_newcomer_whose_members_have_all_died_ends_in_time(tmp_path: Path) -> 
     ):
         session(start_timeout_s=1.0).get_base(tmp_path)
     assert time.monotonic() - began < 20.0
+
+
+def test_a_newcomer_that_nobody_lets_in_begins_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member has heard from a coordinator that went that it has gone, say. It waits while nobody can let it in, or is to."""
+    clock = itertools.count(0.0, 50.0)
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    waits = session()
+    link: Any = waits.link
+    link.apply, link.say_ready = lambda marker: False, lambda: None
+    marker: Any = None
+    for link.is_announced, link.has_coordinator in (
+        *((False, True), (False, True), (True, True), (False, True), (False, False), (False, True)),
+    ):
+        assert not waits.applies(marker)
+    with pytest.raises(LeftBehind, match="it has been ready for 100 s, and nobody lets it in"):
+        waits.applies(marker)

@@ -36,7 +36,8 @@ class Checks:
 
     def left_behind(self, process: "Process") -> None:
         """The others go on without a process only if something is wrong with it, or it came in a moment ago."""
-        if process.is_well and not process.join and process.terms.grace_s is None:
+        came_in = process.welcome is not None and process.welcome.joins
+        if process.is_well and not came_in and process.terms.grace_s is None:
             raise Violation(f"the others go on without {process.me}, and nothing was wrong with it")
 
     def stepped(self, shell: "Shell", before: Part, event: rules.Event) -> None:
@@ -65,7 +66,9 @@ class Checks:
     def decided(self, shell: "Shell", decided: Decided) -> None:
         if shell.world.plan.loses_nobody:
             raise Violation(f"nothing was wrong, and {shell.me} hears {decided}")
-        if decided.decision.number >= shell.part.losses:
+        # what newcomers alone have heard, from a coordinator that has gone, may be decided anew; they are sent away then
+        is_newcomer = shell.part.standing in (Standing.JOINING, Standing.FOLLOWING)
+        if decided.decision.number >= shell.part.losses and not is_newcomer:
             self._same(shell, "decision", (decided.decision.number,), decided.decision)
 
     def switched(self, shell: "Shell", joined: tuple[Member, ...], left: tuple[Member, ...]) -> None:

@@ -17,7 +17,7 @@ from .shell import LeftBehind, Lost, Result, Shell
 if TYPE_CHECKING:
     from .world import World
 
-START_S, BASE_S = 60.0, 8.0
+START_S, BASE_S, LET_IN_S = 60.0, 8.0, 30.0
 _FOREVER = float("inf")
 
 
@@ -364,6 +364,7 @@ class Process(Shell):
         return [each for each in sorted(known) if self.is_there(each)]
 
     def _follow(self) -> Generator[Any, None, None]:
+        ready_at = _FOREVER
         while True:
             yield from self._until(lambda: bool(self._markers) or self._log_ended or self.over, BASE_S)
             if not self._markers:
@@ -391,6 +392,11 @@ class Process(Shell):
                 self.world.tell(self, f"is a member from step {self.step + 1} on")
                 return
             self.send(Ready())
+            if self.connection is None or any(each.member == self.me for each in self.part.announced):
+                ready_at = _FOREVER
+            ready_at = min(ready_at, self.network.now)
+            if self.network.now - ready_at > LET_IN_S:
+                raise LeftBehind("nobody lets it in")
 
     def hear_log(self, connection: Connection, item: Any) -> None:
         if connection.about != getattr(self, "me", None) or connection in self.sinks:
