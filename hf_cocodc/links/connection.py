@@ -6,10 +6,12 @@ A message stays in the connection until this end asks for it; one of an attempt 
 """
 
 import contextlib
+import math
 import queue
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -73,6 +75,9 @@ class Connection:
     Args:
         connected: a socket that blocks.
         name: of the other end, for the names of threads.
+
+    Attributes:
+        lost_at: when it has ended, by the monotonic clock; infinite before.
     """
 
     def __init__(self, connected: socket.socket, name: str) -> None:
@@ -82,6 +87,7 @@ class Connection:
         self._newest = 0
         self._void = -1
         self._error: Exception | None = None
+        self.lost_at = math.inf
         self._changed = threading.Condition()
         self._sender, self._receiver = (
             threading.Thread(target=target, name=f"hf_cocodc-{what}-{name}", daemon=True)
@@ -142,7 +148,7 @@ class Connection:
         with self._changed:
             if self._error is not None:
                 return
-            self._error = error
+            self._error, self.lost_at = error, time.monotonic()
             for works in self._asked.values():
                 for work in works:
                     work.end(error)

@@ -167,6 +167,11 @@ class Pair:
         """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
         return all(each.pace(rate) for each in (self.control, *self.bulk))
 
+    @property
+    def lost_at(self) -> float:
+        """When one of the connections has ended; infinite before."""
+        return min(each.lost_at for each in (self.control, *self.bulk))
+
     def connection(self, index: int | None) -> Connection:
         """Payload connection `index`, or the control connection."""
         return self.control if index is None else self.bulk[index % len(self.bulk)]

@@ -237,9 +237,14 @@ class View:
         since = time.perf_counter()
         try:
             yield
-        except (ConnectionLost, TimeoutError) as error:
+        except TimeoutError as error:
             self._check()
             raise self._explain(region, what, time.perf_counter() - since, error) from error
+        except ConnectionLost as error:
+            self._check()
+            # in a fixed run those that have lost a region end, too: the first one is to blame
+            first = min(self._pairs.values(), key=lambda pair: pair.lost_at)
+            raise self._explain(first.region, what, time.perf_counter() - since, error) from error
 
 
 def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: bytes, what: str) -> None:
