@@ -6,10 +6,10 @@ Both regions say over the coordinator where they listen, and both try to reach t
 import hashlib
 import json
 import math
-import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -84,13 +84,18 @@ class Pair:
         self.way = ""
         self._called: tuple[str, int] | None = None
         self._token = b""
-        self._came: queue.SimpleQueue[tuple[socket.socket, int]] = queue.SimpleQueue()
+        self._came: dict[int, socket.socket] = {}
+        self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections but streams."""
         self._port.forget(self._token)
+        with self._changed:
+            came, self._came = self._came, {}
         for connection in (self.control, *self.bulk):
             connection.close()
+        for unclaimed in came.values():
+            unclaimed.close()
 
     def meet(self, exchange: Exchange) -> None:
         """Make the control connection.
@@ -125,7 +130,7 @@ class Pair:
             base = session.of("payloads").raw
         self._token = hashlib.sha256(b"payloads" + base).digest()
         if self._called is None:
-            self._port.expect(self._token, lambda *caller: self._came.put(caller))
+            self._port.expect(self._token, self._arrive)
         self.control = Connection(connection, str(other))
 
     def widen(self, count: int) -> None:
@@ -134,29 +139,46 @@ class Pair:
         Raises:
             LinkError: the other end cannot be reached any more.
         """
-        connections: dict[int, socket.socket] = {}
-        try:
-            if self._called is not None:
-                called = self._called
-                dials = [
-                    partial(dial, *called, self._token, index, self._timeout_s, self._own)
-                    for index in range(count)
-                ]
-                connections = dict(enumerate(side_by_side(dials, count)))
-            while len(connections) < count:
-                connection, index = self._came.get(timeout=self._timeout_s)
-                if index >= count or index in connections:
-                    connection.close()
-                    raise LinkError(f"region {self.region} calls for connection {index} of {count}.")
-                connections[index] = connection
-        except (OSError, queue.Empty) as error:
-            for connection in connections.values():
-                connection.close()
-            why = short(str(error) or "nobody has called", 200)
-            raise LinkError(
-                f"region {self.region} cannot be reached for {count} more connections: {why}."
-            ) from error
-        self.bulk = [Connection(connections[index], f"{self.region}-{index}") for index in range(count)]
+        opened = side_by_side([partial(self.stream, index, self._timeout_s) for index in range(count)], count)
+        self.bulk = [Connection(each, f"{self.region}-{index}") for index, each in enumerate(opened)]
+
+    def stream(
+        self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """One more connection. Both ends open it, with a number that no other one has, below 256.
+
+        Args:
+            look: called several times a second while this end waits; it may raise.
+
+        Raises:
+            LinkError: the other end cannot be reached, or has not called in time.
+        """
+        region, other = self._ids
+        if self._called is not None:
+            try:
+                return dial(*self._called, self._token, number, timeout_s, self._own)
+            except OSError as error:
+                why = short(error.strerror or error, 200)
+                raise LinkError(
+                    f"region {other} cannot be reached any more at {named(*self._called)}: {why}."
+                ) from error
+        until = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: number in self._came, _LOOK_S):
+                    return self._came.pop(number)
+            look()
+            if time.monotonic() > until:
+                raise LinkError(f"region {other} has not called region {region} within {timeout_s:g} s.")
+
+    def _arrive(self, connection: socket.socket, number: int) -> None:
+        """The other end has called for one more connection."""
+        with self._changed:
+            earlier = self._came.pop(number, None)
+            self._came[number] = connection
+            self._changed.notify_all()
+        if earlier is not None:
+            earlier.close()
 
     def revoke(self, order: int, error: Exception) -> None:
         """See `Connection.revoke`."""

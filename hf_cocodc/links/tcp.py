@@ -5,6 +5,7 @@ A fixed run and an elastic one have the same link. In a fixed run every loss fai
 
 import logging
 import math
+import socket
 import threading
 import time
 from collections import deque
@@ -66,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 _CALLS = 1 << 40
 """The order of an attempt is that of its losses first: so many calls are between two of them."""
+_POLL_S = 0.1
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -456,9 +458,21 @@ class TcpLink:
         """Whether a process takes part or is to come in, as far as this one knows."""
         return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
 
-    def host_of(self, member: Member) -> str:
-        """The address of a process."""
-        return self._hosts.get(member, "")
+    def stream(
+        self, member: Member, number: int, timeout_s: float, look: Callable[[], object]
+    ) -> socket.socket:
+        """One more connection to a process, once this one is connected to it; see `Pair.stream`.
+
+        Raises:
+            LinkError: it is not in time.
+        """
+        until = time.monotonic() + timeout_s
+        while self._paired.get(member.region) != member:
+            look()
+            if time.monotonic() > until:
+                raise LinkError(f"region {member.region} has not been connected within {timeout_s:g} s.")
+            time.sleep(_POLL_S)
+        return self.wire.stream(member.region, number, max(until - time.monotonic(), _POLL_S), look)
 
     @property
     def donors(self) -> tuple[Member, ...]:

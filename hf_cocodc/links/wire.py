@@ -3,6 +3,7 @@
 A `Wire` holds a pair of connected ends for each other region. A transfer uses a `View` of it.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -168,6 +169,20 @@ class Wire:
             pairs = {other: self._pairs[other] for other in sorted(others)}
         self._pace(pairs.values())
         return self._view(pairs, order, connections)
+
+    def stream(
+        self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """One more connection to a region to which this wire is connected; see `Pair.stream`. It is the caller's to close.
+
+        Raises:
+            LinkError: the region is not connected, or cannot be reached.
+        """
+        with self._lock:
+            pair = self._pairs.get(region)
+        if pair is None:
+            raise LinkError(f"region {self.region} has no connection to region {region}.")
+        return pair.stream(number, timeout_s, look)
 
     def close(self) -> None:
         """Close all connections, and listen no more."""

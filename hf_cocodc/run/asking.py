@@ -1,8 +1,10 @@
 """How a newcomer gets a base from a member: it asks, and the member offers one, or says why it does not."""
 
 import queue
+import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ class Donors:
         region: this one.
         post: sends a member a message of this topic.
         is_there: whether a member still takes part.
-        host_of: the address of a member's machine.
+        stream: opens a stream to a member; see `TcpLink.stream`.
     """
 
     def __init__(
@@ -33,9 +35,9 @@ class Donors:
         region: int,
         post: Callable[[Member, str], object],
         is_there: Callable[[Member], bool],
-        host_of: Callable[[Member], str],
+        stream: Callable[..., socket.socket],
     ) -> None:
-        self._region, self._post, self._is_there, self._host_of = region, post, is_there, host_of
+        self._region, self._post, self._is_there, self._stream = region, post, is_there, stream
         self._asked: Member | None = None
         self._answers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
 
@@ -77,8 +79,10 @@ class Donors:
         if topic == "no_base":
             raise DonorLost(short(content.get("why"), _LONGEST_WHY))
         try:
-            offer = offered(content, self._host_of(member))
+            offer = offered(content)
         except (KeyError, ValueError) as error:
             raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
         tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
-        return receive(offer, folder, self._region, member.region, alive, **how)
+        return receive(
+            offer, partial(self._stream, member), folder, self._region, member.region, alive, **how
+        )

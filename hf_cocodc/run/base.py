@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
 from ..links.log import Item, from_plain
 from . import checkpoint as disk
 from . import manifest
-from .donor import SIGN_S, STARTED, Offer
+from .donor import SIGN_S, STARTED, Offer, Stream
 from .frames import Frames
 from .parcel import check_files, make_own
 
@@ -76,12 +75,12 @@ class Base:
 
 def receive(
     offer: Offer,
+    open_stream: Stream,
     folder: Path,
     region: int,
     donor: int,
     alive: Callable[[], object],
     timeout_s: float,
-    host: str = "",
     most: int = 1 << 50,
     keys: Keys | None = None,
     encrypt: bool = False,
@@ -89,12 +88,12 @@ def receive(
     """Get the base that a donor offers.
 
     Args:
+        open_stream: see `Donation`.
         folder: where to put it; other regions may put theirs there, too.
         region: this one.
         donor: the region that offers it.
         alive: raises if the donor is gone.
         timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
-        host: address of this machine to call from; empty for any.
         most: bytes of the largest base that this region's model can have.
         keys, encrypt: equal at both ends, see `Donation`.
 
@@ -107,17 +106,16 @@ def receive(
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
-    address, source = (offer.host, offer.port), (host, 0) if host else None
     try:
-        connection = socket.create_connection(address, _CONNECT_S, source)
-    except OSError as error:
-        raise DonorLost(
-            f"region {donor} has offered a base, and nobody answers at {offer.host}:{offer.port} ({error.strerror or error})."
-        ) from error
+        connection = open_stream(offer.number, _CONNECT_S, alive)
+    except DonorLost:
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
     _, ciphers = offer.ciphers(keys, encrypt)
     frames = Frames(connection, ciphers, alive, patience_s=max(timeout_s, _SIGNS * SIGN_S))
     try:
-        about, num_bytes = _receive_files(frames, half, offer.greeting, donor, most)
+        about, num_bytes = _receive_files(frames, half, donor, most)
         run, started = _told(half, about)
         with disk.saving(checkpoint):
             make_own(half)
@@ -137,12 +135,9 @@ def largest_base(model: nn.Module) -> int:
     return _BYTES_OF_A_VALUE * values + _BASE_MARGIN
 
 
-def _receive_files(
-    frames: Frames, half: Path, greeting: bytes, donor: int, most: int
-) -> tuple[dict[str, Any], int]:
+def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
     """Write the files of a base; returns what the donor says about it, and the bytes of the files."""
     try:
-        frames.send_bytes(greeting)
         about = frames.receive()
         sizes = check_files(about.get("files"), donor)
         num_bytes = sum(sizes.values())

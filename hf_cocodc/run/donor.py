@@ -1,15 +1,14 @@
 """A region that is in the run gives a newcomer a base, and from then on the log of what happens after it.
 
 The base has what a region needs that takes over a checkpoint: the engine's state, the inner optimizer's, and what is not
-trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a TCP
-connection of its own, and then the log, as it comes.
+trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a connection
+of the pair, and then the log, as it comes.
 
 The offer travels over the coordinator, to which both ends have proven themselves. With a secret of the run, its token gives
-that connection keys of its own, and the first record that they seal proves the newcomer; without one, it says the token.
+that connection keys of its own.
 """
 
 import hashlib
-import hmac
 import json
 import logging
 import math
@@ -20,32 +19,26 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..coordinator.channel import keep_from_forks
-from ..coordinator.cipher import AesGcm, Altered, Cipher, Tagged
+from ..coordinator.cipher import AesGcm, Cipher, Tagged
 from ..coordinator.secret import Keys
 from ..coordinator.validation import whole
-from ..errors import LinkError, short
+from ..errors import LinkError
 from ..links.log import Log, to_plain
 from ..threads import NativeThread
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
-from .frames import CHUNK, LENGTH, Ciphers, Frames
+from .frames import CHUNK, Ciphers, Frames
 from .parcel import TREES, files_in, write_tree
 
 logger = logging.getLogger(__name__)
 
 _CALLED_WITHIN_S = 60.0
-_MOST_CALLERS = 16
-"""For one more, the oldest is closed."""
-_GREETED_WITHIN_S = 5.0
-_POLL_S = 0.2
 _LEAST_LOG_BYTES = 64 << 20
 _BASES_IN_LOG = 4
 """The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
@@ -54,8 +47,13 @@ SIGN_S = 1.0
 _TAKEN_WITHIN_S = 2.0
 """Once the log has ended, a newcomer that takes nothing for so long is frozen, or has ended itself."""
 _GONE = "gone", "the region that sends the base has left the run"
+NUMBERS = 64, 255
+"""The smallest and the largest number of a stream for a base."""
 STARTED = f"{disk.FOLDER}/start.json"
 """File in a base: what the regions agreed on before step 1."""
+
+
+Stream = Callable[[int, float, Callable[[], object]], socket.socket]
 
 
 class Inner(NamedTuple):
@@ -67,17 +65,11 @@ class Inner(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Where a newcomer gets its base: the donor's host and port, a token for this one connection, and the base's inner step."""
+    """How a newcomer gets its base: the number of the stream, a token for it, and the base's inner step."""
 
-    host: str
-    port: int
+    number: int
     token: str
     step: int
-
-    @property
-    def greeting(self) -> bytes:
-        """What the newcomer says first."""
-        return json.dumps({"token": self.token}).encode() + b"\n"
 
     def ciphers(self, keys: Keys | None, encrypt: bool) -> tuple[Ciphers | None, Ciphers | None]:
         """What seals and opens at the donor's end, and at the newcomer's. Nothing without a secret of the run."""
@@ -92,8 +84,8 @@ class Offer(NamedTuple):
         return (cipher(donor), cipher(newcomer)), (cipher(newcomer), cipher(donor))
 
 
-def offered(said: Mapping[str, Any], host: str) -> Offer:
-    """The offer of a member at `host`: it sends its base from the same machine.
+def offered(said: Mapping[str, Any]) -> Offer:
+    """The offer of a member.
 
     Raises:
         KeyError, ValueError: it is none.
@@ -101,9 +93,7 @@ def offered(said: Mapping[str, Any], host: str) -> Offer:
     token = said["token"]
     if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
         raise ValueError("it has no token")
-    if said["host"] != host:
-        raise ValueError(f"it offers a base at {short(said['host'])}, and is at {host}")
-    return Offer(host, whole(said["port"], 1, 65535), token, whole(said["step"]))
+    return Offer(whole(said["number"], *NUMBERS), token, whole(said["step"]))
 
 
 def write_base(
@@ -135,7 +125,8 @@ class Donation:
 
     Args:
         folder: of the base; deleted at the end.
-        host: address of this machine that the newcomer reaches.
+        number: of the stream.
+        open_stream: opens it: (its number, seconds, a function that is called meanwhile and may raise) -> connection.
         step: inner step of the base.
         about: told with the base; JSON-able.
         to: names the newcomer in messages.
@@ -152,7 +143,8 @@ class Donation:
     def __init__(
         self,
         folder: Path,
-        host: str,
+        number: int,
+        open_stream: Stream,
         step: int,
         about: Mapping[str, Any],
         to: str,
@@ -165,10 +157,7 @@ class Donation:
         self._files = files_in(folder)
         num_bytes = sum(path.stat().st_size for path in self._files.values())
         self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        keep_from_forks(self._listener)
-        self.offer = Offer(host, self._listener.getsockname()[1], secrets.token_hex(32), step)
+        self.offer, self._open_stream = Offer(number, secrets.token_hex(32), step), open_stream
         self.over = False
         self._ended = threading.Event()
         self._last, self._until = _GONE, math.inf
@@ -191,47 +180,23 @@ class Donation:
     def _serve(self) -> None:
         frames = None
         try:
-            frames = self._accept()
-            if frames is not None:
-                self._send(frames)
+            connection = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
+            ciphers, _ = self.offer.ciphers(self._keys, self._encrypt)
+            frames = Frames(connection, ciphers, self._newcomer_waits, self._rate)
+            self._send(frames)
         except (LinkError, OSError) as error:
             if not self._ended.is_set():
                 logger.warning("%s gets nothing more from this region: %s", self._to, error)
         finally:
             self.log.close()
-            self._listener.close()
             if frames is not None:
                 frames.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             self.over = True  # from now on, the folder may have another base
 
-    def _accept(self) -> Frames | None:
-        """The newcomer's connection; None if it has not called in time. Strangers keep nobody waiting."""
-        until = time.monotonic() + _CALLED_WITHIN_S
-        callers: list[_Caller] = []
-        self._listener.setblocking(False)
-        try:
-            while time.monotonic() < until and not self._ended.is_set():
-                ready = wait([self._listener, *(each.connection for each in callers)], _POLL_S)
-                for caller in [each for each in callers if each.connection in ready]:
-                    if caller.knows():
-                        callers.remove(caller)
-                        return Frames(caller.connection, caller.ciphers, self._newcomer_waits, self._rate)
-                if self._listener in ready:
-                    try:
-                        connection, _ = self._listener.accept()
-                        callers.append(_Caller(connection, self.offer, self._keys, self._encrypt))
-                    except OSError:  # too many files are open: the next wait would return at once
-                        time.sleep(_POLL_S)
-                now = time.monotonic()
-                kept = [each for each in callers if not each.is_over and now < each.until][-_MOST_CALLERS:]
-                for caller in set(callers) - set(kept):
-                    caller.connection.close()
-                callers = kept
-            return None
-        finally:
-            for caller in callers:
-                caller.connection.close()
+    def _look(self) -> None:
+        if self._ended.is_set():
+            raise LinkError(f"{self._last[1]}.")
 
     def _newcomer_waits(self) -> None:
         """The newcomer takes nothing for now. It may be busy while the log grows, but not once that has ended."""
@@ -267,37 +232,3 @@ class Donation:
         else:
             how, why = self._last
             frames.send("end", how=how, why=why)
-
-
-class _Caller:
-    """Somebody who has called a donor: the newcomer, or a stranger."""
-
-    def __init__(self, connection: socket.socket, offer: Offer, keys: Keys | None, encrypt: bool) -> None:
-        connection.setblocking(False)
-        keep_from_forks(connection)
-        self.connection, self.until = connection, time.monotonic() + _GREETED_WITHIN_S
-        self.ciphers, _ = offer.ciphers(keys, encrypt)
-        self.is_over = False
-        self._greeting, self._said = offer.greeting, bytearray()
-        self._size = len(self._greeting)
-        if self.ciphers is not None:
-            self._size += LENGTH + self.ciphers[1].overhead
-
-    def knows(self) -> bool:
-        """Read as much as the greeting takes, and no more; returns whether it is that."""
-        try:
-            chunk = self.connection.recv(self._size - len(self._said))
-        except BlockingIOError:
-            return False
-        except OSError:
-            chunk = b""
-        self._said += chunk
-        if len(self._said) < self._size:
-            self.is_over = not chunk
-            return False
-        self.is_over, said = True, bytes(self._said)
-        try:
-            first = said if self.ciphers is None else self.ciphers[1].open(said[LENGTH:])
-        except Altered:
-            return False
-        return hmac.compare_digest(first, self._greeting)

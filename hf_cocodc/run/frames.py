@@ -25,7 +25,7 @@ _MOST_DIMS = 8
 _LONGEST_DIM = 1 << 48
 _RECORD = 64 << 10
 """Bytes of a sealed record at most, unsealed."""
-LENGTH = 4
+_LENGTH = 4
 """Bytes before a sealed record that tell its length."""
 _POLL_S = 0.5
 _DTYPES = {
@@ -60,7 +60,6 @@ class Frames:
         patience_s: float = math.inf,
     ) -> None:
         connection.settimeout(_POLL_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_from_forks(connection)
         self._socket, self._alive, self._rate, self._patience_s = connection, alive, rate, patience_s
         self._ciphers = ciphers
@@ -81,7 +80,7 @@ class Frames:
             return
         for start in range(0, len(rest), _RECORD):
             sealed = self._ciphers[0].seal(rest[start : start + _RECORD])
-            self._send(memoryview(len(sealed).to_bytes(LENGTH, "big") + sealed))
+            self._send(memoryview(len(sealed).to_bytes(_LENGTH, "big") + sealed))
 
     def _send(self, rest: memoryview) -> None:
         while rest:
@@ -173,7 +172,7 @@ class Frames:
         """Some bytes more, as they were sent."""
         if self._ciphers is None:
             return self._take(CHUNK)
-        length = int.from_bytes(self._exactly(LENGTH), "big")
+        length = int.from_bytes(self._exactly(_LENGTH), "big")
         if length > _RECORD + self._ciphers[1].overhead:
             raise LinkError(f"the other end sent a record of {length} bytes.")
         return self._ciphers[1].open(self._exactly(length))

@@ -9,6 +9,8 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from ..links.wire import Wire
 from ..settings import RegionConfig
 from .asking import Donors
 from .base import Base, Received
-from .donor import Donation
+from .donor import NUMBERS, Donation
 from .waiting import WaitingWords
 
 logger = logging.getLogger(__name__)
@@ -188,10 +190,11 @@ class RegionSession:
         self._answers_at = time.monotonic()
         self._over: Over | None = None
         self._gifts: dict[Member, Donation] = {}
+        self._numbers = cycle(range(NUMBERS[0], NUMBERS[1] + 1))
         self._from: tuple[Member, Base] | None = None
         self._ready_at = math.inf
         self._failures: Counter[Member] = Counter()
-        self._donors = Donors(context.region, link.post, self._gives, link.host_of)
+        self._donors = Donors(context.region, link.post, self._gives, link.stream)
         link.on = self._hear
 
     def come_back(self) -> None:
@@ -231,7 +234,6 @@ class RegionSession:
                         folder,
                         timeout_s=regions.timeout_s,
                         stuck_timeout_s=min(regions.stuck_timeout_s, max(until - time.monotonic(), 0.0)),
-                        host=self.context.host,
                         most=self.context.largest_base,
                         keys=self.context.keys,
                         encrypt=bool(regions.encrypt),
@@ -305,7 +307,8 @@ class RegionSession:
         self._end_gift(member, "gone", "it has asked again")
         gift = Donation(
             folder,
-            context.host,
+            next(self._numbers),
+            partial(self.link.stream, member),
             step,
             about,
             f"region {member.region}",

@@ -32,7 +32,7 @@ from hf_cocodc.links.letters import from_plain as whereabouts
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.links.records import ROW, from_row, to_row
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.run.donor import Offer, _Caller, offered
+from hf_cocodc.run.donor import NUMBERS, offered
 from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.frames import Frames
 from hf_cocodc.run.parcel import check_files
@@ -147,30 +147,14 @@ def test_first_lines_at_a_coordinator(said: dict[str, Any], keys: Keys | None) -
         json.dumps(why, ensure_ascii=False).encode()
 
 
-@given(st.dictionaries(st.sampled_from(("host", "port", "token", "step")), PLAIN), LEAVES)
+@given(st.dictionaries(st.sampled_from(("number", "token", "step")), PLAIN), LEAVES)
 def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
     with contextlib.suppress(ValueError, KeyError):
-        offer = offered({"host": "127.0.0.1", "token": "0f" * 32, **said}, "127.0.0.1")
-        assert offer.host == "127.0.0.1" and 0 < offer.port < 65536 and len(offer.greeting) < 100
+        offer = offered({"token": "0f" * 32, **said})
+        assert NUMBERS[0] <= offer.number <= NUMBERS[1] and len(offer.token) == 64
     with contextlib.suppress(ValueError):
         host, port = host_and_port(address)
         assert host and 0 < port < 65536
-
-
-@given(
-    st.binary(max_size=200) | PLAIN.map(lambda said: json.dumps(said).encode() + b"\n"),
-    st.sampled_from([None, KEYS]),
-    st.booleans(),
-)
-def test_callers_of_a_donor(said: bytes, keys: Keys | None, encrypt: bool) -> None:
-    """Nobody who does not know the token, whatever he says, and no more of it is read than the token takes."""
-    with ends() as (one, other):
-        caller = _Caller(other, Offer("127.0.0.1", 1, "0f" * 32, 3), keys, encrypt)
-        one.sendall(said)
-        one.shutdown(socket.SHUT_WR)
-        while not caller.is_over:
-            assert not caller.knows()
-        assert len(caller._said) <= caller._size < 200
 
 
 @given(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,9 @@ from tests.run.test_checkpoints import FACTS
 from tests.run.test_take_over import ADAM, same
 
 RUN = 11
-HOST = "127.0.0.1"
 PATIENCE_S = 60.0
 LARGEST = 1 << 20
-OFFER: dict[str, Any] = {"host": HOST, "port": 40, "token": "0f" * 32, "step": 3}
+OFFER: dict[str, Any] = {"number": 70, "token": "0f" * 32, "step": 3}
 KEYS = Keys.from_secret("a long secret of ours")
 SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}, {"keys": KEYS, "encrypt": True}]
 SEALED_NAMES = ["open", "tagged", "encrypted"]
@@ -60,6 +59,31 @@ ENTRY = Entry(
 MARKER = Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,))
 
 
+class Stream:
+    """Opens both ends of a connection; the newcomer's end is there as soon as the donor has opened its own."""
+
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        assert number == OFFER["number"]
+        mine, theirs = socket.socketpair()
+        self._ends.put(theirs)
+        return mine
+
+    def close(self) -> None:
+        while not self._ends.empty():
+            self._ends.get().close()
+
+    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        assert number == OFFER["number"]
+        return self._ends.get(timeout=timeout_s)
+
+
+STREAMS: dict[str, Stream] = {}
+"""By the tokens of the offers."""
+
+
 class Net(nn.Module):
     """A model with a trained weight, a frozen one, and a buffer."""
 
@@ -75,7 +99,11 @@ def given(tmp_path: Path, **how: Any) -> Donation:
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
-    return Donation(folder, HOST, 3, {"run": RUN}, "region 2", None, **how)
+    stream = Stream()
+    number = OFFER["number"]
+    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", None, **how)
+    STREAMS[found.offer.token] = stream
+    return found
 
 
 def ended(donation: Donation, tmp_path: Path) -> None:
@@ -83,6 +111,7 @@ def ended(donation: Donation, tmp_path: Path) -> None:
     donation.close()
     donation.join(10)
     assert donation.over
+    STREAMS[donation.offer.token].close()
     assert not (tmp_path / "region-0" / "base").exists()
 
 
@@ -110,7 +139,8 @@ def received(
         if donation.over:
             raise DonorLost("it is gone")
 
-    found = receive(offer or donation.offer, tmp_path / "region-2", 2, 0, alive, timeout_s, **how)
+    stream = STREAMS[donation.offer.token].of_newcomer
+    found = receive(offer or donation.offer, stream, tmp_path / "region-2", 2, 0, alive, timeout_s, **how)
     yield found
     found.close()
 
@@ -207,47 +237,23 @@ def test_a_log_that_grows_too_long_ends(
     assert "region 2 is so far behind" in caplog.text
 
 
-def test_only_who_knows_the_token_gets_the_base(
-    sealed: tuple[Donation, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does who knows it, and not the run's secret. And somebody else does not keep the newcomer from it."""
-    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", 0.5)
-    donation, how = sealed
-    guess = donation.offer._replace(token="00" * 32)
-    wrong: list[dict[str, Any]] = [{**how, "offer": guess}]
-    if how:
-        wrong += [{}, {**how, "keys": KEYS.of("others")}, {**how, "encrypt": not how.get("encrypt", False)}]
-    for each in wrong:
-        with (
-            pytest.raises(DonorLost, match="the connection"),
-            received(donation, tmp_path, **each),
-        ):
-            pass
-    with received(donation, tmp_path, **how) as base:
-        assert base.received.run == RUN
-
-
-def first_record(offer: Offer, keys: Keys | None = None, encrypt: bool = False) -> bytes:
-    """What a newcomer says first, as it travels."""
-    end, other = pair(offer.ciphers(keys, encrypt)[1])
-    end.send_bytes(offer.greeting)
-    end.close()
-    with other:
-        return other.recv(1 << 16)
-
-
-def test_a_first_record_opens_no_other_offer(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
-    """Who has recorded it and sends it again, to a second offer of the same region, gets nothing."""
-    earlier, how = sealed
-    recorded = first_record(earlier.offer, **how)
-    later = given(tmp_path, **how)
-    assert len(recorded) == len(first_record(later.offer, **how))
-    with socket.create_connection((HOST, later.offer.port), timeout=10) as stranger:
-        stranger.sendall(recorded)
-        assert stranger.recv(1) == b""
-    with received(later, tmp_path, **how) as base:
-        assert base.received.run == RUN
-    ended(later, tmp_path)
+@pytest.mark.parametrize("wrong", ["token", "keys", "no keys", "encrypt"])
+@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
+def test_who_has_other_keys_gets_nothing(how: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    """Of the offer, or of the run."""
+    donation = given(tmp_path, **how)
+    mine: dict[str, Any] = {
+        "token": {**how, "offer": donation.offer._replace(token="00" * 32)},
+        "keys": {**how, "keys": KEYS.of("others")},
+        "no keys": {},
+        "encrypt": {**how, "encrypt": not how.get("encrypt", False)},
+    }[wrong]
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more"),
+        received(donation, tmp_path, **mine),
+    ):
+        pass
+    ended(donation, tmp_path)
 
 
 def test_each_way_of_each_offer_has_its_own_key() -> None:
@@ -266,44 +272,6 @@ def test_each_way_of_each_offer_has_its_own_key() -> None:
             cipher.open(sealed)
     assert newcomer_opens.open(sealed) == b"x"
     assert opens.open(newcomer_seals.seal(b"y")) == b"y"
-
-
-@pytest.mark.parametrize("how", SEALED, ids=SEALED_NAMES)
-def test_strangers_do_not_delay_the_newcomer(
-    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than may wait, garbage, a line without an end, a half record. Nothing here ends by itself."""
-    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", float("inf"))
-    monkeypatch.setattr(donor, "_CALLED_WITHIN_S", 10.0)
-    donation = given(tmp_path, **how)
-    garbage = [b"{}\n", b"[" * 4000 + b"\n", b"\xff\n" * 99, b"x" * 9000, b"\xff" * 4, b"\0" * 40]
-    with contextlib.ExitStack() as kept:
-        for says in [b""] * donor._MOST_CALLERS + [*garbage, first_record(donation.offer, **how)[:-1]]:
-            stranger = kept.enter_context(socket.create_connection((HOST, donation.offer.port)))
-            with contextlib.suppress(OSError):
-                stranger.sendall(says)
-        with received(donation, tmp_path, **how) as base:
-            assert base.received.run == RUN
-    ended(donation, tmp_path)
-
-
-def test_a_caller_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some seconds, or when too many have come after it."""
-    monkeypatch.setattr(donor, "_MOST_CALLERS", 2)
-    monkeypatch.setattr(donor, "_GREETED_WITHIN_S", 2.0)
-    donation = given(tmp_path)
-    with contextlib.ExitStack() as kept:
-
-        def caller() -> socket.socket:
-            return kept.enter_context(socket.create_connection((HOST, donation.offer.port), timeout=10.0))
-
-        began = time.monotonic()
-        silent = [caller() for _ in range(3)]
-        assert silent[0].recv(1) == b"", "the oldest"
-        assert time.monotonic() - began < 2.0
-        assert silent[2].recv(1) == b""
-        assert time.monotonic() - began >= 2.0
-    ended(donation, tmp_path)
 
 
 def test_a_donor_that_dies_in_the_middle_is_named(
@@ -373,24 +341,40 @@ def test_an_altered_record_is_refused() -> None:
 @pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
 def test_who_answers_in_the_place_of_the_donor_is_not_believed(how: dict[str, Any], tmp_path: Path) -> None:
     """It has nothing that is sealed with the keys of the offer."""
-    offer = served([files(state=2), b"{}", b"\0" * 400])
     with pytest.raises(DonorLost, match="region 0 sends its base no more"):
-        receive(offer, tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, **how)
+        receive(*served([files(state=2), b"{}", b"\0" * 400]), tmp_path / "region-2", *REST, **how)
 
 
-def test_a_newcomer_that_comes_too_late_is_told(donation: Donation, tmp_path: Path) -> None:
-    donation.close()
-    donation.join(10)
-    with pytest.raises(DonorLost, match="nobody answers"), received(donation, tmp_path):
-        pass
+def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Path) -> None:
+    """And one whose donor is gone meanwhile."""
+
+    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        raise LinkError("region 0 has not called region 2 within 20 s.")
+
+    with pytest.raises(DonorLost, match="offered a base, and is not reached: region 0 has not called"):
+        receive(donation.offer, fails, tmp_path / "region-2", *REST)
+
+    def gone() -> None:
+        raise DonorLost("it is lost")
+
+    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        look()
+        raise AssertionError
+
+    with pytest.raises(DonorLost, match="^it is lost$"):
+        receive(donation.offer, looks, tmp_path / "region-2", 2, 0, gone, PATIENCE_S)
 
 
-def served(lines: list[bytes], is_silent: bool = False) -> donor.Offer:
-    """A donor that says these lines, and no more; it ends the connection, or `is_silent`."""
-    listener = socket.create_server((HOST, 0))
+REST: tuple[Any, ...] = (2, 0, lambda: None, PATIENCE_S)
+"""The last arguments of `receive`."""
+
+
+def served(lines: list[bytes], is_silent: bool = False) -> tuple[Offer, donor.Stream]:
+    """The offer of a donor that says these lines, and no more; it ends the connection, or `is_silent`."""
+    theirs, connection = socket.socketpair()
 
     def say() -> None:
-        with listener, listener.accept()[0] as connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(OSError):
             for line in lines:
                 connection.sendall(line)
             if not is_silent:
@@ -399,25 +383,23 @@ def served(lines: list[bytes], is_silent: bool = False) -> donor.Offer:
                 pass
 
     threading.Thread(target=say, name="hf_cocodc-test-donor", daemon=True).start()
-    return Offer(HOST, listener.getsockname()[1], "0f" * 32, 3)
+    return Offer(**OFFER), lambda *arguments: theirs
 
 
-def test_an_offer_leads_to_the_member_that_made_it() -> None:
-    """Not to another machine; and its numbers are numbers."""
-    assert donor.offered(OFFER, HOST) == Offer(**OFFER)
-    assert donor.offered({**OFFER, "host": "::1"}, "::1").host == "::1"
-    wrong: list[dict[str, Any]] = [{"host": "10.0.0.9"}, {"host": [HOST]}, {"port": 0}, {"port": "40"}]
+def test_an_offer_has_numbers_and_a_token() -> None:
+    assert donor.offered(OFFER) == Offer(**OFFER)
+    wrong: list[dict[str, Any]] = [{"number": 63}, {"number": 256}, {"number": "70"}]
     wrong += [{"step": -1}, {"step": 1 << 60}, {"token": 3}, {"token": "0f"}, {"token": "0f" * 32 + "\n"}]
     for each in wrong:
         with pytest.raises(ValueError, match="."):
-            donor.offered({**OFFER, **each}, HOST)
+            donor.offered({**OFFER, **each})
 
 
 class Post:
     """The coordinator between a newcomer and the members 0 and 1, which answer at once."""
 
     def __init__(self, **answers: dict[str, Any]) -> None:
-        self.donors = Donors(2, self.post, self.is_there, {ZERO: HOST}.get)  # type: ignore[arg-type]
+        self.donors = Donors(2, self.post, self.is_there, self.stream)
         self.answers, self.posted = answers, list[tuple[Member, str]]()
         self.there = {ZERO, ONE}
 
@@ -428,6 +410,10 @@ class Post:
 
     def is_there(self, member: Member) -> bool:
         return member in self.there
+
+    def stream(self, member: Member, *arguments: Any) -> socket.socket:
+        assert member == ZERO
+        return STREAMS[self.answers["offer"]["token"]].of_newcomer(*arguments)
 
     def base_of(self, member: Member, tmp_path: Path, **how: Any) -> Base:
         return self.donors.base_of(
@@ -459,7 +445,7 @@ def test_a_member_that_gives_no_base_is_named(tmp_path: Path) -> None:
     """It says why, offers what is none, is lost, or is silent. What another member says is no answer of it."""
     for answer, why in (
         ({"no_base": {"why": "it leaves"}}, "it leaves"),
-        ({"offer": {**OFFER, "host": "10.0.0.9"}}, "what is no base"),
+        ({"offer": {**OFFER, "number": 3}}, "what is no base"),
         ({"offer": {}}, "what is no base"),
         ({}, "region 0 has offered no base for 0.3 s"),
     ):
@@ -481,7 +467,7 @@ def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is written."""
     line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode() + b"\nx"
     with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
-        receive(served([line]), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S)
+        receive(*served([line]), tmp_path / "region-2", *REST)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -508,7 +494,7 @@ BROKEN = {
 def test_what_is_no_base_is_refused(lines: list[bytes], tmp_path: Path) -> None:
     """And no folder looks like one."""
     with pytest.raises(DonorLost):
-        receive(served(lines), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S)
+        receive(*served(lines), tmp_path / "region-2", *REST)
     assert not [path for path in (tmp_path / "region-2").glob("*") if path.name.endswith(".base")]
 
 
@@ -522,7 +508,7 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
     with pytest.raises(
         DonorLost, match="region 0 sends its base no more: the other end has sent nothing for"
     ):
-        receive(offer, tmp_path / "region-2", 2, 0, lambda: None, 0.2)
+        receive(*offer, tmp_path / "region-2", 2, 0, lambda: None, 0.2)
 
 
 def test_a_base_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -530,9 +516,7 @@ def test_a_base_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None
     for sizes in ({"state": LARGEST + 1}, {f"state-lane{i}": 1 << 18 for i in range(5)}, {"state": 1 << 49}):
         rule = rf"{sum(sizes.values())} bytes, more than the {LARGEST} .* resume them together"
         with pytest.raises(DonorLost, match=rule):
-            receive(
-                served([files(**sizes)]), tmp_path / "region-2", 2, 0, lambda: None, PATIENCE_S, most=LARGEST
-            )
+            receive(*served([files(**sizes)]), tmp_path / "region-2", *REST, most=LARGEST)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -570,7 +554,7 @@ ITEMS: dict[str, Any] = {
 
 def pair(ciphers: frames.Ciphers | None = None) -> tuple[frames.Frames, socket.socket]:
     """Both ends of a connection."""
-    with socket.create_server((HOST, 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         return frames.Frames(one, ciphers, rate=1000.0), listener.accept()[0]
 

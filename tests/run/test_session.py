@@ -35,7 +35,7 @@ def session(start_timeout_s: float = 60.0) -> RegionSession:
     link: Any = SimpleNamespace(
         post=lambda *args, **content: None,
         is_there=lambda member: True,
-        host_of=lambda member: "127.0.0.1",
+        stream=None,
         donors=(ZERO,),
         failure=None,
     )
