@@ -43,7 +43,7 @@ class Port:
     """Listens, in a thread of its own.
 
     Args:
-        host: the address of this machine on which to listen.
+        host: the address of this machine on which to listen; empty for all that it has.
         port: 0 for any that is free.
 
     Attributes:
@@ -54,9 +54,12 @@ class Port:
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            self._listener = socket.create_server(
+                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
         except OSError as error:
             raise InputError(
                 f"this region cannot listen on {named(host, port)}: {error.strerror}. Choose another regions.port, or another "

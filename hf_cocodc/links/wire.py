@@ -45,7 +45,10 @@ class Wire:
     Args:
         region: this region.
         connections: for payloads, to each other region; None derives the number from the round trip.
-        address: the address of this machine that other regions reach.
+        address: the address of this machine.
+        port: on which to listen; 0 for any that is free.
+        announce: from the port, pairs of a host and a port at which others reach this region; by default its own.
+        call_from: the address from which to call others; empty for any.
         timeout_s: seconds after which an operation that another region has begun counts as failed.
         rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
         num_lanes: wires of this region; they share the network.
@@ -56,6 +59,7 @@ class Wire:
 
     Attributes:
         address: see the argument.
+        addresses: pairs of a host and a port at which others reach this region.
         waits: what this region waits for now.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
@@ -74,6 +78,9 @@ class Wire:
         is_patient: bool = False,
         keys: Keys | None = None,
         encrypt: bool = False,
+        port: int = 0,
+        announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
+        call_from: str = "",
     ) -> None:
         if encrypt:
             check_encryption(keys)
@@ -89,7 +96,11 @@ class Wire:
         self._pacing = threading.Lock()
         self._pairs: dict[int, Pair] = {}
         self._lock = threading.Lock()
-        self._port = Port(address)
+        self._port = Port(address if announce is None else "", port)
+        self._call_from = call_from
+        self.addresses = tuple(
+            ((address, self._port.number),) if announce is None else announce(self._port.number)
+        )
 
     @property
     def regions(self) -> list[int]:
@@ -191,8 +202,8 @@ class Wire:
         self._port.close()
 
     def _pair(self, region: int) -> Pair:
-        addresses = [(self.address, self._port.number)]
-        return Pair(self.region, region, self._port, addresses, self.timeout_s, "", *self._secret)
+        how = self.addresses, self.timeout_s, self._call_from, *self._secret
+        return Pair(self.region, region, self._port, *how)
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS

@@ -118,6 +118,7 @@ def connect(
             keys=keys,
             largest_base=largest_base(model),
             num_lanes=num_lanes,
+            lane=lane,
         )
 
     def meet() -> TcpLink:

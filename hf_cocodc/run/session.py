@@ -72,6 +72,7 @@ class RegionContext:
         keys: of the run's secret; None if there is none.
         largest_base: bytes that a base of this model has at most.
         num_lanes: lanes of this region, which share the rate limit.
+        lane: of this process.
     """
 
     region: int
@@ -83,6 +84,7 @@ class RegionContext:
     keys: Keys | None = None
     largest_base: int = 1 << 50
     num_lanes: int = 1
+    lane: int = 0
 
     @property
     def rate(self) -> float | None:
@@ -149,6 +151,9 @@ class RegionContext:
             is_patient=regions.elastic,  # the coordinator tells who is lost
             keys=self.keys,
             encrypt=bool(regions.encrypt),
+            port=0 if regions.port is None else regions.port + self.lane,
+            announce=partial(regions.addresses, lane=self.lane) if regions.announced else None,
+            call_from=self.host if regions.interface else "",
         )
 
     def link(self, client: Client) -> TcpLink:

@@ -59,6 +59,15 @@ class RegionConfig(Settings):
     interface: str | None = setting(
         "Network interface of the link, for example wg0; by default the interface that reaches the coordinator."
     )
+    port: int | None = setting(
+        "TCP port on which this region listens for the other regions: the one to open in a firewall. Each further rank that "
+        "connects (FSDP2) has the next one. By default any that is free."
+    )
+    announce: list[str] | str | None = setting(
+        "HOST or HOST:PORT at which other regions reach this one, where that is not its own address and port: behind a router, "
+        "in a container, on a rented machine. A list, or separated by commas; IPv6 in brackets. Of two regions one must reach "
+        "the other one."
+    )
     connections: int | str | None = setting(
         "TCP connections to each other region; auto chooses the number by the round-trip time.", "auto"
     )
@@ -126,6 +135,9 @@ class RegionConfig(Settings):
             require(
                 self, name, lambda v: 0 < v <= 1e6, "must be positive, and at most 1e6 (11 days)", "regions"
             )
+        require(self, "port", lambda v: 1 <= v <= 65_535, "must lie in 1 .. 65535", "regions")
+        for address in self.announced:
+            _parts(address)
         require(
             self,
             "may_differ",
@@ -190,6 +202,22 @@ class RegionConfig(Settings):
                 f"regions.max={self.max} is smaller than regions.count={self.count}, with which the run begins. Raise max or "
                 f"lower count ({ENV_REGIONS})."
             )
+
+    @property
+    def announced(self) -> list[str]:
+        """The addresses in `announce`."""
+        found = self.announce.split(",") if isinstance(self.announce, str) else self.announce or []
+        return [address.strip() for address in found]
+
+    def addresses(self, port: int, lane: int) -> tuple[tuple[str, int], ...]:
+        """Of `announce`: pairs of a host and a port at which others reach a lane of this region.
+
+        Args:
+            port: on which the lane listens.
+            lane: its number; a port that is announced is that of lane 0.
+        """
+        found = [_parts(address) for address in self.announced]
+        return tuple((host, port if there is None else there + lane) for host, there in found)
 
     @property
     def elastic(self) -> bool:
@@ -324,3 +352,20 @@ class RegionConfig(Settings):
                 "unset one."
             )
         return self.run or env.get(ENV_RUN)
+
+
+def _parts(address: str) -> tuple[str, int | None]:
+    """Host and port of one of `announce`; without a port, None.
+
+    Raises:
+        InputError: it is no address.
+    """
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", address)
+    if found is None or not 1 <= int(found[2] or 1) <= 65_535:
+        raise InputError(
+            f"regions.announce: {shown(address)} must be HOST or HOST:PORT, for example 203.0.113.7:29700 or "
+            "[2001:db8::7]:29700, with a port in 1 .. 65535."
+        )
+    host = found[1].strip("[]")
+    check_host("regions.announce", host)
+    return host, None if found[2] is None else int(found[2])

@@ -390,3 +390,35 @@ def test_the_store_is_called_coordinator_now() -> None:
         RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_STORE": "h:1"})
     with pytest.raises(InputError, match=r"regions\.store is called regions\.coordinator now"):
         Recipe.load("quickstart/diloco", ["regions.store=h:1"])
+
+
+@pytest.mark.parametrize(
+    ("announce", "expected"),
+    [
+        (None, ()),
+        ("a.example", (("a.example", 40),)),
+        ("a.example:7", (("a.example", 9),)),
+        ("[::1]:7, 10.0.0.1", (("::1", 9), ("10.0.0.1", 40))),
+        (["[fe80::2]"], (("fe80::2", 40),)),
+    ],
+    ids=str,
+)
+def test_addresses_that_are_announced(
+    announce: list[str] | str | None, expected: tuple[tuple[str, int], ...]
+) -> None:
+    """Without a port, that on which the lane listens; a port that is given is that of lane 0."""
+    assert RegionConfig(announce=announce).addresses(port=40, lane=2) == expected
+
+
+@pytest.mark.parametrize(
+    "announce", ["", "a:0", "a:65536", "a:b", "::1", "a:1:2", ["a", ":1"], "a..b"], ids=str
+)
+def test_what_is_no_address_is_refused(announce: list[str] | str) -> None:
+    with pytest.raises(InputError, match=r"regions\.announce: "):
+        RegionConfig(announce=announce)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
+    with pytest.raises(InputError, match=r"regions\.port=.* must lie in 1 \.\. 65535"):
+        RegionConfig(port=port)
