@@ -170,8 +170,8 @@ def _network(
         return
     yield way.interface(network, regions.interface)
     yield way.packets(network)
-    yield way.ports(network)
-    yield way.address(network, regions.coordinator)
+    yield way.port(network, regions.port)
+    yield way.address(network, regions.coordinator, regions.announced)
     yield way.congestion(network, regions.rate_limit)
     yield way.buffers(network)
     yield way.clock(network)
@@ -191,4 +191,4 @@ def _network(
         "data": data,
     }
     board = others.Board(regions.coordinator, keys, patient.run, patient.region)
-    yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell)
+    yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell, regions)

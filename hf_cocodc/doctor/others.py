@@ -15,12 +15,13 @@ from typing import Any
 from ..coordinator.client import told_by_doctors
 from ..coordinator.hello import Difference, differences, may_differ
 from ..coordinator.secret import Keys
-from ..coordinator.validation import host_and_port
 from ..errors import CocodcError, MeetingError, short
+from ..links.port import named
+from ..settings import RegionConfig
 from .coordinator import gone
-from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
-from .told import Told
+from .told import Told, places
+from .way import ANNOUNCE
 
 _REACH_S = 3.0
 _AGAIN_S = 0.5
@@ -38,20 +39,18 @@ class Answering:
     """Listens while a doctor waits for others, and tells who calls what time it is here.
 
     Args:
-        address: of this machine, which the others reach.
+        address: of this machine.
+        regions: which port and which addresses the run will have.
     """
 
-    def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family)
-        try:
-            self._listener.bind((address, 0))
-            self._listener.listen(64)
-        except OSError:
-            self._listener.close()
-            raise
+    def __init__(self, address: str, regions: RegionConfig) -> None:
+        host = "" if regions.announced else address
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+        self._listener = socket.create_server((host, regions.port or 0), family=family, dualstack_ipv6=both)
         port = self._listener.getsockname()[1]
-        self.address = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        places = regions.addresses(port, lane=0) if regions.announced else ((address, port),)
+        self.address = ",".join(named(*each) for each in places)
         threading.Thread(target=self._answer, name="hf_cocodc-doctor", daemon=True).start()
 
     def _answer(self) -> None:
@@ -69,7 +68,7 @@ class Answering:
         self._listener.close()
 
 
-def call(address: str) -> tuple[float, float]:
+def call(place: tuple[str, int]) -> tuple[float, float]:
     """Call another doctor: seconds of the round trip, and how far its clock is ahead of this one.
 
     TCP needs one round trip to connect; the answer, with the time there, left half of one later.
@@ -79,7 +78,7 @@ def call(address: str) -> tuple[float, float]:
         ValueError: something else answers.
     """
     began = time.perf_counter()
-    with socket.create_connection(host_and_port(address), timeout=_REACH_S) as connection:
+    with socket.create_connection(place, timeout=_REACH_S) as connection:
         took, at = time.perf_counter() - began, time.time()
         connection.settimeout(_REACH_S)
         said = connection.recv(64)
@@ -114,6 +113,7 @@ def compare(
     address: str,
     wait_s: float,
     tell: Callable[[str], None],
+    regions: RegionConfig,
 ) -> Iterator[Finding]:
     """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
 
@@ -124,14 +124,14 @@ def compare(
         address: of this machine, which the others reach.
         wait_s: seconds for which to wait for doctors of the other regions, to call them.
         tell: called with a line while it waits.
+        regions: settings of the run.
     """
     try:
-        answering = Answering(address)
+        answering = Answering(address, regions)
     except OSError as error:
-        words = (
-            f"this machine cannot listen on {address}, which it would announce: {error.strerror or error}."
-        )
-        command = "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address"
+        where = named(address, regions.port or 0).removesuffix(":0")
+        words = f"this machine cannot listen on {where}: {error.strerror or error}."
+        command = "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address; or another regions.port"
         yield Finding("regions", WRONG, words, command)
         return
     with contextlib.closing(answering):
@@ -186,7 +186,8 @@ class _Round:
     def _tell(self) -> dict[int, Any]:
         """Tell what is known here; returns what all have told."""
         reached = tuple(token for token, each in self._called.items() if not isinstance(each, str))
-        self._own = dataclasses.replace(self._own, beats=self._own.beats + 1, reached=reached)
+        missed = tuple(token for token, each in self._called.items() if isinstance(each, str))
+        self._own = dataclasses.replace(self._own, beats=self._own.beats + 1, reached=reached, missed=missed)
         return self._board.tell(dataclasses.asdict(self._own))
 
     def _hear(self, told: Mapping[int, Any]) -> None:
@@ -212,19 +213,23 @@ class _Round:
                 or not isinstance(self._called.get(other.token, ""), str)
             ):
                 continue
-            try:
-                self._called[other.token] = call(other.calls)
-            except OSError as error:
-                self._called[other.token] = error.strerror or str(error)
-            except ValueError:
-                self._called[other.token] = "something else answers there"
+            for place in places(other.calls):
+                try:
+                    self._called[other.token] = call(place)
+                    break
+                except OSError as error:
+                    self._called[other.token] = error.strerror or str(error)
+                except ValueError:
+                    self._called[other.token] = "something else answers there"
 
     def _is_done(self, region: int) -> bool:
+        """Whether both doctors have tried, and one has reached the other."""
         other = self._told.get(region)
         if other is None:
             return False
-        called = self._called.get(other.token)
-        return called is not None and not isinstance(called, str) and self._own.token in other.reached
+        called, token = self._called.get(other.token), self._own.token
+        have_tried = called is not None and token in (*other.reached, *other.missed)
+        return have_tried and (not isinstance(called, str) or token in other.reached)
 
     def _about(self, region: int, called: bool) -> list[Finding]:
         """The lines about another region."""
@@ -242,17 +247,21 @@ class _Round:
         if result is None:
             words = "its doctor no longer runs: it was not called. Start them at the same time."
             return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
-        host, port = host_and_port(other.calls)
+        calls_back = self._own.token in other.reached
+        if isinstance(result, str) and calls_back:
+            return [
+                Finding(topic, OK, f"does not answer at {other.calls} ({result}), but calls this machine")
+            ]
         if isinstance(result, str):
-            words = f"does not answer at {other.calls} ({result}): a firewall, or NAT. Open its ports, or put a VPN between."
-            mine = parts_of(self._own.calls)[0]
-            command = f"iptables -I INPUT -p tcp -s {mine} -j ACCEPT    # there; try it from here: nc -vz {host} {port}"
-            return [Finding(topic, WRONG, words, command)]
+            words = (
+                f"does not answer at {other.calls} ({result}), and does not reach this machine at {self._own.calls}: firewalls, "
+                "or NAT. One of the two must reach the other one: open a port of one in its firewall and its router."
+            )
+            return [Finding(topic, WRONG, words, ANNOUNCE)]
         took, ahead = result
-        words = f"answers at {host} in {1000 * took:.3g} ms"
-        if self._own.token not in other.reached:
-            words += "; it could not call back, or has not yet"
-            return [Finding(topic, WARN, words)]
+        words = f"answers at {other.calls} in {1000 * took:.3g} ms"
+        if not calls_back:
+            words += "; it does not reach this machine, and one way is enough"
         if abs(ahead) > _LATE_S:
             words += f"; its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this one"
             return [Finding(topic, WARN, words, "timedatectl set-ntp true    # on both")]

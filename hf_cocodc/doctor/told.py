@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..coordinator.validation import host_and_port
-from ..errors import MeetingError, short
+from ..errors import InputError, MeetingError, short
+from ..settings.regions import address_parts
 
 _MAPPINGS = ("versions", "settings", "facts")
 _TEXTS = ("host", "calls", "token", "data")
@@ -19,14 +19,14 @@ class Told:
 
     Attributes:
         host: name of its machine.
-        calls: IP:PORT where it answers while it runs; empty if it does not.
+        calls: where it answers while it runs, each HOST:PORT, separated by a comma; empty if it does not.
         token: of this doctor.
         beats: grows while it runs.
         versions: of packages.
         settings: by their names in a recipe; equal in all regions.
         facts: of the data, by their names in a recipe; equal in all regions unless regions.may_differ has the name.
         data: what the data is, in words that are equal where it is.
-        reached: tokens of the doctors that it could call.
+        reached, missed: tokens of the doctors that it could call, and of those that it could not.
     """
 
     host: str
@@ -38,6 +38,7 @@ class Told:
     facts: Mapping[str, Any]
     data: str
     reached: tuple[str, ...] = ()
+    missed: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, region: int, content: Any) -> "Told":
@@ -50,13 +51,14 @@ class Told:
             **dict.fromkeys(_MAPPINGS, dict),
             "beats": int,
             "reached": list,
+            "missed": list,
         }
         if not all(type(content[name]) is kind for name, kind in kinds.items()):
             raise _not_ours(region, content)
         if content["calls"]:
             try:
-                host_and_port(content["calls"])
-            except ValueError:
+                places(content["calls"])
+            except (InputError, ValueError):
                 raise _not_ours(region, content["calls"]) from None
         return cls(
             **{name: short(content[name], _LONGEST) for name in _TEXTS},
@@ -65,7 +67,23 @@ class Told:
             facts=content["facts"],
             beats=content["beats"],
             reached=tuple(map(str, content["reached"][:_MOST_REACHED])),
+            missed=tuple(map(str, content["missed"][:_MOST_REACHED])),
         )
+
+
+def places(calls: str) -> list[tuple[str, int]]:
+    """Hosts and ports of `Told.calls`.
+
+    Raises:
+        InputError, ValueError: it is none.
+    """
+    found = []
+    for each in calls.split(","):
+        host, port = address_parts(each)
+        if port is None:
+            raise ValueError(f"{each!r} has no port")
+        found.append((host, port))
+    return found
 
 
 def _not_ours(region: int, found: object) -> MeetingError:

@@ -1,5 +1,7 @@
 """Lines about the way to the other regions: interface, packets, ports, address, TCP and clock."""
 
+from collections.abc import Sequence
+
 from ..coordinator.addresses import is_loopback
 from ..links.pacing import NOT_KEPT
 from .facts import Network, is_private, parts_of
@@ -7,7 +9,6 @@ from .findings import OK, WARN, WRONG, Finding, unknown
 
 _SMALL_BUFFER = 4 << 20
 _PACKET = 1500
-_FEW_PORTS = 200
 _LONG_S = 0.005
 """Round trips below this belong to one site: there every congestion control and every buffer will do."""
 
@@ -15,6 +16,9 @@ _LONG_S = 0.005
 def all_here() -> list[Finding]:
     """Of a run whose regions all train on this machine: nothing of this counts."""
     return [Finding("network", OK, "all regions train on this machine, over the loopback")]
+
+
+ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
 
 
 def interface(network: Network, wanted: str | None) -> Finding:
@@ -54,25 +58,26 @@ def packets(network: Network) -> Finding:
     return Finding("MTU", OK, words)
 
 
-def ports(network: Network) -> Finding:
-    """From which range the kernel takes the two ports of every region."""
-    if network.ports is None:
-        return unknown("ports")
-    first, last = network.ports
-    words = f"every rank that talks listens in {first} .. {last}: a firewall must let other regions in there"
-    if last - first + 1 < _FEW_PORTS:
+def port(network: Network, chosen: int | None) -> Finding:
+    """Where this region listens."""
+    if chosen is not None:
         return Finding(
-            "ports",
-            WARN,
-            f"{words}. These are only {last - first + 1}, which all connections of this machine share.",
-            'sysctl -w net.ipv4.ip_local_port_range="29700 29999"',
+            "port", OK, f"listens on {chosen}: a firewall must let other regions in there, or theirs this one"
         )
-    return Finding("ports", OK, words)
+    if network.ports is None:
+        return unknown("port")
+    first, last = network.ports
+    words = (
+        f"listens on any free port of {first} .. {last}; regions.port chooses one, for a firewall or a router"
+    )
+    return Finding("port", OK, words)
 
 
-def address(network: Network, coordinator: str) -> Finding:
+def address(network: Network, coordinator: str, announced: Sequence[str] = ()) -> Finding:
     """Whether other regions can reach the address that this machine announces."""
     host = parts_of(coordinator)[0]
+    if announced:
+        return Finding("NAT", OK, f"announces {', '.join(announced)} (regions.announce)")
     if network.address is None:
         return unknown("NAT")
     if is_loopback(network.address) and not is_loopback(host):
@@ -88,9 +93,10 @@ def address(network: Network, coordinator: str) -> Finding:
         return Finding(
             "NAT",
             WARN,
-            f"this machine announces {network.address}, a private address, but the coordinator is at {host}: behind NAT other "
-            "regions cannot call it. Put a VPN under the link (WireGuard), and name its interface.",
-            "hf-cocodc train RECIPE --set regions.interface=wg0",
+            f"this machine announces {network.address}, a private address, but the coordinator is at {host}: behind NAT it can "
+            "call other regions, and they cannot call it. One way is enough; where another region is behind NAT too, map a port "
+            "in the router of one of them, and announce it.",
+            ANNOUNCE,
         )
     return Finding("NAT", OK, f"announces {network.address}")
 

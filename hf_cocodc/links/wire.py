@@ -107,6 +107,12 @@ class Wire:
         """The regions to which this wire is connected, in order."""
         return sorted(self._pairs)
 
+    @property
+    def ways(self) -> dict[int, str]:
+        """Of each region that is connected, see `Pair.way`."""
+        with self._lock:
+            return {region: pair.way for region, pair in sorted(self._pairs.items())}
+
     def connect(self, region: int, exchange: Exchange, claim: Callable[[], bool] = lambda: True) -> None:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 

@@ -170,9 +170,10 @@ def _enter(context: RegionContext, is_elastic: bool, quiet: bool = False) -> Tcp
         show_differences(welcome.compared)
     link = context.link(client)
     if not welcome.joins:
+        ways = ", ".join(f"region {region} {way}" for region, way in link.wire.ways.items())
         logger.info(
-            "%d connections to each other region, round trip %.1f ms",
-            *(link.view.connections, 1000 * link.view.rtt_s),
+            "%d connections to each other region, round trip %.1f ms (%s)",
+            *(link.view.connections, 1000 * link.view.rtt_s, ways),
         )
     keep(link, RegionSession(context, link))
     return link

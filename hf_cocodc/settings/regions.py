@@ -137,7 +137,7 @@ class RegionConfig(Settings):
             )
         require(self, "port", lambda v: 1 <= v <= 65_535, "must lie in 1 .. 65535", "regions")
         for address in self.announced:
-            _parts(address)
+            address_parts(address)
         require(
             self,
             "may_differ",
@@ -216,7 +216,7 @@ class RegionConfig(Settings):
             port: on which the lane listens.
             lane: its number; a port that is announced is that of lane 0.
         """
-        found = [_parts(address) for address in self.announced]
+        found = [address_parts(address) for address in self.announced]
         return tuple((host, port if there is None else there + lane) for host, there in found)
 
     @property
@@ -354,8 +354,8 @@ class RegionConfig(Settings):
         return self.run or env.get(ENV_RUN)
 
 
-def _parts(address: str) -> tuple[str, int | None]:
-    """Host and port of one of `announce`; without a port, None.
+def address_parts(address: str) -> tuple[str, int | None]:
+    """Host and port of an address as in `announce`; without a port, None.
 
     Raises:
         InputError: it is no address.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,15 @@ MINE: dict[str, Any] = {
     "facts": {"data.path": "/data", "data.block_size": 1024},
     "data": "690 documents, fingerprint 12ab",
 }
-LONG_AGO = {"host": "far away", "calls": "127.0.0.1:9", "token": "t", "beats": 1, "reached": [], **MINE}
+LONG_AGO = {
+    "host": "far away",
+    "calls": "127.0.0.1:9",
+    "token": "t",
+    "beats": 1,
+    "reached": [],
+    "missed": [],
+    **MINE,
+}
 
 
 class Shelf:
@@ -73,7 +82,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def compared(board: Any, wait_s: float = 0.0, **changes: Any) -> list[Finding]:
     found: Mapping[str, Any] = {**MINE, **changes}
-    return list(others.compare(board, 2, found, "127.0.0.1", wait_s, lambda words: None))
+    return list(others.compare(board, 2, found, "127.0.0.1", wait_s, lambda words: None, RegionConfig()))
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -151,7 +160,7 @@ def test_doctors_that_wait_call_each_other() -> None:
         assert not thread.is_alive()
     for lines in found.values():
         assert [each.level for each in lines] == [OK, OK], lines
-        assert "answers at 127.0.0.1 in" in lines[1].words
+        assert re.search(r"answers at 127.0.0.1:\d+ in [\d.e-]+ ms$", lines[1].words)
     served.close()
 
 
@@ -161,8 +170,40 @@ def test_one_that_does_not_answer_is_wrong(clock: SimpleNamespace) -> None:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
     found = compared(Living(calls=address), wait_s=1.0)
     [line] = [each for each in found if each.level == WRONG]
-    assert f"does not answer at {address} (Connection refused)" in line.words
-    assert f"nc -vz {address.replace(':', ' ')}" in str(line.command)
+    assert f"does not answer at {address} (Connection refused), and does not reach this machine" in line.words
+    assert "regions.announce=HOST:29700" in str(line.command)
+
+
+def test_one_way_is_enough(clock: SimpleNamespace) -> None:
+    """A region behind NAT calls, and is not called; whichever of the two it is."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    board = Living(calls=address)
+    tell = board.tell
+
+    def reached(told: Mapping[str, Any]) -> dict[int, Any]:
+        return {1: {**tell(told)[1], "reached": [told["token"]]}}
+
+    board.tell = reached  # type: ignore[method-assign]
+    found = compared(board, wait_s=1.0)
+    assert [each.level for each in found] == [OK, OK]
+    assert f"does not answer at {address} (Connection refused), but calls this machine" in found[1].words
+    here = others.Answering("127.0.0.1", RegionConfig())
+    board = Living(calls=f"{address},{here.address}")
+    found = compared(board, wait_s=1.0)
+    assert [each.level for each in found] == [OK, OK]
+    assert "it does not reach this machine, and one way is enough" in found[1].words
+    here.close()
+
+
+def test_a_doctor_listens_where_the_run_will() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    regions = RegionConfig(port=port, announce=["a.example", "203.0.113.7:80"])
+    answering = others.Answering("127.0.0.1", regions)
+    assert answering.address == f"a.example:{port},203.0.113.7:80"
+    assert others.call(("127.0.0.1", port))[0] < 5
+    answering.close()
 
 
 def test_a_call_takes_one_round_trip(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +226,7 @@ def test_a_call_takes_one_round_trip(clock: SimpleNamespace, monkeypatch: pytest
         return Connection()
 
     monkeypatch.setattr(others.socket, "create_connection", connect)
-    took, ahead = others.call("10.0.0.2:29700")
+    took, ahead = others.call(("10.0.0.2", 29700))
     assert took == pytest.approx(0.1)
     assert ahead == pytest.approx(5.0)
 
@@ -219,7 +260,7 @@ def test_a_real_coordinator_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(others, "told_by_doctors", partial(others.told_by_doctors, timeout_s=0.2))
     served = serve_in_thread()
     board = others.Board(served.address, None, "a run", 0)
-    told = others.compare(board, 2, MINE, "127.0.0.1", 0.0, lambda words: None)
+    told = others.compare(board, 2, MINE, "127.0.0.1", 0.0, lambda words: None, RegionConfig())
     board.tell(LONG_AGO)
     served.close()
     assert [(each.topic, each.level) for each in told] == [("coordinator", WRONG)]
@@ -239,7 +280,7 @@ def test_an_interrupt_shows_what_is_known(clock: SimpleNamespace, monkeypatch: p
             seen.append(each)
 
     with pytest.raises(KeyboardInterrupt):
-        look(others.compare(Living(), 2, MINE, "127.0.0.1", 100.0, lambda words: None))  # type: ignore[arg-type]
+        look(others.compare(Living(), 2, MINE, "127.0.0.1", 100.0, lambda words: None, RegionConfig()))  # type: ignore[arg-type]
     assert "same versions" in seen[0].words and "it was not called" in seen[1].words
 
 
@@ -266,7 +307,7 @@ def test_what_others_say_is_no_command() -> None:
 
 
 def test_an_address_on_which_nobody_can_listen() -> None:
-    found = list(others.compare(Shelf(), 2, MINE, "203.0.113.7", 1.0, lambda words: None))  # type: ignore[arg-type]
+    found = list(others.compare(Shelf(), 2, MINE, "203.0.113.7", 1.0, lambda words: None, RegionConfig()))  # type: ignore[arg-type]
     assert [(each.topic, each.level) for each in found] == [("regions", WRONG)]
     assert "cannot listen on 203.0.113.7" in found[0].words and "regions.interface" in str(found[0].command)
 

@@ -31,7 +31,6 @@ FAR = Network(
 )
 STORE = "10.0.0.1:29650"
 BBR = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
-FEW = 'sysctl -w net.ipv4.ip_local_port_range="29700 29999"'
 
 
 @pytest.mark.parametrize(
@@ -44,8 +43,7 @@ FEW = 'sysctl -w net.ipv4.ip_local_port_range="29700 29999"'
         ({"path_mtu": 1380, "probes_mtu": True}, "packets", OK, "1380 on the way", None),
         ({"mtu": 1500, "path_mtu": 1500}, "packets", WARN, "a tunnel adds", "ip link set wg0 mtu 1420"),
         ({"mtu": 1500, "path_mtu": 1500, "interface": "eth0"}, "packets", OK, "1500 bytes on eth0", None),
-        ({}, "ports", OK, "listens in 32768 .. 60999", None),
-        ({"ports": (29700, 29709)}, "ports", WARN, "only 10", FEW),
+        ({}, "port", OK, "listens on any free port of 32768 .. 60999", None),
         ({}, "congestion", OK, "TCP bbr", None),
         ({"congestion": "cubic"}, "congestion", WARN, "TCP cubic needs seconds", f"modprobe tcp_bbr; {BBR}"),
         ({"congestion": "cubic", "known": ("bbr",)}, "congestion", WARN, "TCP cubic", BBR),
@@ -60,16 +58,16 @@ FEW = 'sysctl -w net.ipv4.ip_local_port_range="29700 29999"'
 def test_each_line(changes: dict[str, Any], line: str, level: str, words: str, command: str | None) -> None:
     """Its level, its words, and the command that mends it."""
     network = replace(FAR, **changes)
-    more = {"interface": ("wg0",), "congestion": (None,)}.get(line, ())
+    more = {"interface": ("wg0",), "congestion": (None,), "port": (None,)}.get(line, ())
     found = getattr(way, line)(network, *more)
     assert (found.level, words in found.words) == (level, True), found
     assert found.command == command or (command is not None and str(found.command).startswith(command))
 
 
-@pytest.mark.parametrize("line", ["interface", "packets", "ports", "congestion", "buffers", "clock"])
+@pytest.mark.parametrize("line", ["interface", "packets", "port", "congestion", "buffers", "clock"])
 def test_what_a_machine_does_not_say_is_not_known(line: str) -> None:
     """Elsewhere than on Linux nothing is made up."""
-    more = (None,) if line in ("interface", "congestion") else ()
+    more = (None,) if line in ("interface", "congestion", "port") else ()
     found = getattr(way, line)(Network(), *more)
     assert (found.level, found.words) == (UNKNOWN, "not known here")
 
@@ -88,6 +86,12 @@ def test_the_address_that_is_announced(address: str | None, coordinator: str, le
     """Others must be able to call it."""
     found = way.address(replace(FAR, address=address), coordinator)
     assert (found.level, words in found.words) == (level, True), found
+
+
+def test_the_port_and_the_addresses_of_the_user() -> None:
+    assert "listens on 29700: a firewall must let other regions in there" in way.port(FAR, 29700).words
+    found = way.address(replace(FAR, address="192.168.1.7"), "8.8.8.8:29650", ["203.0.113.7:29700"])
+    assert (found.level, found.words) == (OK, "announces 203.0.113.7:29700 (regions.announce)")
 
 
 def test_a_limit_of_the_rate_does_for_cubic() -> None:

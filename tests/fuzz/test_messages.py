@@ -37,6 +37,7 @@ from hf_cocodc.run.facts import Facts
 from hf_cocodc.run.frames import Frames
 from hf_cocodc.run.parcel import check_files
 from hf_cocodc.run.trees import put_together
+from hf_cocodc.settings import RegionConfig
 
 ADDRESS = "127.0.0.1:29400"
 MOST_BYTES = 4 << 20
@@ -276,7 +277,7 @@ def said_by_doctor(tell: Any, wait_s: float, answer: Any = None) -> None:
     clock = SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None)
     board: Any = SimpleNamespace(coordinator="h:1", region=0, tell=tell)
     with mock.patch.object(others, "time", clock), mock.patch.object(others, "call", return_value=answer):
-        found = list(others.compare(board, 2, MINE, "127.0.0.1", wait_s, lambda words: None))
+        found = list(others.compare(board, 2, MINE, "127.0.0.1", wait_s, lambda words: None, RegionConfig()))
     assert {each.topic for each in found} == {"region 1"}
     assert "".join(line for each in found for line in lines(each)).isprintable()
 
