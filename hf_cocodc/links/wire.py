@@ -59,6 +59,7 @@ class Wire:
 
     Attributes:
         address: see the argument.
+        port: on which this region listens.
         addresses: pairs of a host and a port at which others reach this region.
         waits: what this region waits for now.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
@@ -97,10 +98,8 @@ class Wire:
         self._pairs: dict[int, Pair] = {}
         self._lock = threading.Lock()
         self._port = Port(address if announce is None else "", port)
-        self._call_from = call_from
-        self.addresses = tuple(
-            ((address, self._port.number),) if announce is None else announce(self._port.number)
-        )
+        self.port, self._call_from = self._port.number, call_from
+        self.addresses = tuple(((address, self.port),) if announce is None else announce(self.port))
 
     @property
     def regions(self) -> list[int]:

@@ -1,0 +1,172 @@
+"""How wires reach each other where one of them cannot be called, or not where it listens."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from hf_cocodc.errors import LinkError
+from hf_cocodc.links import reaching
+from hf_cocodc.links.wire import Wire
+from tests.links.memory import connect
+
+HOST = "127.0.0.1"
+Announced = Sequence[tuple[str, int]]
+
+
+@contextlib.contextmanager
+def nowhere() -> Iterator[tuple[str, int]]:
+    """An address that answers nobody: what a region behind a router announces."""
+    with socket.socket() as bound:
+        bound.bind((HOST, 0))
+        yield bound.getsockname()
+
+
+@contextlib.contextmanager
+def mapped(wire: Wire) -> Iterator[tuple[str, int]]:
+    """Another port, from which a router passes all on to the wire's own."""
+    with contextlib.ExitStack() as kept:
+        server = kept.enter_context(socket.create_server((HOST, 0)))
+        threads: list[threading.Thread] = []
+
+        def start(work: Callable[..., None], *args: socket.socket) -> None:
+            threads.append(threading.Thread(target=work, args=args))
+            threads[-1].start()
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller = kept.enter_context(server.accept()[0])
+                    there = kept.enter_context(socket.create_connection((HOST, wire.port)))
+                    start(_pass_on, caller, there)
+                    start(_pass_on, there, caller)
+
+        start(accept)
+        yield server.getsockname()
+        server.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+
+
+def _pass_on(source: socket.socket, to: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(1 << 16):
+            to.sendall(chunk)
+    with contextlib.suppress(OSError):
+        to.shutdown(socket.SHUT_WR)
+
+
+def speak(one: Wire, other: Wire) -> None:
+    """Both ways, on every connection: 3 MB on one of them."""
+    views = [wire.view((one.region, other.region), 1) for wire in (one, other)]
+    sizes = 100, 3 << 20
+    got = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    pending = [views[1 - i].receive(i, got[i], 9, i, "something") for i in range(2)]
+    sent = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
+    pending += [views[i].send(1 - i, sent[i], 9, i, "something") for i in range(2)]
+    for i, each in enumerate((1, 0, 0, 1)):
+        views[each].wait([pending[i]], "something")
+    assert all(map(torch.equal, got, sent))
+
+
+def wires(first: Announced | None = None, second: Announced | None = None, **settings: object) -> list[Wire]:
+    return [
+        Wire(
+            region,
+            2,
+            timeout_s=20.0,
+            announce=None if told is None else lambda port, told=told: told,  # type: ignore[misc]
+            **settings,  # type: ignore[arg-type]
+        )
+        for region, told in enumerate((first, second))
+    ]
+
+
+def test_a_region_that_nobody_can_call_calls_the_other_one() -> None:
+    """Whichever of the two it is; its payloads take the same way."""
+    with nowhere() as hidden:
+        for told, way in (((None, [hidden]), "reversed"), (([hidden], None), "direct")):
+            both = wires(*told)
+            connect(*both)
+            assert [wire.ways for wire in both] == [{1: way}, {0: way}]
+            speak(*both)
+            with contextlib.ExitStack() as kept:
+                streams = [
+                    kept.enter_context(wire.stream(1 - wire.region, 99, 20.0)) for wire in _callers(both)
+                ]
+                streams[0].sendall(b"base")
+                assert streams[1].recv(4) == b"base"
+            for wire in both:
+                wire.close()
+
+
+def _callers(both: list[Wire]) -> list[Wire]:
+    """The one that calls first: the other one waits for it."""
+    is_first = both[0]._pairs[1]._called is not None
+    return both if is_first else both[::-1]
+
+
+def test_ports_that_a_router_maps_to_others() -> None:
+    """Both regions are reached only through routers; the first announces an old address, too."""
+    with contextlib.ExitStack() as kept:
+        found: list[list[tuple[str, int]]] = [[], []]
+        both = wires(*found)
+        old = kept.enter_context(nowhere())
+        found[0] += [old, kept.enter_context(mapped(both[0]))]
+        found[1] += [kept.enter_context(mapped(both[1]))]
+        for wire, told in zip(both, found, strict=True):
+            wire.addresses = tuple(told)
+        connect(*both)
+        assert both[0]._pairs[1]._called == found[1][0]
+        speak(*both)
+        for wire in both:  # the routers go on until both ends have gone
+            wire.close()
+
+
+def test_names_of_machines_and_version_six() -> None:
+    with contextlib.ExitStack() as kept:
+        hidden = kept.enter_context(nowhere())
+        for host in ("localhost", "::1"):
+            both = wires([hidden], [hidden])
+            both[1].addresses = ((host, both[1].port),)
+            try:
+                connect(*both)
+            except LinkError as error:
+                if host == "::1" and "Cannot assign" in str(error):
+                    pytest.skip("this machine has no IPv6")
+                raise
+            speak(*both)
+            for wire in both:
+                wire.close()
+
+
+def test_regions_that_do_not_reach_each_other_say_where_they_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon, whatever regions.timeout_s is; the message names both addresses, and the way out."""
+    assert reaching.REACH_S <= 10.0
+    monkeypatch.setattr(reaching, "REACH_S", 1.0)
+    with nowhere() as first, nowhere() as second:
+        both = wires([first], [second])
+        began = time.monotonic()
+        with pytest.raises(LinkError) as caught:
+            connect(*both)
+        assert time.monotonic() - began < 10.0
+        words = str(caught.value)
+        assert all(f"{HOST}:{port}" in words for _, port in (first, second)), words
+        assert "regions.port" in words and "regions.announce" in words
+        for wire in both:
+            assert not wire.regions
+            wire.close()
+
+
+def test_a_port_of_the_users_choice() -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    wire = Wire(0, 1, port=port)
+    assert (wire.port, wire.addresses) == (port, ((HOST, port),))
+    wire.close()
