@@ -28,7 +28,7 @@ from hf_cocodc.settings import OuterConfig
 from hf_cocodc.tensors.norms import square
 from tests.equalities.test_equalities import live, locals_of
 from tests.parts.test_codecs import transfer
-from tests.processes.test_gloo import run_over_gloo
+from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, global_of, llama_adamw, params_of, run, train_llama
 
 H = 4
@@ -191,7 +191,7 @@ def test_gloo_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
         return arrival.result.mean.clone(), arrival.bytes_sent
 
     expected = transfer(codec, grads, [codec.init(fragment)] * 3, fragment)[0].result.mean
-    for mean, sent in run_over_gloo(3, body):
+    for mean, sent in run_over_tcp(3, body):
         assert torch.equal(mean, expected)
         assert (
             sent == 2 * 120 * 6
