@@ -55,14 +55,12 @@ class Pair:
         encrypt: whether what they send is to be encrypted.
 
     Attributes:
-        control: the connection for control messages, after `meet`.
+        control: the connection for control messages; None before `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
         ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
         way: "direct" if the region with the lower number calls the other one, or else "reversed".
     """
-
-    control: Connection
 
     def __init__(
         self,
@@ -79,6 +77,7 @@ class Pair:
         self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
         self.ciphers: tuple[Cipher, Cipher] | None = None
         self.region = other
+        self.control: Connection | None = None
         self.bulk: list[Connection] = []
         self.rtt_s = 0.0
         self.way = ""
@@ -92,7 +91,7 @@ class Pair:
         self._port.forget(self._token)
         with self._changed:
             came, self._came = self._came, {}
-        for connection in (self.control, *self.bulk):
+        for connection in self._all():
             connection.close()
         for unclaimed in came.values():
             unclaimed.close()
@@ -182,21 +181,25 @@ class Pair:
 
     def revoke(self, order: int, error: Exception) -> None:
         """See `Connection.revoke`."""
-        for connection in (self.control, *self.bulk):
+        for connection in self._all():
             connection.revoke(order, error)
 
     def pace(self, rate: float) -> bool:
         """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
-        return all(each.pace(rate) for each in (self.control, *self.bulk))
+        return all(each.pace(rate) for each in self._all())
 
     @property
     def lost_at(self) -> float:
         """When one of the connections has ended; infinite before."""
-        return min(each.lost_at for each in (self.control, *self.bulk))
+        return min(each.lost_at for each in self._all())
 
     def connection(self, index: int | None) -> Connection:
         """Payload connection `index`, or the control connection."""
+        assert self.control is not None
         return self.control if index is None else self.bulk[index % len(self.bulk)]
+
+    def _all(self) -> list[Connection]:
+        return self.bulk if self.control is None else [self.control, *self.bulk]
 
     def _prove(self, connection: socket.socket, key: str, keys: Keys) -> Proof:
         """Both ends prove to each other that they have the secret of the run."""

@@ -24,8 +24,8 @@ _MOST_CALLERS = 256
 """Callers that have not said theirs. For one more, the oldest is closed: an honest one says it with its first packet."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Routers forget connections that are silent, some after 30 s."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 100}
+"""Routers forget connections that are silent, some after 30 s. Who is lost the coordinator says, long before the last probe."""
 
 
 Take = Callable[[socket.socket, int], None]

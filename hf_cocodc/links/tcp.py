@@ -137,6 +137,7 @@ class TcpLink:
         except BaseException as error:
             self.leave_note(str(error))
             client.close(Bye(how="failed"))
+            wire.close()
             raise
 
     def _enter(self, client: Client, wire: Wire, welcome: Welcome) -> None:

@@ -124,8 +124,8 @@ class Wire:
             LinkError: the connections could not be made in time, or are not wanted any more.
         """
         pair = self._pair(region)
-        pair.meet(exchange)
         try:
+            pair.meet(exchange)
             self._widen([pair], alone=True)
             with self._lock:
                 if not claim():
@@ -151,9 +151,14 @@ class Wire:
         """
         others = sorted(exchanges)
         pairs = [self._pair(other) for other in others]
-        # all regions handle pairs in the same order, and the first pair in it never waits for another one
-        side_by_side([partial(pair.meet, exchanges[pair.region]) for pair in pairs], _THREADS)
-        count = self._widen(pairs)
+        try:
+            # all regions handle pairs in the same order, and the first pair in it never waits for another one
+            side_by_side([partial(pair.meet, exchanges[pair.region]) for pair in pairs], _THREADS)
+            count = self._widen(pairs)
+        except BaseException:
+            for pair in pairs:
+                pair.close()
+            raise
         with self._lock:
             self._pairs |= {pair.region: pair for pair in pairs}
         return count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import re
 import threading
 import time
 import weakref
@@ -280,11 +279,10 @@ def test_a_number_of_connections_that_no_region_asks_for(
             pool.submit(wires[one].connect, other, post.exchange(one, other))
             for one, other in (IDS[:2], IDS[1::-1])
         ]
-        for each in calls:
-            with pytest.raises(
-                RegionLostError, match=f"region 2 asks for {re.escape(f'{told:g}')} connections"
-            ):
-                each.result()
+        errors = [each.exception() for each in calls]
+    # who finds it first closes the connection
+    assert all(isinstance(each, RegionLostError) for each in errors)
+    assert any(f"region 2 asks for {told:g} connections" in str(each) for each in errors)
     assert wires[5].regions == []
 
 
