@@ -190,8 +190,9 @@ def test_nothing_is_left_of_dropped_pairs() -> None:
         vain = [_begin(view, memories) for view in views]
         threads.append(threading.Thread(target=_wait_in_vain, args=(views[turn % 2], vain[turn % 2])))
         threads[-1].start()
-        for view, own in zip(views, wires.values(), strict=True):
+        for view in views:
             view.revoke()
+        for view, own in zip(views, wires.values(), strict=True):
             own.drop(view.regions[1 - view.region])
     del views, view, vain, own
     for thread in threads:
