@@ -161,13 +161,21 @@ class Connection:
     # ---- in the threads -------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while (work := self._outgoing.get()) is not None:
-            if self._error is None and work.order > self._void:
-                try:
-                    self._send(work)
-                except OSError as error:
-                    self._end(ConnectionLost(error.strerror or str(error)))
-            work.end(self._error)
+        while self._send_next():
+            pass
+
+    def _send_next(self) -> bool:
+        """Send what was given first; False once the connection has ended. While it waits, it holds no memory."""
+        work = self._outgoing.get()
+        if work is None:
+            return False
+        if self._error is None and work.order > self._void:
+            try:
+                self._send(work)
+            except OSError as error:
+                self._end(ConnectionLost(error.strerror or str(error)))
+        work.end(self._error)
+        return True
 
     def _send(self, work: Work) -> None:
         header = _HEADER.pack(work.order, work.tag, work.memory.numel())
