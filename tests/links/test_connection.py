@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -120,7 +119,7 @@ def test_the_end_of_a_connection_ends_all_that_waits(ends: Ends) -> None:
         for call in (end.send, end.receive):
             with pytest.raises(ConnectionLost):
                 call(Work(2, 0, full(0)))
-    wait_until(lambda: not any("hf_cocodc-receive" in each.name for each in threading.enumerate()))
+    wait_until(lambda: not any(end._sender.is_alive() or end._receiver.is_alive() for end in ends))
 
 
 def test_a_message_of_another_size_ends_the_connection(ends: Ends) -> None:
