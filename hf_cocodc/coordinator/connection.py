@@ -33,6 +33,8 @@ LONGEST_LINE = 8 << 20
 _LONGEST_ANSWER = 256 << 20
 """Bytes of a line of the coordinator, which is trusted: it may hold what every region compares."""
 _LOOK_S = 0.2
+_LONGEST_TURN_S = 3.0
+"""Between two looks at the clock passes more only if this process stands still."""
 FLUSH_S = 1.0
 _ERRORS: dict[str, type[CocodcError]] = {
     each.__name__: each for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver)
@@ -54,6 +56,23 @@ class _TryAgain(Exception):
 def error_of(refusal: Refuse) -> CocodcError:
     """The error that a refusal names."""
     return _ERRORS.get(refusal.error, MeetingError)(refusal.why)
+
+
+class _Patience:
+    """Seconds to wait, without those for which this process stands still: others can do nothing about them.
+
+    It is asked at least every `LONGEST_WAIT_S`.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s, self._asked_at = seconds, time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        now = time.monotonic()
+        self._left_s -= min(now - self._asked_at, _LONGEST_TURN_S)
+        self._asked_at = now
+        return self._left_s
 
 
 class Connection:
@@ -85,14 +104,13 @@ class Connection:
     ) -> None:
         self.address, self._keys, self._encrypt, self._look = address, keys, encrypt, look
         host, _, port = address.rpartition(":")
-        until = time.monotonic() + timeout_s
-        wait_s = FIRST_WAIT_S
+        patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
         while True:
             try:
-                self.channel = self._connect(host.strip("[]"), int(port), until)
+                self.channel = self._connect(host.strip("[]"), int(port), patience)
                 break
             except _TryAgain as error:
-                if time.monotonic() + wait_s > until:
+                if wait_s > patience.left_s:
                     raise self._nobody(host.strip("[]"), port, str(error)) from error
             self._pause(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -143,7 +161,7 @@ class Connection:
                 self.channel.take_line()
         self.channel.close()
 
-    def _connect(self, host: str, port: int, until: float) -> Channel:
+    def _connect(self, host: str, port: int, patience: _Patience) -> Channel:
         """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -157,10 +175,10 @@ class Connection:
             connection = socket.socket(family, kind)
             channel = Channel(connection)
             try:
-                why = self._reach(connection, where, until)
+                why = self._reach(connection, where, patience)
                 if not why:
                     channel.longest = _LONGEST_ANSWER
-                    self._prove(channel, until)
+                    self._prove(channel, patience)
                     return channel
             except BaseException:
                 channel.close()
@@ -168,11 +186,11 @@ class Connection:
             channel.close()
         raise _TryAgain(why)
 
-    def _reach(self, connection: socket.socket, where: Any, until: float) -> str:
+    def _reach(self, connection: socket.socket, where: Any, patience: _Patience) -> str:
         """Connect; return why that failed, or nothing."""
         failed = connection.connect_ex(where)
         while failed in (errno.EINPROGRESS, errno.EALREADY):
-            left_s = until - time.monotonic()
+            left_s = patience.left_s
             if left_s <= 0:
                 return "it does not answer"
             if _poll(connection, select.POLLOUT, min(_LOOK_S, left_s)):
@@ -181,14 +199,14 @@ class Connection:
             self._look()
         return os.strerror(failed) if failed else ""
 
-    def _prove(self, channel: Channel, until: float) -> None:
+    def _prove(self, channel: Channel, patience: _Patience) -> None:
         """Say who this is, and hear that it is the coordinator."""
         proof = Proof(self._keys, ABOUT, self._encrypt)
         channel.write(line_of(proof.say({**versions(), "key": key_id(self._keys) or None})))
         while not channel.num_lines:
             if channel.ended:
                 raise _TryAgain("it has closed the connection without an answer")
-            if time.monotonic() >= until:
+            if patience.left_s <= 0:
                 raise _TryAgain("what listens there does not answer as a coordinator does")
             self._look()
             _wait(channel, _LOOK_S)

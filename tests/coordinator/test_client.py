@@ -3,9 +3,11 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from hf_cocodc.coordinator import connection as connection_module
 from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.connection import Connection
 from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
@@ -203,3 +205,14 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
         connection.send(hello(0, model={"x": "y" * (9 << 20)}))
     connection.close()
     served.close()
+
+
+def test_a_process_that_stands_still_loses_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region that was frozen while it looked for the coordinator looks once more, before it says that nobody answers."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    patience = connection_module._Patience(10.0)
+    left = []
+    for now.s in (1.0, 100.0, 101.0, 200.0):
+        left.append(patience.left_s)
+    assert left == [9.0, 6.0, 5.0, 2.0]
