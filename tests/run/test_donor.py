@@ -94,14 +94,14 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(5.0))
 
 
-def given(tmp_path: Path, **how: Any) -> Donation:
+def given(tmp_path: Path, rate: float | None = None, **how: Any) -> Donation:
     """By region 0, at step 3."""
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
     stream = Stream()
     number = OFFER["number"]
-    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", None, **how)
+    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", rate, **how)
     STREAMS[found.offer.token] = stream
     return found
 
@@ -294,9 +294,9 @@ def test_a_donor_that_dies_in_the_middle_is_named(
     assert not list((tmp_path / "region-2").iterdir())
 
 
-def test_a_donor_that_leaves_sends_no_more_of_its_base(donation: Donation, tmp_path: Path) -> None:
+def test_a_donor_that_leaves_sends_no_more_of_its_base(tmp_path: Path) -> None:
     """Without the log it is of no use: a region that leaves does not wait until all of it is sent."""
-    donation._rate = 2000.0
+    donation = given(tmp_path, rate=2000.0)
     leaving = threading.Timer(0.5, donation.close)
     leaving.start()
     with (
@@ -306,6 +306,7 @@ def test_a_donor_that_leaves_sends_no_more_of_its_base(donation: Donation, tmp_p
         pass
     leaving.join()
     assert not list((tmp_path / "region-2").iterdir())
+    ended(donation, tmp_path)
 
 
 def test_a_newcomer_that_is_frozen_keeps_nobody(
