@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 _MOST_UNDER_WAY = 128
 """Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
 _AT_ONCE_S = 1e-3
-"""Seconds within which the trailers of regions that are not late arrive, beside the round trip."""
+"""Seconds within which the trailers of regions that are not late arrive, beside half a round trip."""
 
 
 class MeanMemory:
@@ -102,8 +102,8 @@ class MeanCall:
             view.wait(pending, what, may_be_late=True)
             came = time.perf_counter()
             # if another region was late, that time does not count for the link
-            if came - posted > view.rtt_s + _AT_ONCE_S:
-                began = came - view.rtt_s
+            if came - posted > view.rtt_s / 2 + _AT_ONCE_S:
+                began = came - view.rtt_s / 2
 
         def exchange(message: Message) -> Reply:
             nonlocal trailers, verdict, reply

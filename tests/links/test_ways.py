@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ def nowhere() -> Iterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def mapped(wire: Wire) -> Iterator[tuple[str, int]]:
-    """Another port, from which a router passes all on to the wire's own."""
+def mapped(wire: Wire, delay_s: float = 0.0) -> Iterator[tuple[str, int]]:
+    """Another port, from which a router passes all on to the wire's own, each way so much later."""
     with contextlib.ExitStack() as kept:
         server = kept.enter_context(socket.create_server((HOST, 0)))
         threads: list[threading.Thread] = []
 
-        def start(work: Callable[..., None], *args: socket.socket) -> None:
+        def start(work: Callable[..., None], *args: Any) -> None:
             threads.append(threading.Thread(target=work, args=args))
             threads[-1].start()
 
@@ -44,8 +45,8 @@ def mapped(wire: Wire) -> Iterator[tuple[str, int]]:
                 while True:
                     caller = kept.enter_context(server.accept()[0])
                     there = kept.enter_context(socket.create_connection((HOST, wire.port)))
-                    start(_pass_on, caller, there)
-                    start(_pass_on, there, caller)
+                    start(_pass_on, caller, there, delay_s)
+                    start(_pass_on, there, caller, delay_s)
 
         start(accept)
         yield server.getsockname()
@@ -54,9 +55,10 @@ def mapped(wire: Wire) -> Iterator[tuple[str, int]]:
             thread.join()
 
 
-def _pass_on(source: socket.socket, to: socket.socket) -> None:
+def _pass_on(source: socket.socket, to: socket.socket, delay_s: float) -> None:
     with contextlib.suppress(OSError):
         while chunk := source.recv(1 << 16):
+            time.sleep(delay_s)
             to.sendall(chunk)
     with contextlib.suppress(OSError):
         to.shutdown(socket.SHUT_WR)
@@ -126,6 +128,20 @@ def test_ports_that_a_router_maps_to_others() -> None:
         assert both[0]._pairs[1]._called == found[1][0]
         speak(*both)
         for wire in both:  # the routers go on until both ends have gone
+            wire.close()
+
+
+def test_the_round_trip_is_that_of_both_ways() -> None:
+    """Both ends measure it at the same time: neither is misled by what the other one has sent before. The number of connections
+    follows from it."""
+    with contextlib.ExitStack() as kept:
+        told: list[tuple[str, int]] = []
+        both = wires([("127.0.0.1", 9)], told)
+        told.append(kept.enter_context(mapped(both[1], 0.05)))
+        both[1].addresses = tuple(told)
+        connect(*both)
+        assert all(wire._pairs[1 - wire.region].rtt_s >= 0.1 for wire in both)
+        for wire in both:
             wire.close()
 
 
