@@ -115,6 +115,8 @@ class Connection:
         """
         with self._changed:
             self._check()
+            if work.order <= self._void:  # whoever waits for it looks at its view first
+                return
             self._asked.setdefault((work.order, work.tag), deque()).append(work)
             self._newest = max(self._newest, work.order)
             self._changed.notify_all()
@@ -169,12 +171,14 @@ class Connection:
         work = self._outgoing.get()
         if work is None:
             return False
-        if self._error is None and work.order > self._void:
+        error = self._error
+        if error is None and work.order > self._void:
             try:
                 self._send(work)
-            except OSError as error:
-                self._end(ConnectionLost(error.strerror or str(error)))
-        work.end(self._error)
+            except Exception as failure:  # whatever it is, nobody must wait for ever
+                self._end(_lost(failure))
+                error = self._error
+        work.end(error)  # the other end may have all that it needs by now, and have closed the connection
         return True
 
     def _send(self, work: Work) -> None:
@@ -202,10 +206,8 @@ class Connection:
                     self._fill(work.view)
                     work.end()
                 work = None
-        except (ConnectionLost, OSError) as error:
-            self._end(
-                error if isinstance(error, ConnectionLost) else ConnectionLost(error.strerror or str(error))
-            )
+        except Exception as error:  # whatever it is, nobody must wait for ever
+            self._end(_lost(error))
             if work is not None:
                 work.end(self._error)
         self._sender.join()
@@ -234,3 +236,9 @@ class Connection:
                     return work
                 self._changed.wait()
             return None
+
+
+def _lost(error: Exception) -> Exception:
+    if isinstance(error, ConnectionLost):
+        return error
+    return ConnectionLost(getattr(error, "strerror", None) or repr(error))

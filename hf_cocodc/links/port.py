@@ -5,6 +5,7 @@ with a number, which says what for.
 """
 
 import contextlib
+import logging
 import secrets
 import selectors
 import socket
@@ -16,12 +17,16 @@ from dataclasses import dataclass, field
 from ..coordinator.channel import keep_from_forks
 from ..errors import InputError
 
+logger = logging.getLogger(__name__)
+
 TOKEN_BYTES = 32
 _GREETING_BYTES = TOKEN_BYTES + 1
 _GREET_S = 5.0
 """Seconds in which a caller has said its token."""
-_MOST_CALLERS = 256
+_MOST_CALLERS = 64
 """Callers that have not said theirs. For one more, the oldest is closed: an honest one says it with its first packet."""
+_AT_ONCE = 32
+"""Callers that are accepted before others are heard again."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 100}
@@ -120,7 +125,7 @@ class Port:
     def _accept(self, selector: selectors.BaseSelector) -> list[_Caller]:
         """Those who have come now."""
         came: list[_Caller] = []
-        while len(came) < _MOST_CALLERS:
+        for _ in range(_AT_ONCE):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -155,7 +160,11 @@ class Port:
         if take is None:
             caller.connection.close()
         else:
-            take(tuned(caller.connection), caller.said[-1])
+            try:
+                take(tuned(caller.connection), caller.said[-1])
+            except Exception:  # others still call
+                logger.exception("a connection of another region is lost")
+                caller.connection.close()
         return True
 
 

@@ -166,7 +166,7 @@ def test_regions_adopt_what_becomes_trainable(name: str, change: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming", "co2"])
-def test_an_adoption_has_the_same_numbers_over_gloo(name: str) -> None:
+def test_an_adoption_has_the_same_numbers_over_tcp(name: str) -> None:
     regions = Regions(name, CHANGES["LISA"], lambda: frozen(0, 3))
     expected = regions.run()
     for found, theirs in zip(regions.run(over=run_over_tcp), expected, strict=True):

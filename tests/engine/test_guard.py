@@ -124,7 +124,7 @@ def test_a_resume_changes_nothing(case: str) -> None:
     assert ruined[2] > 100 * straight[0][2]
 
 
-def test_two_regions_over_gloo_judge_as_in_lockstep() -> None:
+def test_two_regions_over_tcp_judge_as_in_lockstep() -> None:
     """The same bits; with two, the smaller norm is the ordinary one."""
 
     def body(region: int, link: Link) -> Any:

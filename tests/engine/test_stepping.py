@@ -77,7 +77,7 @@ def train(model: nn.Module, index: int, step: int) -> None:
 
 
 def trajectory(method: Method) -> list[list[Tensor]]:
-    """Two regions over gloo: a link with a thread of its own."""
+    """Two regions over TCP: a link with a thread of its own."""
 
     def body(index: int, link: Link) -> list[Tensor]:
         model = Blocks(START)

@@ -177,7 +177,7 @@ def test_torchs_default_dtype_changes_no_bit(default: torch.dtype) -> None:
     assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
-def test_gloo_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
+def test_tcp_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
     """Three regions, each to both others; in lockstep the same mean."""
     shapes = ((70, 66), (9,), (300, 8))
     numel = 70 * 66 + 9 + 300 * 8

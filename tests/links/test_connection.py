@@ -136,3 +136,15 @@ def test_what_follows_a_message_is_done_once_it_has_come(ends: Ends) -> None:
     send(ends[0], 1, 0, full(1))
     work.wait(PATIENCE_S)
     assert done == ["opened"]
+
+
+def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it closes the connection at once: at the end of a run it needs nothing more."""
+    send_it = Connection._send
+
+    def send_and_end(end: Connection, work: Work) -> None:
+        send_it(end, work)
+        end.close()
+
+    monkeypatch.setattr(Connection, "_send", send_and_end)
+    send(ends[0], 1, 0, full(1)).wait(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""One region of an elastic run, without Trainer: real processes, sockets, gloo and a coordinator."""
+"""One region of an elastic run, without Trainer: real processes, sockets and a coordinator."""
 
 from __future__ import annotations
 

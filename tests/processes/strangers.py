@@ -44,7 +44,7 @@ def ports_of(*pids: int) -> list[int]:
 
 
 def garbage(number: int) -> bytes:
-    """What somebody could send: small numbers, as gloo's own clients do, requests, JSON without an end, noise."""
+    """What somebody could send: small numbers, requests, JSON without an end, noise."""
     chance = random.Random(number)
     kinds = (
         (number % 8).to_bytes(8, "little") + chance.randbytes(chance.randrange(64)),
@@ -61,7 +61,7 @@ def garbage(number: int) -> bytes:
 def knocking(ports: Callable[[], list[int]]) -> Iterator[Counter[int]]:
     """In the block, strangers come to each port that there is then, some tens several times a second: silent ones, and garbage.
 
-    None of them talks as gloo does: while regions connect, nobody could keep that one out. Yields how many came, by port.
+    Yields how many came, by port.
     """
     came: Counter[int] = Counter()
     kept: deque[socket.socket] = deque()

@@ -1,4 +1,4 @@
-"""The best model in real processes over real gloo: regions of one rank, of replicas and of shards."""
+"""The best model in real processes over real sockets: regions of one rank, of replicas and of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending together, in real processes over real gloo: whatever ends one region, the others hear of it in good time."""
+"""Ending together, in real processes over real sockets: whatever ends one region, the others hear of it in good time."""
 
 from __future__ import annotations
 

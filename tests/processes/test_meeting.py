@@ -1,4 +1,4 @@
-"""Runs that share a coordinator, in real processes over real gloo: none gets another's regions."""
+"""Runs that share a coordinator, in real processes over real sockets: none gets another's regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that go wrong in one region: what the others see, and what it costs them. Real processes over real gloo."""
+"""Numbers that go wrong in one region: what the others see, and what it costs them. Real processes over real sockets."""
 
 from __future__ import annotations
 

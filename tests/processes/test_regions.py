@@ -1,4 +1,4 @@
-"""Real regions: several processes, real gloo, started with `accelerate launch`."""
+"""Real regions: several processes, real sockets, started with `accelerate launch`."""
 
 from __future__ import annotations
 

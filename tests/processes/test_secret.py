@@ -1,4 +1,4 @@
-"""Regions with a secret, in real processes over real gloo: a stranger at their coordinator changes nothing."""
+"""Regions with a secret, in real processes over real sockets: a stranger at their coordinator changes nothing."""
 
 from __future__ import annotations
 

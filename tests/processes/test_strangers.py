@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -42,21 +41,19 @@ def test_strangers_change_no_number(
 ) -> None:
     """Garbage and silence at every port of both processes and of the coordinator, while they train: the same bits as without.
 
-    At each port there are more strangers than a process may open files; gloo alone would end it.
+    At each port there are more strangers than a process may open files.
     """
     assert GARBAGE + HALF_OPEN > FEW_FILES
     run = Run(tmp_path, 2, with_few_files, STEPS, 0.2, "streaming", least)
     for region in range(2):
         run.wait_for_step(region, 3)
     ports = ports_of(*(process.pid for process in run.processes.values()))
-    assert len(ports) >= 2, "gloo of each region"
+    assert len(ports) >= 2, "that of each region"
     with strangers([*ports, run.coordinator.port]) as answered:
         for region in range(2):
             run.wait_for_step(region, 20)
         found = weights(run)
-    if sys.platform == "linux":
-        assert [answered[port] for port in ports] == [0] * len(ports), "nobody reaches gloo"
-    assert answered[run.coordinator.port] > FEW_FILES, "the strangers were there"
+    assert all(each > FEW_FILES for each in answered.values()), "the strangers were there"
     for ours, theirs in zip(found, undisturbed, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -87,7 +84,7 @@ def test_a_newcomer_joins_while_strangers_knock(tmp_path: Path) -> None:
         with strangers([coordinator.port], 1000, 1000), knocking(ports) as came:
             run.start(2, join=True)
             run.wait_for_join(2)
-        assert len(came) >= 4, "the coordinator, and gloo of each region"
+        assert len(came) >= 4, "the coordinator, and each region"
         found = [each["weights"] for each in run.results(0, 1, 2)]
     assert all(torch.equal(found[0], each) for each in found)
     assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0, 1, 2]]

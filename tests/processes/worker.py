@@ -69,7 +69,7 @@ class Watch(TrainerCallback):
 
 
 def count_link_calls() -> Counter:
-    """Count every call of the gloo link from here on."""
+    """Count every call of the link from here on."""
     calls: Counter = Counter()
     for name in ("mean", "broadcast", "gather"):
         setattr(TcpLink, name, _counted(getattr(TcpLink, name), name, calls))
