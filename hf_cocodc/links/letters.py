@@ -70,12 +70,12 @@ class Letters:
             return self._letters.pop((sender, key))
 
 
-class Exchange(NamedTuple):
+class Introduction(NamedTuple):
     """Two processes tell each other where they listen.
 
     Attributes:
         other: the process at the other end.
-        key: the same at both ends; no other exchange of these two processes ever has it.
+        key: the same at both ends; no other introduction of these two processes ever has it.
         send: sends content to that process.
         letters: what that process sends.
         timeout_s: how long to wait for it.

@@ -21,7 +21,7 @@ from ..coordinator.secret import Keys
 from ..errors import LinkError, short
 from ..threads import NativeThread
 from .connection import Connection
-from .letters import Exchange, Whereabouts
+from .letters import Introduction, Whereabouts
 from .port import TOKEN_BYTES, Port, dial, named
 from .reaching import NotReached, Search
 
@@ -96,11 +96,11 @@ class Pair:
         for unclaimed in came.values():
             unclaimed.close()
 
-    def meet(self, exchange: Exchange) -> None:
+    def meet(self, introduction: Introduction) -> None:
         """Make the control connection.
 
         Args:
-            exchange: how the two ends tell each other where they listen.
+            introduction: how the two ends tell each other where they listen.
 
         Raises:
             LinkError: the other end did not come in time, or neither end reaches the other one.
@@ -109,7 +109,7 @@ class Pair:
         token, search = secrets.token_bytes(TOKEN_BYTES), Search(region < other, self._timeout_s, self._own)
         self._port.expect(token, search.take)
         try:
-            theirs = exchange.tell(Whereabouts(self._addresses, token))
+            theirs = introduction.tell(Whereabouts(self._addresses, token))
             connection, self._called = search.run(theirs)
         except (TimeoutError, NotReached) as error:
             raise LinkError(
@@ -122,7 +122,7 @@ class Pair:
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
         base = token if self._called is None else theirs.token
         if self._keys is not None:
-            proof = self._prove(connection, exchange.key, self._keys)
+            proof = self._prove(connection, introduction.key, self._keys)
             session = proof.session()
             assert session is not None
             self.ciphers = proof.ciphers(in_order=False) if self._encrypt else None

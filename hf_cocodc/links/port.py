@@ -38,7 +38,7 @@ Take = Callable[[socket.socket, int], None]
 
 
 @dataclass(eq=False)
-class _Caller:
+class _Stranger:
     connection: socket.socket
     until: float
     said: bytearray = field(default_factory=bytearray)
@@ -97,7 +97,7 @@ class Port:
         self._thread.join()
 
     def _work(self) -> None:
-        callers: list[_Caller] = []
+        callers: list[_Stranger] = []
         with selectors.DefaultSelector() as selector, self._listener, self._woken:
             for each in (self._listener, self._woken):
                 selector.register(each, selectors.EVENT_READ)
@@ -122,9 +122,9 @@ class Port:
         for caller in callers:
             caller.connection.close()
 
-    def _accept(self, selector: selectors.BaseSelector) -> list[_Caller]:
+    def _accept(self, selector: selectors.BaseSelector) -> list[_Stranger]:
         """Those who have come now."""
-        came: list[_Caller] = []
+        came: list[_Stranger] = []
         for _ in range(_AT_ONCE):
             try:
                 connection, _ = self._listener.accept()
@@ -135,13 +135,13 @@ class Port:
                 break
             connection.setblocking(False)
             keep_from_forks(connection)
-            caller = _Caller(connection, time.monotonic() + _GREET_S)
+            caller = _Stranger(connection, time.monotonic() + _GREET_S)
             if not self._has_heard(caller):
                 selector.register(connection, selectors.EVENT_READ)
                 came.append(caller)
         return came
 
-    def _has_heard(self, caller: _Caller) -> bool:
+    def _has_heard(self, caller: _Stranger) -> bool:
         """Read a greeting, and no more. Returns whether the caller has said one, or gone: then it is handed on, or closed."""
         try:
             chunk = caller.connection.recv(_GREETING_BYTES - len(caller.said))

@@ -55,7 +55,7 @@ from .attempts import Attempt, InHand, Make, Pending
 from .base import Arrival, Handle, Link, Parcel, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .following import FollowedMean, Following, copy_bytes, records_in
-from .letters import Exchange, Letters
+from .letters import Introduction, Letters
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
 from .rules import Part, Standing
@@ -893,7 +893,7 @@ class TcpLink:
             return
         by_region = {other.region: other for other in others}
         self._count = self.wire.connect_all(
-            {region: self._exchange(other) for region, other in by_region.items()}
+            {region: self._introduction(other) for region, other in by_region.items()}
         )
         self._paired = by_region
         self.view = self.wire.view([self.region, *by_region], FIRST, self._count)
@@ -917,7 +917,7 @@ class TcpLink:
         if self._paired.get(other.region) not in (None, other):
             self.wire.drop(other.region)  # an earlier process of that region, which has left
         try:
-            self.wire.connect(other.region, self._exchange(other), partial(self._claim, other))
+            self.wire.connect(other.region, self._introduction(other), partial(self._claim, other))
         except LinkError as error:  # it must not disturb the run
             self._unpaired[other] = str(error)
             if self.is_there(other) and not self._closed:
@@ -935,13 +935,13 @@ class TcpLink:
         self._paired[other.region] = other
         return True
 
-    def _exchange(self, other: Member) -> Exchange:
+    def _introduction(self, other: Member) -> Introduction:
         low, high = sorted((self.me.ticket, other.ticket))
 
         def send(to: Member, content: dict[str, Any]) -> None:
             self.post(to, "wire", **content)
 
-        return Exchange(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
+        return Introduction(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
 
     def _unpair(self, member: Member) -> None:
         if self._paired.get(member.region) == member:

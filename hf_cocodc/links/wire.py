@@ -14,7 +14,7 @@ from ..coordinator.cipher import check_encryption
 from ..coordinator.secret import Keys
 from ..errors import LinkError, RegionLostError
 from .exchange import LARGEST
-from .letters import Exchange
+from .letters import Introduction
 from .pacing import can_pace, say_who_keeps_the_limit
 from .pairs import (
     ASSUMED_RATE,
@@ -112,12 +112,14 @@ class Wire:
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
-    def connect(self, region: int, exchange: Exchange, claim: Callable[[], bool] = lambda: True) -> None:
+    def connect(
+        self, region: int, introduction: Introduction, claim: Callable[[], bool] = lambda: True
+    ) -> None:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
         Args:
             region: the other region.
-            exchange: how both ends tell each other where they listen.
+            introduction: how both ends tell each other where they listen.
             claim: called when the connections are there, before they count; returns whether they are still wanted.
 
         Raises:
@@ -125,7 +127,7 @@ class Wire:
         """
         pair = self._pair(region)
         try:
-            pair.meet(exchange)
+            pair.meet(introduction)
             self._widen([pair], alone=True)
             with self._lock:
                 if not claim():
@@ -137,11 +139,11 @@ class Wire:
             pair.close()
             raise
 
-    def connect_all(self, exchanges: Mapping[int, Exchange]) -> int:
+    def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
         """Connect to other regions. The longest round trip decides for all pairs.
 
         Args:
-            exchanges: with all other regions; see `connect`.
+            introductions: with all other regions; see `connect`.
 
         Returns:
             The number of payload connections of each pair, equal in all regions.
@@ -149,11 +151,11 @@ class Wire:
         Raises:
             LinkError: the connections could not be made in time.
         """
-        others = sorted(exchanges)
+        others = sorted(introductions)
         pairs = [self._pair(other) for other in others]
         try:
             # all regions handle pairs in the same order, and the first pair in it never waits for another one
-            side_by_side([partial(pair.meet, exchanges[pair.region]) for pair in pairs], _THREADS)
+            side_by_side([partial(pair.meet, introductions[pair.region]) for pair in pairs], _THREADS)
             count = self._widen(pairs)
         except BaseException:
             for pair in pairs:

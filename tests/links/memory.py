@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Hello, Member, Terms
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.links.letters import Exchange, Letters
+from hf_cocodc.links.letters import Introduction, Letters
 from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.wire import Wire
 
@@ -47,13 +47,13 @@ class Post:
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
 
-    def exchange(self, here: int, other: int, key: str = "pair") -> Exchange:
+    def introduction(self, here: int, other: int, key: str = "pair") -> Introduction:
         """How region `here` tells another one where it listens."""
 
         def send(to: Member, content: dict[str, Any]) -> None:
             self.letters(to.region).put(Member(here, 0), content)
 
-        return Exchange(Member(other, 0), key, send, self.letters(here), self._timeout_s)
+        return Introduction(Member(other, 0), key, send, self.letters(here), self._timeout_s)
 
     def letters(self, region: int) -> Letters:
         with self._lock:
@@ -65,7 +65,7 @@ def connect(one: Wire, other: Wire, key: str = "pair") -> None:
     post = Post()
 
     def call(here: Wire, there: Wire) -> None:
-        here.connect(there.region, post.exchange(here.region, there.region, key))
+        here.connect(there.region, post.introduction(here.region, there.region, key))
 
     at_once(partial(call, one, other), partial(call, other, one))
 

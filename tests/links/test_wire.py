@@ -74,8 +74,8 @@ def test_a_connection_that_is_no_longer_wanted_does_not_count() -> None:
     before = [wires[region].view(IDS[:2], 1) for region in IDS[:2]]
     post, late = Post(), Wire(5, connections=1, timeout_s=20.0)
     with ThreadPoolExecutor(2) as pool:
-        refusing = pool.submit(wires[2].connect, 5, post.exchange(2, 5), lambda: False)
-        late.connect(2, post.exchange(5, 2))
+        refusing = pool.submit(wires[2].connect, 5, post.introduction(2, 5), lambda: False)
+        late.connect(2, post.introduction(5, 2))
         with pytest.raises(LinkError, match="region 5 has left, or has come as another process"):
             refusing.result()
     assert met(before) == [[2.0, 5.0]] * 2
@@ -277,7 +277,7 @@ def test_a_number_of_connections_that_no_region_asks_for(
     monkeypatch.setattr(View, "swap", lying)
     with ThreadPoolExecutor(2) as pool:
         calls = [
-            pool.submit(wires[one].connect, other, post.exchange(one, other))
+            pool.submit(wires[one].connect, other, post.introduction(one, other))
             for one, other in (IDS[:2], IDS[1::-1])
         ]
         errors = [each.exception() for each in calls]
@@ -292,7 +292,7 @@ def test_messages_are_cut_alike_by_regions_that_met_at_once_and_one_by_one() -> 
     post, wires = Post(), {region: Wire(region, timeout_s=20.0) for region in range(3)}
 
     def connect_all(region: int) -> int:
-        return wires[region].connect_all({1 - region: post.exchange(region, 1 - region)})
+        return wires[region].connect_all({1 - region: post.introduction(region, 1 - region)})
 
     found = at_once(*(partial(connect_all, region) for region in range(2)))
     assert found[0] == found[1]
@@ -308,7 +308,7 @@ def test_a_region_that_does_not_come_is_named() -> None:
     with pytest.raises(
         LinkError, match="region 7 do not reach each other: it has not said within 0.5 s where it listens"
     ):
-        alone.connect(7, post.exchange(2, 7))
+        alone.connect(7, post.introduction(2, 7))
     assert alone.regions == []
     alone.close()
 
