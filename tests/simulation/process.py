@@ -51,7 +51,7 @@ class Process(Shell):
 
     def __init__(self, world: "World", region: int, join: bool, run: str = "run") -> None:
         super().__init__(world, region, run)
-        self.join, self.why, self.is_well = join, "", True
+        self.join, self.why, self.is_well, self.times_kept_out = join, "", True, 0
         self.step, self.number = 0, world.next_number()
         # a newcomer's own weights differ from everybody's: they must never reach a mean
         self.values = [self.number if join else 0] * world.plan.fragments
@@ -392,10 +392,11 @@ class Process(Shell):
                 self.world.tell(self, f"is a member from step {self.step + 1} on")
                 return
             self.send(Ready())
-            if self.connection is None or any(each.member == self.me for each in self.part.announced):
+            if not self.answers or any(each.member == self.me for each in self.part.announced):
                 ready_at = _FOREVER
             ready_at = min(ready_at, self.network.now)
             if self.network.now - ready_at > LET_IN_S:
+                self.world.kept_out(self)
                 raise LeftBehind("nobody lets it in")
 
     def hear_log(self, connection: Connection, item: Any) -> None:

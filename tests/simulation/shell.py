@@ -123,6 +123,7 @@ class Shell(Actor):
         self._promised_until, self.stop_at, self.passed, self._has_requested = 0.0, 0, 0, False
         self._decisions: list[Decided] = []
         self._skipped, self._wait_s = 0, _FIRST_WAIT_S
+        self.answers = False  # whether a coordinator is there, and decides
         self._last_beat, self._beat_at, self._heard_at = Beat(), -KEEP_S, 0.0
         self._beats += 1
 
@@ -135,7 +136,7 @@ class Shell(Actor):
     def enter(self, welcome: Welcome) -> None:
         """Be a process of the run."""
         members = tuple(place.member for place in welcome.members)
-        self.me, self.has_started = welcome.me, True
+        self.me, self.has_started, self.answers = welcome.me, True, True
         self.part = Part(
             me=welcome.me,
             elastic=self.terms.elastic,
@@ -338,7 +339,7 @@ class Shell(Actor):
         if self.connection is None:
             return
         self.connection.close(self)
-        self.connection = None
+        self.connection, self.answers = None, False
         if self.has_started and self.refused is None:
             beats = self._beats
             self.later(self._wait_s, lambda: self._call_again(beats))
@@ -444,7 +445,7 @@ class Shell(Actor):
             case Suspect():
                 self._suspect(message)
             case Resumed():
-                self._wait_s = _FIRST_WAIT_S
+                self._wait_s, self.answers = _FIRST_WAIT_S, True
                 if self.part.frozen:
                     self.feed(rules.Asked(self.part.losses))
                 for member in self.paired.values():

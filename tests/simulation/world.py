@@ -167,6 +167,12 @@ class World:
             raise Violation("not let in: " + "; ".join(self._shown(each) for each in waiting))
         self.network.at(self.network.now + JOIN_S / 2, None, self._look_at_newcomers)
 
+    def kept_out(self, process: Process) -> None:
+        """A newcomer begins once more, because nobody lets it in. Once may be; not again and again after the last fault."""
+        process.times_kept_out += self.network.now > self.last_fault_at + _OPERATOR_S
+        if process.times_kept_out > 1 and self.plan.grace_s is None:
+            raise Violation(f"not let in, again and again: {self._shown(process)}")
+
     # ---- processes ------------------------------------------------------------------------------------------------------
 
     def starts(self, region: int, join: bool) -> None:
