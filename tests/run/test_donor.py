@@ -60,23 +60,23 @@ MARKER = Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,))
 
 
 class Stream:
-    """Opens both ends of a connection; the newcomer's end is there as soon as the donor has opened its own."""
+    """Opens both ends of a connection, once the newcomer wants its own."""
 
     def __init__(self) -> None:
         self._ends: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._wanted = threading.Event()
 
     def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
         assert number == OFFER["number"]
+        while not self._wanted.wait(0.05):
+            look()
         mine, theirs = socket.socketpair()
         self._ends.put(theirs)
         return mine
 
-    def close(self) -> None:
-        while not self._ends.empty():
-            self._ends.get().close()
-
     def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
         assert number == OFFER["number"]
+        self._wanted.set()
         return self._ends.get(timeout=timeout_s)
 
 
@@ -111,7 +111,6 @@ def ended(donation: Donation, tmp_path: Path) -> None:
     donation.close()
     donation.join(10)
     assert donation.over
-    STREAMS[donation.offer.token].close()
     assert not (tmp_path / "region-0" / "base").exists()
 
 
