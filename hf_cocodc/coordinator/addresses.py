@@ -1,5 +1,6 @@
 """Network addresses of this machine."""
 
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -34,6 +35,25 @@ def own_address(address_there: str, interface: str | None) -> str:
                 f"({error.strerror}). Set it to one of this machine's interfaces: {known}."
             ) from error
     return socket.inet_ntoa(packed[20:24])
+
+
+def listen_at(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """A socket that listens: on an address of this machine, or with an empty host on all, IPv4 and IPv6.
+
+    Raises:
+        OSError: this machine cannot.
+    """
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
+    except OverflowError as error:
+        raise OSError(errno.EINVAL, "no machine has a port above 65535") from error
+
+
+def named(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

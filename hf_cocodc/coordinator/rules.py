@@ -352,9 +352,7 @@ class _Work:
                 receiver = state.seat_of(to)
                 if receiver is not None:
                     self.send(receiver, Posted(sender=member, topic=topic, content=content))
-                elif (
-                    to not in state.there and not state.recovers
-                ):  # else it may only not have called again yet
+                elif to not in state.there and not state.recovers:  # it may only not have called again yet
                     self.send(who, Gone(member=to))
             case Bye():
                 self.bye(who, member, message)
@@ -995,14 +993,15 @@ class _Work:
             # others have heard that it has gone, and connect to it no more
             self.refuse(who, "LeftBehind", f"the others have taken leave of region {back.member.region}")
             return
-        # one may have been let in while this coordinator had not heard of the other
-        rivals = [each for each in state.newcomers if each.region == back.member.region]
-        for rival in [] if back.is_member else rivals:
-            if rival.ticket > back.member.ticket:
-                self.refuse(who, "LeftBehind", ANOTHER)
-                return
-            if rival != back.member:
-                self.send_away(rival, "LeftBehind", ANOTHER)
+        # one may have been let in while this coordinator had not heard of the other: the last one stays
+        rivals = [
+            each for each in state.newcomers if each.region == back.member.region and not back.is_member
+        ]
+        if max(rivals, default=back.member) > back.member:
+            self.refuse(who, "LeftBehind", ANOTHER)
+            return
+        for rival in [each for each in rivals if each != back.member]:
+            self.send_away(rival, "LeftBehind", ANOTHER)
         state = self.state
         seat = self.seat(back.member, back.host)
         old = state.seat_of(back.member)

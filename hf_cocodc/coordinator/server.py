@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import InputError
+from .addresses import listen_at, named
 from .channel import keep_from_forks
 from .connections import Coordinator
 from .secret import Keys
@@ -97,8 +98,7 @@ def serve(
         loop.add_signal_handler(number, loop.stop)
     try:
         file = None if state is None else StateFile(state)
-        name = f"[{host}]" if ":" in host else host
-        say(f"coordinator listening on {name}:{listener.getsockname()[1]}; press Ctrl-C to end it")
+        say(f"coordinator listening on {named(host, listener.getsockname()[1])}; press Ctrl-C to end it")
         for line in [] if file is None else file.news:
             say(line)
         coordinator = Coordinator(loop, listener, secrets, file, assume_lost, say, fail)
@@ -115,9 +115,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         InputError: this machine cannot listen on the address.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = listen_at(host, port, _BACKLOG)
     except OSError as error:
         raise InputError(
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another --host or --port."
@@ -131,7 +130,7 @@ def address_of(listener: socket.socket) -> tuple[str, int]:
     """HOST:PORT at which this machine reaches a socket that listens, and the port."""
     bound, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
-    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"), port
+    return named(host, port), port
 
 
 def _end(

@@ -1,7 +1,5 @@
-"""What others say is believed only where it can be true: numbers in their range, addresses that can be called."""
+"""What others say is believed only where it can be true: numbers in their range."""
 
-import ipaddress
-import re
 from typing import Any
 
 MOST = (1 << 53) - 1
@@ -23,23 +21,3 @@ def whole(said: Any, least: int = 0, most: int = MOST) -> int:
     if type(said) is not int or not least <= said <= most:
         raise ValueError(f"{str(said)[:40]} is no whole number in {least} .. {most}")
     return said
-
-
-def host_and_port(address: Any) -> tuple[str, int]:
-    """Both parts of IP:PORT, as every member gives its address: no name that somebody would have to look up.
-
-    >>> host_and_port("[::1]:29400")
-    ('::1', 29400)
-
-    Raises:
-        ValueError: it is no such address.
-    """
-    host, _, port = str(address).rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    try:
-        ipaddress.ip_address(host)
-        if not re.fullmatch("[0-9]{1,5}", port):
-            raise ValueError(port)
-        return host, whole(int(port), 1, 65535)
-    except ValueError:
-        raise ValueError(f"{str(address)[:80]!r} is no address IP:PORT") from None

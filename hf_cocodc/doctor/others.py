@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..coordinator.addresses import listen_at, named
 from ..coordinator.client import told_by_doctors
 from ..coordinator.hello import Difference, differences, may_differ
 from ..coordinator.secret import Keys
 from ..errors import CocodcError, MeetingError, short
-from ..links.port import named
 from ..settings import RegionConfig
 from .coordinator import gone
 from .findings import OK, WARN, WRONG, Finding
@@ -44,10 +44,7 @@ class Answering:
     """
 
     def __init__(self, address: str, regions: RegionConfig) -> None:
-        host = "" if regions.announced else address
-        both = not host and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
-        self._listener = socket.create_server((host, regions.port or 0), family=family, dualstack_ipv6=both)
+        self._listener = listen_at("" if regions.announced else address, regions.port or 0)
         port = self._listener.getsockname()[1]
         places = regions.addresses(port, lane=0) if regions.announced else ((address, port),)
         self.address = ",".join(named(*each) for each in places)

@@ -31,12 +31,12 @@ class ConnectionLost(Exception):
     """The connection has ended, or was closed."""
 
 
-class Work:
+class Operation:
     """A message that is being sent or received, and the memory that it lies in.
 
     Args:
         order, tag: of the message.
-        memory: its bytes (1-D uint8, contiguous). Do not touch it before the work has ended; what is being sent may be read.
+        memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is being sent may be read.
         then: called by `wait` once it has ended well.
     """
 
@@ -82,8 +82,8 @@ class Connection:
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         self._socket = connected
-        self._outgoing: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._asked: dict[tuple[int, int], deque[Work]] = {}
+        self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, int], deque[Operation]] = {}
         self._newest = 0
         self._void = -1
         self._error: Exception | None = None
@@ -96,17 +96,17 @@ class Connection:
         self._sender.start()
         self._receiver.start()
 
-    def send(self, work: Work) -> None:
-        """Send its memory, after all that was given before; the work ends once the kernel has taken it.
+    def send(self, operation: Operation) -> None:
+        """Send its memory, after all that was given before; the operation ends once the kernel has taken it.
 
         Raises:
             ConnectionLost: the connection has ended.
         """
         with self._changed:
             self._check()
-            self._outgoing.put(work)
+            self._outgoing.put(operation)
 
-    def receive(self, work: Work) -> None:
+    def receive(self, operation: Operation) -> None:
         """Receive the next message of its order and tag, which has as many bytes, into its memory. No message of an earlier order
         is asked for after it.
 
@@ -115,10 +115,10 @@ class Connection:
         """
         with self._changed:
             self._check()
-            if work.order <= self._void:  # whoever waits for it looks at its view first
+            if operation.order <= self._void:  # whoever waits for it looks at its view first
                 return
-            self._asked.setdefault((work.order, work.tag), deque()).append(work)
-            self._newest = max(self._newest, work.order)
+            self._asked.setdefault((operation.order, operation.tag), deque()).append(operation)
+            self._newest = max(self._newest, operation.order)
             self._changed.notify_all()
 
     def revoke(self, order: int, error: Exception) -> None:
@@ -130,8 +130,8 @@ class Connection:
             self._void = max(self._void, order)
             self._newest = max(self._newest, order + 1)
             for key in [key for key in self._asked if key[0] <= order]:
-                for work in self._asked.pop(key):
-                    work.end(error)
+                for operation in self._asked.pop(key):
+                    operation.end(error)
             self._changed.notify_all()
 
     def pace(self, rate: float) -> bool:
@@ -151,9 +151,9 @@ class Connection:
             if self._error is not None:
                 return
             self._error, self.lost_at = error, time.monotonic()
-            for works in self._asked.values():
-                for work in works:
-                    work.end(error)
+            for operations in self._asked.values():
+                for operation in operations:
+                    operation.end(error)
             self._asked.clear()
             self._changed.notify_all()
             self._outgoing.put(None)
@@ -168,48 +168,52 @@ class Connection:
 
     def _send_next(self) -> bool:
         """Send what was given first; False once the connection has ended. While it waits, it holds no memory."""
-        work = self._outgoing.get()
-        if work is None:
+        operation = self._outgoing.get()
+        if operation is None:
             return False
         error = self._error
-        if error is None and work.order > self._void:
+        if error is None and operation.order > self._void:
             try:
-                self._send(work)
+                self._send(operation)
             except Exception as failure:  # whatever it is, nobody must wait for ever
                 self._end(_lost(failure))
                 error = self._error
-        work.end(error)  # the other end may have all that it needs by now, and have closed the connection
+        operation.end(
+            error
+        )  # the other end may have all that it needs by now, and have closed the connection
         return True
 
-    def _send(self, work: Work) -> None:
-        header = _HEADER.pack(work.order, work.tag, work.memory.numel())
-        if len(header) + work.memory.numel() <= _JOINED:
-            self._socket.sendall(header + work.view)
+    def _send(self, operation: Operation) -> None:
+        header = _HEADER.pack(operation.order, operation.tag, operation.memory.numel())
+        if len(header) + operation.memory.numel() <= _JOINED:
+            self._socket.sendall(header + operation.view)
         else:
             self._socket.sendall(header, _MORE)
-            self._socket.sendall(work.view)
+            self._socket.sendall(operation.view)
 
     def _receive_all(self) -> None:
         header, rest = bytearray(_HEADER.size), bytearray(_SKIPPED)
-        work = None
+        operation = None
         try:
             while True:
                 self._fill(memoryview(header))
                 order, tag, size = _HEADER.unpack(header)
-                work = self._asked_for(order, tag)
-                if work is None:
+                operation = self._asked_for(order, tag)
+                if operation is None:
                     while size:
                         size -= self._fill(memoryview(rest)[:size])
-                elif work.memory.numel() != size:
-                    raise ConnectionLost(f"{size} bytes have come where {work.memory.numel()} were asked for")
+                elif operation.memory.numel() != size:
+                    raise ConnectionLost(
+                        f"{size} bytes have come where {operation.memory.numel()} were asked for"
+                    )
                 else:
-                    self._fill(work.view)
-                    work.end()
-                work = None
+                    self._fill(operation.view)
+                    operation.end()
+                operation = None
         except Exception as error:  # whatever it is, nobody must wait for ever
             self._end(_lost(error))
-            if work is not None:
-                work.end(self._error)
+            if operation is not None:
+                operation.end(self._error)
         self._sender.join()
         self._socket.close()
 
@@ -223,17 +227,17 @@ class Connection:
             filled += came
         return size
 
-    def _asked_for(self, order: int, tag: int) -> Work | None:
+    def _asked_for(self, order: int, tag: int) -> Operation | None:
         """What asks for a message, once somebody does; None if nobody will."""
         with self._changed:
             while order >= self._newest or self._error is not None:
                 self._check()
-                works = self._asked.get((order, tag))
-                if works:
-                    work = works.popleft()
-                    if not works:
+                operations = self._asked.get((order, tag))
+                if operations:
+                    operation = operations.popleft()
+                    if not operations:
                         del self._asked[order, tag]
-                    return work
+                    return operation
                 self._changed.wait()
             return None
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ..coordinator.addresses import named
 from ..coordinator.cipher import Cipher
 from ..coordinator.proof import Proof, Refused
 from ..coordinator.secret import Keys
@@ -22,7 +23,7 @@ from ..errors import LinkError, short
 from ..threads import NativeThread
 from .connection import Connection
 from .letters import Introduction, Whereabouts
-from .port import TOKEN_BYTES, Port, dial, named
+from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
 
 T = TypeVar("T")
@@ -250,9 +251,7 @@ def _send_buffer() -> int:
     return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
 
 
-def side_by_side(
-    calls: Iterable[Callable[[], T]], threads: int, look: Callable[[], object] = lambda: None
-) -> list[T]:
+def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
     """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
 
     The threads are daemons, so that a region which does not answer keeps no process from its end.
@@ -260,11 +259,9 @@ def side_by_side(
     Args:
         calls: what the threads call.
         threads: at most so many.
-        look: called several times a second meanwhile; it may raise.
 
     Raises:
-        BaseException: the first error of a call, or of `look`, as soon as it occurs; threads may still be waiting, but take no
-            other call.
+        BaseException: the first error of a call, as soon as it occurs; threads may still be waiting, but take no other call.
     """
     todo = list(enumerate(calls))
     results: dict[int, T] = {}
@@ -293,15 +290,8 @@ def side_by_side(
 
     for _ in range(min(threads, left)):
         NativeThread(work, "hf_cocodc-connect").start()
-    while True:
-        with changed:
-            if changed.wait_for(lambda: failures or not left, _LOOK_S):
-                break
-        try:
-            look()
-        except BaseException as error:
-            with changed:
-                failures.append(error)
+    with changed:
+        changed.wait_for(lambda: failures or not left)
     if failures:
         raise failures[0]
     return [results[index] for index in range(len(results))]

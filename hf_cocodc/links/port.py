@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..coordinator.addresses import listen_at, named
 from ..coordinator.channel import keep_from_forks
 from ..errors import InputError
 
@@ -59,12 +60,8 @@ class Port:
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
-        both = not host and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server(
-                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
-            )
+            self._listener = listen_at(host, port, _BACKLOG)
         except OSError as error:
             raise InputError(
                 f"this region cannot listen on {named(host, port)}: {error.strerror}. Choose another regions.port, or another "
@@ -196,7 +193,3 @@ def tuned(connection: socket.socket) -> socket.socket:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return connection
-
-
-def named(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

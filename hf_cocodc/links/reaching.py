@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..coordinator.addresses import named
 from ..errors import short
 from .letters import Whereabouts
-from .port import dial, named
+from .port import dial
 
 REACH_S = 10.0
 """Where nobody has been reached after so many seconds, no way exists."""

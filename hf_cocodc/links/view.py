@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..coordinator.cipher import Altered, Cipher
 from ..errors import LinkError, RegionLostError
-from .connection import ConnectionLost, Work
+from .connection import ConnectionLost, Operation
 from .pairs import Pair
 
 
@@ -22,7 +22,7 @@ class Pending(NamedTuple):
     """An operation in progress with a region."""
 
     region: int
-    work: Work
+    operation: Operation
 
 
 class Revoked(LinkError):
@@ -131,11 +131,6 @@ class View:
         self._waits = waits
         self._revoked = threading.Event()
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a rate limit that the kernel does not keep."""
-        return self._throttle.rate is not None
-
     def tag(self) -> int:
         """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
         self._check()
@@ -144,8 +139,6 @@ class View:
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
         """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
 
-        A region that has not come yet gets at once, when it comes, all that was sent to it before: a view that is limited
-        waits for it first.
         Encryption adds 24 bytes to each message.
         """
         self._throttle.wait(payload.numel(), self._revoked)
@@ -162,11 +155,11 @@ class View:
             RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
             Revoked: the view was revoked.
         """
-        for region, work in pending:
+        for region, operation in pending:
             self._check()
             self._waits.begin(region, what, may_be_late)
             with self._naming(region, what):
-                work.wait(None if may_be_late else self._timeout_s)
+                operation.wait(None if may_be_late else self._timeout_s)
             self._check()
             self._waits.moved()
         self._waits.end()
@@ -175,11 +168,11 @@ class View:
         """Start to exchange a small tensor with every other region, on the control connection."""
         tag = self.tag()
         got = {other: torch.empty_like(own) for other in self.others}
-        receives, sends = [], []
+        pending = []
         for other in self.others:
-            receives.append(self._start(other, None, "receive", got[other].view(torch.uint8), tag, what))
-            sends.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
-        return Swap([got.get(region, own) for region in range(self.num_regions)], sends, receives)
+            pending.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
+            pending.append(self._start(other, None, "receive", got[other].view(torch.uint8), tag, what))
+        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
 
     def swap(self, own: Tensor, what: str) -> list[Tensor]:
         """The small tensors of all regions, in the order of the regions."""
@@ -210,14 +203,14 @@ class View:
             pair.revoke(self._order, Revoked(_VOID))
 
     def _start(
-        self, region: int, index: int | None, operation: str, memory: Tensor, tag: int, what: str
+        self, region: int, index: int | None, kind: str, memory: Tensor, tag: int, what: str
     ) -> Pending:
         """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
         pair, then = self._pairs[region], None
         if pair.ciphers is not None:
             # a message cannot be put into the place of another one
             about = struct.pack(">QQqq", self._order, tag, -1 if index is None else index, memory.numel())
-            if operation == "send":
+            if kind == "send":
                 memory = torch.frombuffer(
                     bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
                 )
@@ -225,11 +218,11 @@ class View:
                 cipher, asked = pair.ciphers[1], memory
                 memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
                 then = partial(_open, pair.region, cipher, memory, asked, about, what)
-        work = Work(self._order, tag, memory, then)
+        operation = Operation(self._order, tag, memory, then)
         with self._naming(pair.region, what):
             self._check()
-            getattr(pair.connection(index), operation)(work)
-        return Pending(pair.region, work)
+            getattr(pair.connection(index), kind)(operation)
+        return Pending(pair.region, operation)
 
     def _check(self) -> None:
         if self._revoked.is_set():
@@ -269,15 +262,8 @@ class Swap(NamedTuple):
 
     Attributes:
         values: of all regions, in their order; valid once `pending` has ended.
-        sends: of this region's values.
-        receives: of the others' values.
+        pending: all operations.
     """
 
     values: list[Tensor]
-    sends: list[Pending]
-    receives: list[Pending]
-
-    @property
-    def pending(self) -> list[Pending]:
-        """All operations; each can be waited for once."""
-        return [*self.sends, *self.receives]
+    pending: list[Pending]

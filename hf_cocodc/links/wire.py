@@ -37,6 +37,7 @@ _THREADS = 16
 _SOON = 0.25
 """Share of the time-out in which a piece must have travelled."""
 _NEWS_S = 0.1
+"""A region's last note, which replaces an earlier one, may come over the coordinator so much later than the connections close."""
 _NOTE_S = 0.5
 """The note of a region may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
 
@@ -227,7 +228,7 @@ class Wire:
     def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
         """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
         if not self._is_patient:
-            time.sleep(_NEWS_S)  # its last note replaces an earlier one, and comes over the coordinator
+            time.sleep(_NEWS_S)
         reason = self.note_of(region, 0.0 if self._is_patient else _NOTE_S)
         if reason is not None:
             return RegionLostError(

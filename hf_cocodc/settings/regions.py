@@ -151,13 +151,13 @@ class RegionConfig(Settings):
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
         )
         if self.coordinator is not None:
-            found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})", self.coordinator)
-            if found is None or not 1 <= int(found[2]) <= 65_535:
+            found = _split(self.coordinator)
+            if found is None or found[1] is None:
                 raise InputError(
                     f"regions.coordinator={shown(self.coordinator)} must be HOST:PORT, for example 10.0.0.1:29650, with a "
                     "port in 1 .. 65535."
                 )
-            check_host("regions.coordinator", found[1].strip("[]"))
+            check_host("regions.coordinator", found[0])
         self._check_elastic()
 
     def _check_elastic(self) -> None:
@@ -215,9 +215,18 @@ class RegionConfig(Settings):
         Args:
             port: on which the lane listens.
             lane: its number; a port that is announced is that of lane 0.
+
+        Raises:
+            InputError: the lane has no port.
         """
         found = [address_parts(address) for address in self.announced]
-        return tuple((host, port if there is None else there + lane) for host, there in found)
+        ports = [port if there is None else there + lane for _, there in found]
+        if max(ports, default=0) > 65_535:
+            raise InputError(
+                f"regions.announce: rank {lane} has a port that is {lane} higher, {max(ports)}, and the highest is 65535. "
+                "Announce lower ones."
+            )
+        return tuple((host, each) for (host, _), each in zip(found, ports, strict=True))
 
     @property
     def elastic(self) -> bool:
@@ -360,12 +369,19 @@ def address_parts(address: str) -> tuple[str, int | None]:
     Raises:
         InputError: it is no address.
     """
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", address)
-    if found is None or not 1 <= int(found[2] or 1) <= 65_535:
+    found = _split(address)
+    if found is None:
         raise InputError(
             f"regions.announce: {shown(address)} must be HOST or HOST:PORT, for example 203.0.113.7:29700 or "
             "[2001:db8::7]:29700, with a port in 1 .. 65535."
         )
-    host = found[1].strip("[]")
-    check_host("regions.announce", host)
-    return host, None if found[2] is None else int(found[2])
+    check_host("regions.announce", found[0])
+    return found
+
+
+def _split(address: str) -> tuple[str, int | None] | None:
+    """Host and port of HOST or HOST:PORT, IPv6 in brackets; None if it is neither."""
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", address)
+    if found is None or not 1 <= int(found[2] or 1) <= 65_535:
+        return None
+    return found[1].strip("[]"), None if found[2] is None else int(found[2])

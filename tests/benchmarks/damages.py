@@ -90,7 +90,7 @@ def _flip(gathered: bool) -> Callable[..., None]:
     """One bit of one piece on the network; `gathered`: of a mean on its way back, otherwise of an outer gradient."""
 
     def begin(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
-        from hf_cocodc.links.connection import Connection, Work
+        from hf_cocodc.links.connection import Connection, Operation
         from hf_cocodc.links.exchange import Exchange
 
         due, now = threading.Event(), threading.local()
@@ -102,12 +102,12 @@ def _flip(gathered: bool) -> Callable[..., None]:
                 now.here = True
             send(self, other, payload, tag, index)
 
-        def start_it(self: Any, work: Work) -> None:
+        def start_it(self: Any, operation: Operation) -> None:
             if getattr(now, "here", False):
                 now.here = False
-                work.memory = work.memory.clone()
-                work.memory[4003] ^= _HIGHEST
-            start(self, work)
+                operation.memory = operation.memory.clone()
+                operation.memory[4003] ^= _HIGHEST
+            start(self, operation)
 
         Exchange._send, Connection.send = send_it, start_it  # type: ignore[method-assign]
         _after(inner, place.damaged_at, due.set)

@@ -26,7 +26,7 @@ from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.connection import Connection
 from hf_cocodc.coordinator.messages import Alive, Back, Member, Place, Terms, to_plain
 from hf_cocodc.coordinator.secret import Keys
-from hf_cocodc.coordinator.validation import host_and_port
+from hf_cocodc.doctor.facts import parts_of
 from hf_cocodc.parts.guard import WARM_UP
 from tests.processes.strangers import ports_of, strangers
 
@@ -95,7 +95,7 @@ class Fault:
 
 def garbage(run: Run) -> contextlib.AbstractContextManager[Any]:
     """At every port of every process."""
-    return strangers([*ports_of(*run.pids), host_and_port(run.meeting_point)[1]])
+    return strangers([*ports_of(*run.pids), parts_of(run.meeting_point)[1]])
 
 
 def comes_with(secret: str | None) -> Beside:
@@ -119,7 +119,7 @@ def comes_with(secret: str | None) -> Beside:
 def replays(run: Run) -> Iterator[None]:
     """Each greeting that was heard on the network, once more."""
     for line in (run.folder / GREETINGS).read_bytes().splitlines(keepends=True):
-        with socket.create_connection(host_and_port(run.meeting_point), timeout=10.0) as connection:
+        with socket.create_connection(parts_of(run.meeting_point), timeout=10.0) as connection:
             connection.sendall(line)
             heard = b""
             with contextlib.suppress(TimeoutError):

@@ -24,10 +24,10 @@ from hf_cocodc.coordinator.entrance import Entrance, key_id
 from hf_cocodc.coordinator.messages import PROTOCOL, Member
 from hf_cocodc.coordinator.proof import Proof, Refused
 from hf_cocodc.coordinator.secret import Keys
-from hf_cocodc.coordinator.validation import host_and_port
 from hf_cocodc.doctor import others
 from hf_cocodc.doctor.findings import lines
-from hf_cocodc.errors import CheckpointError, LinkError
+from hf_cocodc.doctor.told import places
+from hf_cocodc.errors import CheckpointError, InputError, LinkError
 from hf_cocodc.links.letters import from_plain as whereabouts
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.links.records import ROW, from_row, to_row
@@ -153,9 +153,9 @@ def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
     with contextlib.suppress(ValueError, KeyError):
         offer = offered({"token": "0f" * 32, **said})
         assert NUMBERS[0] <= offer.number <= NUMBERS[1] and len(offer.token) == 64
-    with contextlib.suppress(ValueError):
-        host, port = host_and_port(address)
-        assert host and 0 < port < 65536
+    with contextlib.suppress(InputError, ValueError):
+        for host, port in places(str(address)):
+            assert host and 0 < port < 65536
 
 
 @given(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Hello, Member, Terms
+from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.links.letters import Introduction, Letters
 from hf_cocodc.links.tcp import TcpLink
@@ -79,6 +80,33 @@ def connected(regions: Sequence[int], **settings: Any) -> dict[int, Wire]:
     return wires
 
 
+def linked(
+    address: str,
+    region: int,
+    terms: Terms,
+    join: bool = False,
+    period_s: float = 0.1,
+    patience_s: float = PATIENCE_S,
+    keys: Keys | None = None,
+    **settings: Any,
+) -> TcpLink:
+    """A process that has met the others at a coordinator, or a newcomer. `settings`: of its wire, beside the usual ones."""
+    client = Client(address, "run", keys, keys is not None, period_s)
+    hello = Hello(
+        region=region,
+        join=join,
+        host="127.0.0.1",
+        machine="here",
+        token=f"{region} {time.monotonic_ns()}",
+        terms=terms,
+        compared={},
+    )
+    client.meet(hello, patience_s)
+    settings = {"connections": 2, "timeout_s": patience_s, "is_patient": terms.elastic, **settings}
+    wire = Wire(region, keys=keys, encrypt=keys is not None, **settings)
+    return TcpLink(client, terms, wire, {}, timeout_s=settings["timeout_s"])
+
+
 class Regions:
     """Regions of a run with a coordinator, each with a link of its own.
 
@@ -94,19 +122,7 @@ class Regions:
 
     def link(self, region: int, join: bool = False) -> TcpLink:
         """A process that has met the others; or a newcomer."""
-        client = Client(self.served.address, "run", period_s=0.1)
-        hello = Hello(
-            region=region,
-            join=join,
-            host="127.0.0.1",
-            machine="here",
-            token=f"{region} {time.monotonic_ns()}",
-            terms=self._terms,
-            compared={},
-        )
-        client.meet(hello, PATIENCE_S)
-        wire = Wire(region, 2, timeout_s=PATIENCE_S, is_patient=self._terms.elastic)
-        return TcpLink(client, self._terms, wire, {}, timeout_s=PATIENCE_S)
+        return linked(self.served.address, region, self._terms, join)
 
     def run(self, body: Callable[[int, TcpLink], T]) -> dict[int, T | BaseException]:
         """body(region, link) for every region at once, and the end of its link: results, or the errors that ended regions."""

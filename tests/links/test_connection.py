@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_cocodc.links.connection import Connection, ConnectionLost, Work
+from hf_cocodc.links.connection import Connection, ConnectionLost, Operation
 from tests.links.memory import PATIENCE_S, wait_until
 
 Ends = tuple[Connection, Connection]
@@ -29,22 +29,22 @@ def full(value: int, size: int = 100) -> torch.Tensor:
     return torch.full((size,), value, dtype=torch.uint8)
 
 
-def send(end: Connection, order: int, tag: int, memory: torch.Tensor) -> Work:
-    work = Work(order, tag, memory)
-    end.send(work)
-    return work
+def send(end: Connection, order: int, tag: int, memory: torch.Tensor) -> Operation:
+    operation = Operation(order, tag, memory)
+    end.send(operation)
+    return operation
 
 
-def ask(end: Connection, order: int, tag: int, size: int = 100) -> Work:
-    work = Work(order, tag, torch.zeros(size, dtype=torch.uint8))
-    end.receive(work)
-    return work
+def ask(end: Connection, order: int, tag: int, size: int = 100) -> Operation:
+    operation = Operation(order, tag, torch.zeros(size, dtype=torch.uint8))
+    end.receive(operation)
+    return operation
 
 
-def come(work: Work) -> list[int]:
+def come(operation: Operation) -> list[int]:
     """Each value that has come."""
-    work.wait(PATIENCE_S)
-    return work.memory.unique().tolist()
+    operation.wait(PATIENCE_S)
+    return operation.memory.unique().tolist()
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 3 << 20])
@@ -86,13 +86,13 @@ def test_messages_of_void_attempts_are_passed_over(ends: Ends) -> None:
 
 def test_what_was_not_sent_of_a_void_attempt_is_not_sent(ends: Ends) -> None:
     """It does not delay the next attempt: the other end takes none of it."""
-    works = [send(ends[0], 3, tag, full(3, 8 << 20)) for tag in range(4)]
+    operations = [send(ends[0], 3, tag, full(3, 8 << 20)) for tag in range(4)]
     ends[0].revoke(3, LookupError("void"))
     ends[1].revoke(3, LookupError("void"))
     send(ends[0], 4, 0, full(4))
     assert come(ask(ends[1], 4, 0)) == [4]
-    for work in works:
-        work.wait(PATIENCE_S)
+    for operation in operations:
+        operation.wait(PATIENCE_S)
 
 
 def test_memory_of_a_void_message_is_the_connections_own(ends: Ends) -> None:
@@ -112,13 +112,13 @@ def test_the_end_of_a_connection_ends_all_that_waits(ends: Ends) -> None:
     waiting = [ask(end, 1, 5) for end in ends]
     ends[0].close()
     ends[0].close()
-    for work in waiting:
+    for operation in waiting:
         with pytest.raises(ConnectionLost):
-            work.wait(PATIENCE_S)
+            operation.wait(PATIENCE_S)
     for end in ends:
         for call in (end.send, end.receive):
             with pytest.raises(ConnectionLost):
-                call(Work(2, 0, full(0)))
+                call(Operation(2, 0, full(0)))
     wait_until(lambda: not any(end._sender.is_alive() or end._receiver.is_alive() for end in ends))
 
 
@@ -131,10 +131,10 @@ def test_a_message_of_another_size_ends_the_connection(ends: Ends) -> None:
 
 def test_what_follows_a_message_is_done_once_it_has_come(ends: Ends) -> None:
     done: list[str] = []
-    work = Work(1, 0, full(0), lambda: done.append("opened"))
-    ends[1].receive(work)
+    operation = Operation(1, 0, full(0), lambda: done.append("opened"))
+    ends[1].receive(operation)
     send(ends[0], 1, 0, full(1))
-    work.wait(PATIENCE_S)
+    operation.wait(PATIENCE_S)
     assert done == ["opened"]
 
 
@@ -142,8 +142,8 @@ def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.M
     """Even if it closes the connection at once: at the end of a run it needs nothing more."""
     send_it = Connection._send
 
-    def send_and_end(end: Connection, work: Work) -> None:
-        send_it(end, work)
+    def send_and_end(end: Connection, operation: Operation) -> None:
+        send_it(end, operation)
         end.close()
 
     monkeypatch.setattr(Connection, "_send", send_and_end)

@@ -96,7 +96,7 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
 
     def counted(view: View, *given: object) -> object:
         begun.append(start(view, *given))  # type: ignore[arg-type]
-        under_way.append(sum(not each.work._ended.is_set() for each in begun))
+        under_way.append(sum(not each.operation._ended.is_set() for each in begun))
         return begun[-1]
 
     monkeypatch.setattr(View, "_start", counted)

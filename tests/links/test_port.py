@@ -125,6 +125,8 @@ def test_a_closed_port_answers_nobody() -> None:
 def test_a_port_that_is_taken_is_named(port: Port) -> None:
     with pytest.raises(InputError, match=rf"cannot listen on {HOST}:{port.number}: .*regions\.port"):
         Port(HOST, port.number)
+    with pytest.raises(InputError, match="no machine has a port above 65535"):
+        Port(HOST, 65_536)  # that of a rank
 
 
 def test_version_six() -> None:

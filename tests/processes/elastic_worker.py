@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hf_cocodc.coordinator.client import Client
-from hf_cocodc.coordinator.messages import Hello, Terms
+from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.errors import LeftBehind
 from hf_cocodc.links.tcp import TcpLink
-from hf_cocodc.links.wire import Wire
+from tests.links.memory import linked
 from tests.links.training import Trained, method_of
 
 TIMEOUT_S = 30.0
@@ -20,19 +19,7 @@ TIMEOUT_S = 30.0
 def connect(region: int, count: int, address: str, **more: Any) -> TcpLink:
     """Meet the other regions at the coordinator, and connect to them."""
     terms = Terms(count=count, elastic=True, most=count, **{"timeout_s": TIMEOUT_S, **more})
-    client = Client(address, "run", period_s=0.1)
-    hello = Hello(
-        region=region,
-        join=False,
-        host="127.0.0.1",
-        machine="here",
-        token=f"region {region}",
-        terms=terms,
-        compared={},
-    )
-    client.meet(hello, TIMEOUT_S)
-    wire = Wire(region, connections=2, timeout_s=TIMEOUT_S, is_patient=True)
-    return TcpLink(client, terms, wire, {}, timeout_s=TIMEOUT_S)
+    return linked(address, region, terms, patience_s=TIMEOUT_S)
 
 
 def train(

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.shares import Shares
 from hf_cocodc.links.base import Link
-from hf_cocodc.links.connection import Connection, Work
+from hf_cocodc.links.connection import Connection, Operation
 from tests.processes.coming_worker import take_time
 from tests.toys import VOCAB, llama, params_of
 
@@ -64,12 +64,12 @@ def flip(last: int) -> None:
     send = Connection.send
 
     @functools.wraps(send)
-    def altered(self: Connection, work: Work) -> None:
-        if work.memory.numel() > 1000:
+    def altered(self: Connection, operation: Operation) -> None:
+        if operation.memory.numel() > 1000:
             Connection.send = send  # type: ignore[method-assign]
-            work.memory = work.memory.clone()
-            work.memory[-1] ^= last
-        send(self, work)
+            operation.memory = operation.memory.clone()
+            operation.memory[-1] ^= last
+        send(self, operation)
 
     Connection.send = altered  # type: ignore[method-assign]
 

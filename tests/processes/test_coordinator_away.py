@@ -10,18 +10,17 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from hf_cocodc.coordinator.client import Client
-from hf_cocodc.coordinator.messages import Hello, Terms
+from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.links.base import Parcel
-from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.links.wire import Wire
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.fragments import Fragment
+from tests.links.memory import linked
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.forks import fork, wait_until
 from tests.processes.test_elastic import STEPS, Three, check_survivors
@@ -33,18 +32,8 @@ TIMEOUT_S, END_S = 2.0, 90
 def a_region(address: str, region: int, slow_s: float, folder: str) -> None:
     """Meets the other once, goes on when told, and makes steps for `slow_s` before it meets it again."""
     terms = Terms(count=2, timeout_s=TIMEOUT_S)
-    client = Client(address, "run", period_s=TIMEOUT_S / 4)
-    hello = Hello(
-        region=region,
-        join=False,
-        host="127.0.0.1",
-        machine="here",
-        token=f"region {region}",
-        terms=terms,
-        compared={},
-    )
-    client.meet(hello, 10.0)
-    link = TcpLink(client, terms, Wire(region, 1, timeout_s=TIMEOUT_S), {}, timeout_s=TIMEOUT_S)
+    how: dict[str, Any] = {"connections": 1, "timeout_s": TIMEOUT_S}
+    link = linked(address, region, terms, period_s=TIMEOUT_S / 4, patience_s=10.0, **how)
     codec, fragment = codecs.fp32(), Fragment(0, ("a",), ((10,),), 10)
 
     def meet(step: int) -> None:

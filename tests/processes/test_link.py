@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.coordinator.client import Client
-from hf_cocodc.coordinator.messages import Hello, Terms
+from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
@@ -23,7 +22,7 @@ from hf_cocodc.links.base import Arrival, Handle, Link, Parcel
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.links.tcp import TcpLink
 from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.links.wire import Wire, connections_for
+from hf_cocodc.links.wire import connections_for
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
@@ -32,6 +31,7 @@ from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.tensors.pools import Pool
 from tests.far import FAR
+from tests.links.memory import linked
 
 GBIT = 125e6
 SHAPES = ((300, 70), (33,))
@@ -52,33 +52,14 @@ def run_over_tcp(
 ) -> list[Any]:
     """body(region, link) for every region at once, each on a thread of its own; they may have different rate limits."""
     terms = Terms(count=num_regions, timeout_s=timeout_s, stuck_timeout_s=stuck_timeout_s)
-    encrypt = keys is not None
     period_s = min(timeout_s / 4, 1.0)
     served = serve_in_thread(secrets=[] if keys is None else [keys])
 
     def live(region: int) -> Any:
         rate = rate_limit[region] if isinstance(rate_limit, Sequence) else rate_limit
-        client = Client(served.address, "run", keys, encrypt, period_s)
-        hello = Hello(
-            region=region,
-            join=False,
-            host="127.0.0.1",
-            machine="here",
-            token=f"region {region}",
-            terms=terms,
-            compared={},
-        )
-        client.meet(hello, timeout_s)
-        wire = Wire(
-            region,
-            connections,
-            timeout_s=timeout_s,
-            rate_limit=None if rate is None else rate / num_lanes,
-            num_lanes=num_lanes,
-            keys=keys,
-            encrypt=encrypt,
-        )
-        link = TcpLink(client, terms, wire, {}, timeout_s=timeout_s)
+        how = {"connections": connections, "num_lanes": num_lanes}
+        how["rate_limit"] = None if rate is None else rate / num_lanes
+        link = linked(served.address, region, terms, False, period_s, timeout_s, keys, **how)
         try:
             return body(region, link)
         finally:
@@ -290,7 +271,9 @@ def test_a_rate_limit_is_kept(kept_by: str, num_lanes: int, caplog: pytest.LogCa
 @pytest.mark.parametrize(("rate", "is_slow"), [(1e6, False), (1e3, True)])
 def test_a_limit_that_delays_the_first_piece_is_kept_by_the_throttle(rate: float, is_slow: bool) -> None:
     """Side by side all pieces would come at the end, and a healthy region would count as silent."""
-    found = run_over_tcp(2, lambda region, link: link.view.is_limited, rate_limit=rate, connections=3)
+    found = run_over_tcp(
+        2, lambda region, link: link.wire._throttle.rate is not None, rate_limit=rate, connections=3
+    )
     assert found == [is_slow] * 2
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links.connection import Work
+from hf_cocodc.links.connection import Operation
 from hf_cocodc.links.exchange import Exchange
 from hf_cocodc.links.letters import Whereabouts, from_plain
 from hf_cocodc.links.view import Pending, Revoked, View
@@ -136,7 +136,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
         for call in (
             broken.tag,
             lambda: broken.swap(torch.zeros(1), ""),
-            lambda: broken.wait([Pending(0, Work(2, 0, torch.empty(0)))], ""),
+            lambda: broken.wait([Pending(0, Operation(2, 0, torch.empty(0)))], ""),
         ):
             with pytest.raises(Revoked):
                 call()
