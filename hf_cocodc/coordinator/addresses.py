@@ -43,12 +43,11 @@ def listen_at(host: str, port: int, backlog: int = 128) -> socket.socket:
     Raises:
         OSError: this machine cannot.
     """
+    if port > 65_535:
+        raise OSError(errno.EINVAL, "no machine has a port above 65535")
     both = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
-    except OverflowError as error:
-        raise OSError(errno.EINVAL, "no machine has a port above 65535") from error
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def named(host: str, port: int) -> str:
