@@ -373,6 +373,13 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unheard:
+    """The coordinator's connection to a process has ended. It may call again."""
+
+    member: Member
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suspect:
     """A member for which this one waits in operation `op` seems to be lost; `how`: "silent", "stuck", "late" or "cut"."""
 
@@ -498,6 +505,7 @@ ToRegion = (
     | Refuse
     | Ask
     | Suspect
+    | Unheard
     | Decided
     | Announce
     | Here

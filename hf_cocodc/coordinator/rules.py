@@ -55,6 +55,7 @@ from .messages import (
     Suspect,
     Terms,
     ToRegion,
+    Unheard,
     Waiting,
     Welcome,
 )
@@ -369,6 +370,8 @@ class _Work:
             claims=_without(state.claims, who),
             leave_asks=_without(state.leave_asks, who),
         )
+        if seat is not None:
+            self.tell(Unheard(member=seat.member))
         if seat is not None and seat.member in state.newcomers:
             self.forget(seat.member)
 

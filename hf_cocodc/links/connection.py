@@ -1,11 +1,15 @@
-"""One TCP connection to another region that carries messages: each is sent from memory, and received into memory.
+"""One connection to another region that carries messages: each is sent from memory, and received into memory.
 
 A message has an order and a tag. The order tells the attempt of a call to which it belongs; attempts are numbered alike in all
 regions, and later ones have a higher order. Both ends send and receive the messages of an order and a tag in the same sequence.
 A message stays in the connection until this end asks for it; one of an attempt that is void here is passed over.
+
+A connection outlives its socket. Each end numbers its messages, and keeps what the other end has not acknowledged. With another
+socket (`attach`) both say how many messages they have received, and send what the other one lacks.
 """
 
 import contextlib
+import errno
 import math
 import queue
 import socket
@@ -14,17 +18,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
 from .pacing import pace
 
-_HEADER = struct.Struct(">QIQ")
-"""Order, tag, and number of bytes."""
+_COUNT = struct.Struct(">Q")
+_HEADER = struct.Struct(">QIQQ")
+"""Order, tag, number of bytes, and how many messages the sender has received."""
+_NO_MESSAGE, _GOODBYE = (1 << 32) - 1, (1 << 32) - 2
+"""Tags of headers that no message follows."""
 _JOINED = 64 << 10
 """A message of at most so many bytes leaves together with its header."""
 _SKIPPED = 1 << 20
 _MORE = getattr(socket, "MSG_MORE", 0)
+_DUE_MESSAGES, _DUE_BYTES = 16, 256 << 10
+"""What this end receives at most before it acknowledges it."""
+_ANSWER_S = 5.0
+"""Seconds in which the other end says how much it has received."""
+
+
+CLOSED = "the other end has closed the connection"
 
 
 class ConnectionLost(Exception):
@@ -38,16 +53,30 @@ class Operation:
         order, tag: of the message.
         memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is being sent may be read.
         then: called by `wait` once it has ended well.
+        is_own: whether nobody else uses the memory, also after that.
     """
 
-    def __init__(self, order: int, tag: int, memory: Tensor, then: Callable[[], None] | None = None) -> None:
-        self.order, self.tag, self.memory, self.then = order, tag, memory, then
+    def __init__(
+        self,
+        order: int,
+        tag: int,
+        memory: Tensor,
+        then: Callable[[], None] | None = None,
+        is_own: bool = False,
+    ) -> None:
+        self.order, self.tag, self.memory, self.then, self.is_own = order, tag, memory, then, is_own
+        self.number = 0
         self._error: Exception | None = None
         self._ended = threading.Event()
 
     @property
     def view(self) -> memoryview:
         return memoryview(self.memory.numpy())
+
+    def keep(self) -> None:
+        """Let nobody else use its memory."""
+        if not self.is_own:
+            self.memory, self.is_own = self.memory.clone(), True
 
     def end(self, error: Exception | None = None) -> None:
         """It has ended, with an error or well."""
@@ -75,20 +104,32 @@ class Connection:
     Args:
         connected: a socket that blocks.
         name: of the other end, for the names of threads.
+        broken: called, in any thread, when a socket has failed. Without it, the connection ends with its socket.
 
     Attributes:
-        lost_at: when it has ended, by the monotonic clock; infinite before.
+        broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
+        lost_at: when it has ended; infinite before.
     """
 
-    def __init__(self, connected: socket.socket, name: str) -> None:
-        self._socket = connected
+    def __init__(
+        self, connected: socket.socket, name: str, broken: Callable[["Connection"], None] | None = None
+    ) -> None:
+        self._socket: socket.socket | None = connected
+        self._last = connected
+        self._broken, self._rate = broken, math.inf
         self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._sent: deque[Operation] = deque()  # and not acknowledged by the other end
+        self._again: deque[Operation] = deque()  # to be sent once more
+        self._num_sent = 0
+        self._num_received = self._num_acknowledged = self._bytes_since = 0
         self._asked: dict[tuple[int, int], deque[Operation]] = {}
         self._newest = 0
-        self._void = -1
+        self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
-        self.lost_at = math.inf
+        self.broken_at = self.lost_at = math.inf
+        self._reads = self._writes = False
         self._changed = threading.Condition()
+        self._attaching = threading.Lock()
         self._sender, self._receiver = (
             threading.Thread(target=target, name=f"hf_cocodc-{what}-{name}", daemon=True)
             for target, what in ((self._send_all, "send"), (self._receive_all, "receive"))
@@ -102,6 +143,7 @@ class Connection:
         Raises:
             ConnectionLost: the connection has ended.
         """
+        operation.then = partial(self._let_go, operation)
         with self._changed:
             self._check()
             self._outgoing.put(operation)
@@ -127,26 +169,64 @@ class Connection:
         One that is under way is sent or received to its end: nobody else may use its memory.
         """
         with self._changed:
-            self._void = max(self._void, order)
+            if order > self._void:
+                self._void, self._void_error = order, error
             self._newest = max(self._newest, order + 1)
             for key in [key for key in self._asked if key[0] <= order]:
                 for operation in self._asked.pop(key):
                     operation.end(error)
+            for operation in self._sent:  # the other end may not know yet that they are void, and lack them
+                if operation.order <= order:
+                    operation.keep()
             self._changed.notify_all()
 
     def pace(self, rate: float) -> bool:
         """Let the kernel send at most `rate` bytes per second. Returns whether it does; one that has ended sends nothing."""
-        return pace(self._socket, rate) or self._error is not None
+        with self._changed:
+            self._rate = rate
+            return self._socket is None or pace(self._socket, rate) or self._error is not None
+
+    def attach(self, connected: socket.socket) -> None:
+        """Go on with another socket, on which the other end calls `attach` too. It takes a round trip.
+
+        Raises:
+            OSError: the other end says nothing on it, or closes it.
+            ConnectionLost: the connection has ended.
+        """
+        try:
+            with self._attaching:
+                self._break(self._socket, ConnectionLost("another socket takes its place"))
+                with self._changed:  # what has come is counted once nobody receives any more
+                    self._changed.wait_for(lambda: not self._reads and not self._writes)
+                    self._check()
+                self._last.close()
+                connected.settimeout(_ANSWER_S)
+                connected.sendall(_COUNT.pack(self._num_received))
+                count = bytearray(_COUNT.size)
+                _fill(connected, memoryview(count))
+                connected.settimeout(None)
+                with self._changed:
+                    self._check()
+                    self._acknowledge(*_COUNT.unpack(count))
+                    self._again = deque(self._sent)
+                    for operation in self._again:  # who waits for one may take its memory back at any time
+                        operation.keep()
+                    if self._rate < math.inf:
+                        pace(connected, self._rate)
+                    self._socket = self._last = connected
+                    self.broken_at = math.inf
+                    self._outgoing.put(None)
+                    self._changed.notify_all()
+        except BaseException:
+            connected.close()
+            raise
 
     def close(self) -> None:
-        """End it, at the other end, too. What has been sent before still arrives there."""
-        self._end(ConnectionLost("the connection is closed"))
+        """End it, at the other end, too. What has been sent before still arrives there, if the socket holds so long."""
+        self.end(ConnectionLost("the connection is closed"))
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _end(self, error: Exception) -> None:
+    def end(self, error: Exception) -> None:
+        """End it: all that wait get this error."""
         with self._changed:
             if self._error is not None:
                 return
@@ -157,81 +237,164 @@ class Connection:
             self._asked.clear()
             self._changed.notify_all()
             self._outgoing.put(None)
-        with contextlib.suppress(OSError):  # the other end was faster
-            self._socket.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the other end was faster, or takes nothing
+                if not self._writes and self._socket is not None:
+                    self._socket.send(_HEADER.pack(0, _GOODBYE, 0, self._num_received), socket.MSG_DONTWAIT)
+            with contextlib.suppress(OSError):
+                self._last.shutdown(socket.SHUT_RDWR)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _break(self, connected: socket.socket | None, error: Exception) -> None:
+        """This socket has failed, or has had its time."""
+        with self._changed:
+            if connected is None or self._socket is not connected or self._error is not None:
+                return
+            if self._broken is not None:
+                self._socket, self.broken_at = None, time.monotonic()
+                self._changed.notify_all()
+                with contextlib.suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
+        if self._broken is None:
+            self.end(_lost(error))
+        else:
+            self._broken(self)
+
+    def _let_go(self, operation: Operation) -> None:
+        """Somebody else is about to use its memory."""
+        with self._changed:
+            if self._sent and operation.number >= self._sent[0].number:
+                operation.keep()
+
+    def _acknowledge(self, count: int) -> None:
+        """The other end has received so many messages."""
+        while self._sent and self._sent[0].number <= count:
+            self._sent.popleft()
 
     # ---- in the threads -------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while self._send_next():
-            pass
+        """While it waits, it holds no memory."""
+        while self._error is None:
+            self._send_next()
+        with contextlib.suppress(queue.Empty):  # nobody gives anything any more
+            while True:
+                operation = self._outgoing.get_nowait()
+                if operation is not None:
+                    operation.end(self._error)
 
-    def _send_next(self) -> bool:
-        """Send what was given first; False once the connection has ended. While it waits, it holds no memory."""
+    def _send_next(self) -> None:
+        """Send what was given first, after what must be sent again. None in its place: look what else there is."""
         operation = self._outgoing.get()
-        if operation is None:
-            return False
-        error = self._error
-        if error is None and operation.order > self._void:
+        is_given = False
+        while not is_given:
+            with self._changed:
+                self._changed.wait_for(lambda: self._socket is not None or self._error is not None)
+                connected, error = self._socket, self._error
+                if error is not None or connected is None:
+                    break
+                again = self._again.popleft() if self._again else None
+                is_given = again is None
+                if again is None and operation is not None:
+                    if operation.order <= self._void:
+                        break
+                    self._num_sent += 1
+                    operation.number = self._num_sent
+                    self._sent.append(operation)
+                due = self._num_received - self._num_acknowledged
+                self._num_acknowledged, self._writes = self._num_received, True
             try:
-                self._send(operation)
+                self._write(connected, again or operation, due > 0)
+            except OSError as failure:
+                self._break(connected, failure)
             except Exception as failure:  # whatever it is, nobody must wait for ever
-                self._end(_lost(failure))
-                error = self._error
-        operation.end(
-            error
-        )  # the other end may have all that it needs by now, and have closed the connection
-        return True
+                self.end(_lost(failure))
+            with self._changed:
+                self._writes = False
+                self._changed.notify_all()
+        if operation is not None:
+            operation.end(None if is_given else self._error)
 
-    def _send(self, operation: Operation) -> None:
-        header = _HEADER.pack(operation.order, operation.tag, operation.memory.numel())
-        if len(header) + operation.memory.numel() <= _JOINED:
-            self._socket.sendall(header + operation.view)
+    def _write(self, connected: socket.socket, operation: Operation | None, is_due: bool) -> None:
+        if operation is None:
+            if is_due:
+                connected.sendall(_HEADER.pack(0, _NO_MESSAGE, 0, self._num_acknowledged))
+            return
+        size = operation.memory.numel()
+        header = _HEADER.pack(operation.order, operation.tag, size, self._num_acknowledged)
+        if len(header) + size <= _JOINED:
+            connected.sendall(header + operation.view)
         else:
-            self._socket.sendall(header, _MORE)
-            self._socket.sendall(operation.view)
+            connected.sendall(header, _MORE)
+            connected.sendall(operation.view)
 
     def _receive_all(self) -> None:
-        header, rest = bytearray(_HEADER.size), bytearray(_SKIPPED)
-        operation = None
-        try:
-            while True:
-                self._fill(memoryview(header))
-                order, tag, size = _HEADER.unpack(header)
-                operation = self._asked_for(order, tag)
-                if operation is None:
-                    while size:
-                        size -= self._fill(memoryview(rest)[:size])
-                elif operation.memory.numel() != size:
-                    raise ConnectionLost(
-                        f"{size} bytes have come where {operation.memory.numel()} were asked for"
-                    )
-                else:
-                    self._fill(operation.view)
-                    operation.end()
-                operation = None
-        except Exception as error:  # whatever it is, nobody must wait for ever
-            self._end(_lost(error))
-            if operation is not None:
-                operation.end(self._error)
+        header, rest = memoryview(bytearray(_HEADER.size)), memoryview(bytearray(_SKIPPED))
+        while (connected := self._to_read()) is not None:
+            try:
+                while True:
+                    self._receive_next(connected, header, rest)
+            except OSError as error:
+                self._break(connected, error)
+            except Exception as error:  # whatever it is, nobody must wait for ever
+                self.end(_lost(error))
         self._sender.join()
-        self._socket.close()
+        self._last.close()
 
-    def _fill(self, memory: memoryview) -> int:
-        """Receive as many bytes as the memory has; returns how many these are."""
-        size, filled = len(memory), 0
-        while filled < size:
-            came = self._socket.recv_into(memory[filled:], size - filled, socket.MSG_WAITALL)
-            if not came:
-                raise ConnectionLost("the other end has closed the connection")
-            filled += came
-        return size
+    def _to_read(self) -> socket.socket | None:
+        """The socket, once there is one; None once the connection has ended."""
+        with self._changed:
+            self._reads = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._socket is not None or self._error is not None)
+            self._reads = self._error is None
+            return self._socket if self._reads else None
 
-    def _asked_for(self, order: int, tag: int) -> Operation | None:
+    def _receive_next(self, connected: socket.socket, header: memoryview, rest: memoryview) -> None:
+        _fill(connected, header)
+        order, tag, size, received = _HEADER.unpack(header)
+        with self._changed:
+            self._acknowledge(received)
+        if tag == _NO_MESSAGE:
+            return
+        if tag == _GOODBYE:
+            raise ConnectionLost(CLOSED)
+        operation, left = self._asked_for(order, tag, connected), size
+        try:
+            if operation is None:
+                while left:
+                    left -= _fill(connected, rest[:left])
+            elif operation.memory.numel() != size:
+                raise ConnectionLost(
+                    f"{size} bytes have come where {operation.memory.numel()} were asked for"
+                )
+            else:
+                _fill(connected, operation.view)
+        except Exception as error:
+            if operation is not None:
+                self._give_back(operation, error)
+            raise
+        with self._changed:
+            self._num_received += 1
+            self._bytes_since += size
+            if (
+                self._num_received - self._num_acknowledged >= _DUE_MESSAGES
+                or self._bytes_since >= _DUE_BYTES
+            ):
+                self._bytes_since = 0
+                self._outgoing.put(None)
+        if operation is not None:
+            operation.end()
+
+    def _asked_for(self, order: int, tag: int, connected: socket.socket) -> Operation | None:
         """What asks for a message, once somebody does; None if nobody will."""
         with self._changed:
             while order >= self._newest or self._error is not None:
                 self._check()
+                if self._socket is not connected:
+                    raise OSError(CLOSED)
                 operations = self._asked.get((order, tag))
                 if operations:
                     operation = operations.popleft()
@@ -240,6 +403,29 @@ class Connection:
                     return operation
                 self._changed.wait()
             return None
+
+    def _give_back(self, operation: Operation, error: Exception) -> None:
+        """A message has come in part only: it comes again, if the connection does."""
+        with self._changed:
+            if operation.order <= self._void:
+                operation.end(self._void_error)
+            elif self._error is not None:
+                operation.end(self._error)
+            elif self._broken is None or not isinstance(error, OSError):
+                operation.end(_lost(error))
+            else:
+                self._asked.setdefault((operation.order, operation.tag), deque()).appendleft(operation)
+
+
+def _fill(connected: socket.socket, memory: memoryview) -> int:
+    """Receive as many bytes as the memory has; returns how many these are. Raises OSError if they do not come."""
+    size, filled = len(memory), 0
+    while filled < size:
+        came = connected.recv_into(memory[filled:], size - filled, socket.MSG_WAITALL)
+        if not came:
+            raise ConnectionResetError(errno.ECONNRESET, CLOSED)
+        filled += came
+    return size
 
 
 def _lost(error: Exception) -> Exception:

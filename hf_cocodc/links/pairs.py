@@ -3,6 +3,7 @@
 Both regions say over the coordinator where they listen, and both try to reach the other one: one way is enough.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,10 +22,11 @@ from ..coordinator.proof import Proof, Refused
 from ..coordinator.secret import Keys
 from ..errors import LinkError, short
 from ..threads import NativeThread
-from .connection import Connection
+from .connection import Connection, ConnectionLost
 from .letters import Introduction, Whereabouts
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
+from .recovery import Recovery, Word
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ _PROOF_S = 10.0
 """Seconds in which the other end says the next message of its proof."""
 _LONGEST_PROOF = 1024
 _LOOK_S = 0.2
+_RECALL_S = 5.0
 
 
 class Pair:
@@ -54,6 +57,7 @@ class Pair:
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret, which both ends prove to have; None without one.
         encrypt: whether what they send is to be encrypted.
+        word: what the coordinator knows of the other region.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
@@ -73,6 +77,7 @@ class Pair:
         own: str = "",
         keys: Keys | None = None,
         encrypt: bool = False,
+        word: Callable[[], Word] = Word,
     ) -> None:
         self._ids, self._keys, self._encrypt = (region, other), keys, encrypt
         self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
@@ -83,13 +88,16 @@ class Pair:
         self.rtt_s = 0.0
         self.way = ""
         self._called: tuple[str, int] | None = None
-        self._token = b""
+        self._theirs: tuple[tuple[str, int], ...] = ()
+        self._token = self._resumes = b""
+        self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
         self._came: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
 
     def close(self) -> None:
         """Close all connections but streams."""
         self._port.forget(self._token)
+        self._port.forget(self._resumes)
         with self._changed:
             came, self._came = self._came, {}
         for connection in self._all():
@@ -112,6 +120,7 @@ class Pair:
         try:
             theirs = introduction.tell(Whereabouts(self._addresses, token))
             connection, self._called = search.run(theirs)
+            self._theirs = theirs.addresses
         except (TimeoutError, NotReached) as error:
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
@@ -128,10 +137,13 @@ class Pair:
             assert session is not None
             self.ciphers = proof.ciphers(in_order=False) if self._encrypt else None
             base = session.of("payloads").raw
-        self._token = hashlib.sha256(b"payloads" + base).digest()
+        self._token, self._resumes = (
+            hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
+        )
         if self._called is None:
             self._port.expect(self._token, self._arrive)
-        self.control = Connection(connection, str(other))
+            self._port.expect(self._resumes, self._come_back)
+        self.control = self._connection(connection, str(other))
 
     def widen(self, count: int) -> None:
         """Make payload connections; the end that has called for the first one calls for the others, too.
@@ -140,7 +152,7 @@ class Pair:
             LinkError: the other end cannot be reached any more.
         """
         opened = side_by_side([partial(self.stream, index, self._timeout_s) for index in range(count)], count)
-        self.bulk = [Connection(each, f"{self.region}-{index}") for index, each in enumerate(opened)]
+        self.bulk = [self._connection(each, f"{self.region}-{index}") for index, each in enumerate(opened)]
 
     def stream(
         self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -179,6 +191,36 @@ class Pair:
             self._changed.notify_all()
         if earlier is not None:
             earlier.close()
+
+    def _connection(self, connected: socket.socket, name: str) -> Connection:
+        return Connection(connected, name, self._recovery.begin)
+
+    def _call_again(self, connection: Connection) -> None:
+        """Call for a broken connection; or look whether the region is there, if it calls."""
+        if self._called is not None:
+            number = self._all().index(connection)
+            connection.attach(dial(*self._called, self._resumes, number, _RECALL_S, self._own))
+            return
+        for address in self._theirs:
+            socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
+
+    def _come_back(self, connected: socket.socket, number: int) -> None:
+        """The other end has called for a broken connection."""
+        there = self._all()
+        if number >= len(there):
+            connected.close()
+            return
+
+        def attach() -> None:
+            with contextlib.suppress(OSError, ConnectionLost):  # it calls again
+                there[number].attach(connected)
+
+        NativeThread(attach, "hf_cocodc-connect").start()
+
+    def _end(self, error: ConnectionLost) -> None:
+        """The other region is lost."""
+        for connection in self._all():
+            connection.end(error)
 
     def revoke(self, order: int, error: Exception) -> None:
         """See `Connection.revoke`."""

@@ -30,8 +30,8 @@ _AT_ONCE = 32
 """Callers that are accepted before others are heard again."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 100}
-"""Routers forget connections that are silent, some after 30 s. Who is lost the coordinator says, long before the last probe."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Routers forget connections that are silent, some after 30 s. One that nothing answers on for as long is made anew."""
 
 
 Take = Callable[[socket.socket, int], None]

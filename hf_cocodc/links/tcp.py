@@ -43,6 +43,7 @@ from ..coordinator.messages import (
     Suspect,
     Terms,
     ToRegion,
+    Unheard,
     Welcome,
 )
 from ..coordinator.rules import KEPT_DECISIONS
@@ -58,6 +59,7 @@ from .following import FollowedMean, Following, copy_bytes, records_in
 from .letters import Introduction, Letters
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
+from .recovery import Word
 from .rules import Part, Standing
 from .stopping import StopAgreement
 from .view import View
@@ -144,7 +146,7 @@ class TcpLink:
         """Be a process of the run, with this connection to the coordinator."""
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
-        wire.note_of = self.note_of
+        wire.note_of, wire.word_of = self.note_of, self._word_of
         members = tuple(place.member for place in welcome.members)
         standing = Standing.JOINING if welcome.joins else Standing.MEMBER
         changes = 0 if welcome.joins else welcome.changes
@@ -173,6 +175,7 @@ class TcpLink:
         self._gone: set[Member] = set()
         self._met: set[Member] = set()
         self._unpaired: dict[Member, str] = {}
+        self._unheard: dict[Member, float] = {}
         self._sinks = Sinks()
         self._following: Following | None = None
         self._has_moved = False
@@ -354,6 +357,12 @@ class TcpLink:
         with self._changed:
             self._changed.wait_for(lambda: region in self._notes, wait_s)
             return self._notes.get(region)
+
+    def _word_of(self, region: int) -> Word:
+        """What the coordinator knows of the process of a region."""
+        member = self._paired.get(region)
+        ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
+        return Word(self.has_coordinator, ended_at)
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
@@ -743,6 +752,8 @@ class TcpLink:
                     self._feed(rules.Known(change))
             case Suspect():
                 self._suspect(message)
+            case Unheard(member=member):
+                self._unheard[member] = time.monotonic()
             case Resumed():
                 for other in list(self._paired.values()):  # it may have forgotten
                     self._client.send(Paired(member=other))

@@ -206,7 +206,7 @@ class View:
         self, region: int, index: int | None, kind: str, memory: Tensor, tag: int, what: str
     ) -> Pending:
         """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
-        pair, then = self._pairs[region], None
+        pair, then, is_own = self._pairs[region], None, False
         if pair.ciphers is not None:
             # a message cannot be put into the place of another one
             about = struct.pack(">QQqq", self._order, tag, -1 if index is None else index, memory.numel())
@@ -214,11 +214,12 @@ class View:
                 memory = torch.frombuffer(
                     bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
                 )
+                is_own = True
             else:
                 cipher, asked = pair.ciphers[1], memory
                 memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
                 then = partial(_open, pair.region, cipher, memory, asked, about, what)
-        operation = Operation(self._order, tag, memory, then)
+        operation = Operation(self._order, tag, memory, then, is_own)
         with self._naming(pair.region, what):
             self._check()
             getattr(pair.connection(index), kind)(operation)

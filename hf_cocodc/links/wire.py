@@ -26,6 +26,7 @@ from .pairs import (
     side_by_side,
 )
 from .port import Port
+from .recovery import NotBack, Word
 from .view import Throttle, View, Waits
 
 FIRST = 0
@@ -93,6 +94,7 @@ class Wire:
         self._asked = connections
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
+        self.word_of: Callable[[int], Word] = lambda region: Word()
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self.waits = Waits()
@@ -218,7 +220,7 @@ class Wire:
 
     def _pair(self, region: int) -> Pair:
         how = self.addresses, self.timeout_s, self._call_from, *self._secret
-        return Pair(self.region, region, self._port, *how)
+        return Pair(self.region, region, self._port, *how, word=lambda: self.word_of(region))
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS
@@ -240,6 +242,13 @@ class Wire:
                 f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s (regions."
                 f"timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region or "
                 "the network between the regions is gone, start all regions again with --resume once it is back.",
+            )
+        if isinstance(error, NotBack):
+            return RegionLostError(
+                region,
+                f"the connections to region {region} broke while region {self.region} waited for {what}, and none could be made "
+                f"again within {self.timeout_s:g} s (regions.timeout_s): its machine, or the network between the regions, is "
+                "down. Start all regions again with --resume once it is back.",
             )
         return died(region, self.region, what)
 

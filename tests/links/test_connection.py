@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import random
 import socket
+import struct
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from hf_cocodc.links.connection import Connection, ConnectionLost, Operation
-from tests.links.memory import PATIENCE_S, wait_until
+from tests.links.memory import PATIENCE_S, at_once, wait_until
 
 Ends = tuple[Connection, Connection]
 
@@ -140,11 +148,152 @@ def test_what_follows_a_message_is_done_once_it_has_come(ends: Ends) -> None:
 
 def test_what_the_other_end_has_taken_was_sent(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if it closes the connection at once: at the end of a run it needs nothing more."""
-    send_it = Connection._send
+    write = Connection._write
 
-    def send_and_end(end: Connection, operation: Operation) -> None:
-        send_it(end, operation)
+    def write_and_end(end: Connection, *what: Any) -> None:
+        write(end, *what)
         end.close()
 
-    monkeypatch.setattr(Connection, "_send", send_and_end)
+    monkeypatch.setattr(Connection, "_write", write_and_end)
     send(ends[0], 1, 0, full(1)).wait(PATIENCE_S)
+
+
+class Lasting:
+    """Two ends whose sockets break, and are replaced at once."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._broken: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self.sockets = self._connect()
+        self.ends = [
+            Connection(each, name, self._broken.put) for each, name in zip(self.sockets, "ab", strict=True)
+        ]
+        self.count = 0
+
+    def _connect(self) -> tuple[socket.socket, socket.socket]:
+        one = socket.create_connection(self._server.getsockname())
+        other, _ = self._server.accept()
+        return one, other
+
+    def cut(self, how: str) -> None:
+        """Break the sockets: both ends notice, or one of them alone."""
+        for each in self.sockets[: 1 if how == "one" else 2]:
+            if how == "reset":
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self.mend()
+
+    def mend(self) -> None:
+        """Give both ends new sockets."""
+        self.sockets = self._connect()
+        at_once(*(partial(end.attach, each) for end, each in zip(self.ends, self.sockets, strict=True)))
+        self.count += 1
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+        self._server.close()
+
+
+@pytest.fixture
+def lasting() -> Iterator[Lasting]:
+    found = Lasting()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "one"])
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_no_message_is_lost_or_doubled_when_sockets_break(lasting: Lasting, how: str, size: int) -> None:
+    """Whoever sends uses its memory again as soon as the operation has ended."""
+    rng, count = random.Random(size), 400 if size < 1 << 20 else 100
+
+    def talk(end: Connection, value: int) -> list[int]:
+        memory, found = torch.zeros(size, dtype=torch.uint8), []
+        for number in range(count):
+            asked = ask(end, 1, number % 3, size)
+            memory[:] = (value + number) % 251
+            send(end, 1, number % 3, memory).wait(PATIENCE_S)
+            memory[:] = 255
+            found += come(asked)
+            time.sleep(0.001)
+        return found
+
+    def cut() -> list[int]:
+        while not over.wait(rng.random() * 0.02):
+            lasting.cut(how)
+        return []
+
+    def both() -> list[int]:
+        try:
+            found = at_once(partial(talk, lasting.ends[0], 0), partial(talk, lasting.ends[1], 100))
+        finally:
+            over.set()
+        return found[0] + found[1]
+
+    over = threading.Event()
+    found, _ = at_once(both, cut)
+    assert found == [(100 + each) % 251 for each in range(count)] + [each % 251 for each in range(count)]
+    assert lasting.count > 5, "the sockets have not broken"
+
+
+def test_what_was_sent_before_memory_changes_comes_as_it_was(lasting: Lasting) -> None:
+    """Also if an attempt becomes void at the sender first: the other end may not know yet, and complete it."""
+    for value, ended in ((1, "waited for"), (2, "void")):
+        memory = full(value, 1000)
+        lasting.sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        operation = send(lasting.ends[0], value, 0, memory)
+        wait_until(operation._ended.is_set)
+        if ended == "void":
+            lasting.ends[0].revoke(value, LookupError("void"))
+        else:
+            operation.wait(PATIENCE_S)
+        memory[:] = 99
+        lasting.cut("close")
+        assert come(ask(lasting.ends[1], value, 0, 1000)) == [value]
+
+
+def test_what_is_acknowledged_is_not_kept(lasting: Lasting) -> None:
+    for number in range(100):
+        asked = ask(lasting.ends[1], 1, 0, 100_000)
+        send(lasting.ends[0], 1, 0, full(number, 100_000)).wait(PATIENCE_S)
+        come(asked)
+    wait_until(lambda: len(lasting.ends[0]._sent) < 16)
+
+
+def test_a_void_message_that_has_come_in_part_waits_no_longer(lasting: Lasting) -> None:
+    taken = ask(lasting.ends[1], 1, 0, 64 << 20)
+    send(lasting.ends[0], 1, 0, full(1, 64 << 20))
+    wait_until(lambda: bool(taken.memory[0]))
+    lasting.ends[1].revoke(1, LookupError("void"))
+    lasting.cut("close")
+    with contextlib.suppress(LookupError):  # it may have come to its end before
+        taken.wait(PATIENCE_S)
+    send(lasting.ends[0], 2, 0, full(2))
+    assert come(ask(lasting.ends[1], 2, 0)) == [2]
+
+
+def test_a_goodbye_ends_both(lasting: Lasting) -> None:
+    """It is no break: nobody tries to come back."""
+    asked = ask(lasting.ends[1], 1, 0)
+    lasting.ends[0].close()
+    with pytest.raises(ConnectionLost, match="the other end has closed the connection"):
+        asked.wait(PATIENCE_S)
+    with pytest.raises(ConnectionLost):
+        lasting.ends[1].attach(socket.socket())
+    assert lasting._broken.empty()
+
+
+def test_a_broken_connection_that_ends_lets_all_go(lasting: Lasting) -> None:
+    with contextlib.suppress(OSError):
+        lasting.sockets[0].shutdown(socket.SHUT_RDWR)
+    end = lasting._broken.get(timeout=PATIENCE_S)
+    waiting = [send(end, 1, 0, full(1, 1 << 20)), ask(end, 1, 0)]
+    with pytest.raises(TimeoutError):
+        waiting[0].wait(0.1)
+    end.end(ConnectionLost("it has not come back"))
+    for operation in waiting:
+        with pytest.raises(ConnectionLost, match="it has not come back"):
+            operation.wait(PATIENCE_S)
+    wait_until(lambda: not any(each.is_alive() for each in (end._sender, end._receiver)))

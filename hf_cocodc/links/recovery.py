@@ -1,0 +1,113 @@
+"""Broken connections to another region come back. The region is lost if its process has ended, or does not come back in time."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..threads import NativeThread
+from .connection import CLOSED, Connection, ConnectionLost
+
+_AGAIN_S = 0.1
+_HEARD_S = 5.0
+"""The coordinator may lose a process so much earlier than the others do."""
+_GRACE_S = 1.0
+"""A router that was started anew breaks all connections of a region at once: it has so long to come back."""
+
+
+class NotBack(ConnectionLost):
+    """Nothing refuses connections to the other end, and none has come about in time."""
+
+
+class Word(NamedTuple):
+    """What the coordinator knows of the process at the other end.
+
+    Attributes:
+        answers: whether the coordinator is there.
+        ended_at: when its own connection to that process has ended, by the monotonic clock; minus infinity if it has not.
+    """
+
+    answers: bool = False
+    ended_at: float = -math.inf
+
+
+def verdict(
+    now: float, broken_at: float, is_denied: bool, word: Word, timeout_s: float
+) -> ConnectionLost | None:
+    """The error if the process at the other end of a broken connection is lost; None while it may come back.
+
+    Args:
+        now: by the monotonic clock.
+        broken_at: when the connection broke.
+        is_denied: whether the port of that process refuses calls, or does not know them.
+        word: of the coordinator.
+        timeout_s: after so long it is lost in any case.
+    """
+    if now - broken_at > timeout_s:
+        return NotBack("it has not come back in time")
+    has_ended = word.ended_at >= broken_at - _HEARD_S
+    waited_s = now - max(broken_at, word.ended_at)
+    if (
+        has_ended
+        and (is_denied or waited_s > _GRACE_S)
+        or is_denied
+        and not word.answers
+        and waited_s > _GRACE_S
+    ):
+        return ConnectionLost(CLOSED)
+    return None  # it talks to the coordinator, as far as anybody knows
+
+
+class Recovery:
+    """Brings connections of a pair back, each in a thread of its own.
+
+    Args:
+        call: calls the other end for a connection. If the other end calls, it only looks whether its port is there. Raises
+            ConnectionRefusedError or ConnectionResetError if it is not, and any OSError if nobody knows.
+        word: of the coordinator.
+        lost: called with the error once the other end is lost.
+        timeout_s: see `verdict`.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Connection], None],
+        word: Callable[[], Word],
+        lost: Callable[[ConnectionLost], None],
+        timeout_s: float,
+    ) -> None:
+        self._call, self._word, self._lost, self._timeout_s = call, word, lost, timeout_s
+        self._under_way: set[Connection] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, connection: Connection) -> None:
+        """A connection has lost its socket."""
+        with self._lock:
+            if connection in self._under_way:
+                return
+            self._under_way.add(connection)
+        NativeThread(self._bring_back, "hf_cocodc-connect", (connection,)).start()
+
+    def _bring_back(self, connection: Connection) -> None:
+        while not self._is_over(connection):
+            broken_at, is_denied = connection.broken_at, False
+            try:
+                self._call(connection)
+            except (ConnectionRefusedError, ConnectionResetError):
+                is_denied = True
+            except (OSError, ConnectionLost):
+                pass
+            if math.isinf(connection.broken_at):
+                continue
+            error = verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
+            if error is not None:
+                self._lost(error)
+            time.sleep(_AGAIN_S)
+
+    def _is_over(self, connection: Connection) -> bool:
+        with self._lock:
+            is_over = connection.broken_at == math.inf or connection.lost_at < math.inf
+            if is_over:
+                self._under_way.discard(connection)
+            return is_over
