@@ -41,9 +41,9 @@ class Totals:
         sends: transfers sent.
         landings: transfers landed.
         bytes_sent: payload bytes that this region has sent, to all other regions together, over all its lanes: transfers,
-            means of global params for evaluations and exports, and broadcasts. Region 0 broadcasts the first parameters, and
-            global params that had come apart; a region broadcasts the checkpoint that another one takes over. Of a region of
-            DDP ranks only the leader sends.
+            means of global params for evaluations and exports, and broadcasts: of the first parameters, of global params that
+            had come apart, and of a checkpoint that another region takes over; those that lack them pass them on. Of a region
+            of DDP ranks only the leader sends.
         blocked_s: seconds that training waited for the link.
     """
 

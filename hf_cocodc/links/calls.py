@@ -3,10 +3,12 @@
 A link's thread runs them. They ask nothing of the link but memory for means: a call that failed can be made again.
 """
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,6 +25,8 @@ from .trailer import Trailer, checked
 from .view import Pending, View
 
 _PIECE_BYTES = 1 << 20
+SMALL = 64 << 10
+"""Bytes that a region sends to each other one without a look at what they have."""
 _MOST_UNDER_WAY = 128
 """Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
 _AT_ONCE_S = 1e-3
@@ -149,7 +153,9 @@ class GatherCall:
 
 
 class BroadcastCall:
-    """The bytes of one region in all others.
+    """The bytes of one region in all others. Those that have them already get none; the others pass them on in a chain.
+
+    So no region sends them more than once, and the last of the chain has them little later than the first.
 
     Args:
         view: reaches the other regions.
@@ -163,19 +169,54 @@ class BroadcastCall:
         self.bytes_sent = 0
 
     def run(self) -> Tensor:
-        view, what = self._view, self._what
-        sends = view.region == self._source
-        others = view.others if sends else [self._source]
-        tag, pending = view.tag(), deque[Pending]()
-        for index, piece in enumerate(self._raw.split(_PIECE_BYTES)):
-            for other in others:
-                if len(pending) >= _MOST_UNDER_WAY * len(others):
-                    view.wait([pending.popleft()], what, may_be_late=True)
-                start = view.send if sends else view.receive
-                pending.append(start(other, piece, tag, index, what))
-                self.bytes_sent += piece.numel() if sends else 0
-        view.wait(pending, what, may_be_late=True)
+        view, own = self._view, self._view.region
+        if self._raw.numel() <= SMALL:
+            is_source = own == self._source
+            self._pass_on(view.tag(), None if is_source else self._source, view.others if is_source else [])
+            return self._raw
+        digest = torch.frombuffer(bytearray(digest_of(self._raw)), dtype=torch.uint8)
+        swap = view.begin_swap(digest, self._what)
+        view.wait(swap.pending, self._what, may_be_late=True)
+        tag = view.tag()  # in all regions: what follows on this view must find them with equal ones
+        chain = broadcast_chain([each.numpy().tobytes() for each in swap.values], self._source)
+        if own in chain:
+            place = chain.index(own)
+            self._pass_on(tag, chain[place - 1] if place else None, chain[place + 1 : place + 2])
         return self._raw
+
+    def _pass_on(self, tag: int, before: int | None, after: Sequence[int]) -> None:
+        """Take the pieces from the place `before`, or have them; and send each on as soon as it is here."""
+        view, what = self._view, self._what
+        pieces = self._raw.split(_PIECE_BYTES)
+        coming, sent = deque[Pending](), deque[Pending]()
+        asked = 0
+        for index, piece in enumerate(pieces):
+            while before is not None and asked < min(index + _MOST_UNDER_WAY, len(pieces)):
+                coming.append(view.receive(before, pieces[asked], tag, asked, what))
+                asked += 1
+            if coming:
+                view.wait([coming.popleft()], what, may_be_late=True)
+            for other in after:
+                if len(sent) >= _MOST_UNDER_WAY * len(after):
+                    view.wait([sent.popleft()], what, may_be_late=True)
+                sent.append(view.send(other, piece, tag, index, what))
+                self.bytes_sent += piece.numel()
+        view.wait(sent, what, may_be_late=True)
+
+
+def digest_of(raw: Tensor) -> bytes:
+    """32 bytes which only the same bytes have (SHA-256): 1.4 GB/s on one core."""
+    return hashlib.sha256(raw.numpy()).digest()
+
+
+def broadcast_chain(digests: Sequence[bytes], source: int) -> tuple[int, ...]:
+    """The places that take part in a broadcast, each of which sends to the next one: the source, and those that differ from it.
+
+    Args:
+        digests: of what each place has.
+        source: its place.
+    """
+    return (source, *(place for place, each in enumerate(digests) if each != digests[source]))
 
 
 def received(members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Trailer, ...]:

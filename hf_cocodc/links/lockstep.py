@@ -5,8 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError, LinkError
@@ -15,6 +17,7 @@ from ..parts.guard import Verdict, believed
 from ..tensors.norms import square
 from ..tensors.pools import Pool
 from .base import Arrival, FixedSet, Handle, Link, Parcel
+from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
 from .records import Record
 from .stopping import StopAgreement
@@ -198,13 +201,6 @@ def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
     return resolve
 
 
-def _from_region(source: int) -> Resolve:
-    def resolve(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
-        return [brought[source]] * num_regions if source in brought else None
-
-    return resolve
-
-
 class LockstepLink(FixedSet):
     """One region's side of a `LockstepHub`; `links.base.Link` describes the calls."""
 
@@ -253,9 +249,10 @@ class LockstepLink(FixedSet):
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         source = 0 if source is None else source
-        flat.copy_(self._hub.answer(self.region, self._bring(what, flat.clone(), _from_region(source))))
-        if self.region == source:
-            self._broadcast_bytes += flat.nbytes * (self.num_regions - 1)
+        resolve = _from_all(partial(_broadcast, source))
+        found, sends = self._hub.answer(self.region, self._bring(what, flat.clone(), resolve))
+        flat.copy_(found)
+        self._broadcast_bytes += sends * flat.nbytes
 
     def count_broadcasts(self) -> int:
         counted, self._broadcast_bytes = self._broadcast_bytes, 0
@@ -294,6 +291,15 @@ class _Handle:
         if then is not None:
             then(arrival)
         return arrival
+
+
+def _broadcast(source: int, brought: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """For each region what `source` has, and how often it sends it over a real link (see `calls.BroadcastCall`)."""
+    if brought[source].nbytes <= SMALL:
+        senders = (source,) * (len(brought) - 1)
+    else:
+        senders = broadcast_chain([digest_of(each.view(torch.uint8)) for each in brought], source)[:-1]
+    return [(brought[source], senders.count(region)) for region in range(len(brought))]
 
 
 def _mean_all(

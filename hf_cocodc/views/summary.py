@@ -20,7 +20,7 @@ class Summary:
     """Figures of a run, so far if it still trains; outer steps by fragment; `bytes_sent` and `blocked_s` are the largest of all
     regions (see `totals.totals`).
 
-    `bytes_sent` is most often region 0's, which also sends the first parameters; see `engine.account.Totals`.
+    `bytes_sent` holds the first parameters, where regions have begun from different ones; see `engine.account.Totals`.
     `training_s` is the time in which a region was in the run, until its last inner step; `total_s` that until the last event,
     evaluations included. A run that was stopped and resumed does not count what lies between.
     `tokens` are those of all regions together; None if the journals do not say how many an inner step has.
