@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import secrets
 import statistics
 import time
 from collections.abc import Iterator
@@ -14,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..coordinator.addresses import own_address
-from ..coordinator.cipher import check_encryption
 from ..coordinator.client import Client
-from ..coordinator.secret import Keys
+from ..coordinator.secret import Keys, new_secret
 from ..coordinator.server import serve_in_thread
 from ..errors import InputError, LinkError, nearest, shown
 from ..links.base import Parcel
@@ -46,7 +44,7 @@ class Trial:
         connections: TCP connections to each other region; None chooses by the round trip.
         repeat: number of transfers.
         rate_limit: the most Mbit/s that a region sends; None for no limit.
-        encrypt: whether the regions encrypt what they send, with a secret that they share.
+        encrypt: whether the regions share a secret, and so encrypt what they send.
 
     Raises:
         InputError: a value is out of range or unknown.
@@ -135,7 +133,7 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
 
 
 def _secret_for(trial: Trial) -> str | None:
-    return secrets.token_hex(16) if trial.encrypt else None
+    return new_secret() if trial.encrypt else None
 
 
 def take_part(
@@ -163,13 +161,10 @@ def take_part(
 
     Raises:
         HandshakeError: another region has a different `trial`.
-        InputError: it is to encrypt, and cannot.
         LinkError: the coordinator or a region failed, or did not answer in time.
     """
-    if trial.encrypt:
-        check_encryption(keys)
     host = own_address(coordinator, interface)
-    link = _link(trial, Client(coordinator, run or RUN, keys, trial.encrypt), region, regions, host, keys)
+    link = _link(trial, Client(coordinator, run or RUN, keys), region, regions, host, keys)
     try:
         found = _measure(link, trial)
     except BaseException as error:
@@ -189,7 +184,6 @@ def _link(trial: Trial, client: Client, region: int, regions: int, host: str, ke
         TIMEOUT_S,
         rate,
         keys=keys,
-        encrypt=trial.encrypt,
     )
     compared = dataclasses.asdict(trial)
     hello = hello_of(region, regions, host, compared)

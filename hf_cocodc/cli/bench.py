@@ -93,7 +93,12 @@ def _add_link(benches: Any) -> None:
     _add_rate_limit(link)
     add_coordinator(link, "address of the coordinator of both ends (see hf-cocodc coordinator)")
     add_secret(link)
-    link.add_argument("--encrypt", action="store_true", help="encrypt what regions send (regions.encrypt)")
+    link.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="with a secret of its own, so that what regions send is encrypted; between machines, the secret that you give "
+        "decides",
+    )
     link.add_argument("--region", type=int, help="number of this region (from 0)")
     link.add_argument("--interface", help="network interface of the link, for example wg0")
     link.add_argument(
@@ -232,18 +237,22 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         check("--rate-mbit", options.rate_mbit, 0.01)
     from ..bench import link
 
+    keys = None if ends.coordinator is None else secret_of(ends)
+    if options.encrypt and ends.coordinator is not None and keys is None:
+        raise InputError(
+            "--encrypt between machines needs a secret: --secret-file FILE (hf-cocodc secret new FILE)."
+        )
     trial = link.Trial(
         megabytes=options.megabytes,
         codec=options.codec,
         connections=_connections(options.connections),
         repeat=options.repeat,
         rate_limit=_rate_limit(options.rate_limit),
-        encrypt=options.encrypt,
+        encrypt=options.encrypt if ends.coordinator is None else keys is not None,
     )
     here = options.regions if ends.coordinator is None else 1
     check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     if ends.coordinator is not None and ends.region is not None:
-        keys = secret_of(ends)
         found = link.take_part(
             trial, ends.coordinator, ends.region, options.regions, ends.interface, ends.run, keys
         )

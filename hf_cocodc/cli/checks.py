@@ -80,7 +80,7 @@ def add_secret(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="file with the secret that the coordinator and its runs share, at least 16 characters (or the secret in "
+        help="file with the secret that the coordinator and its runs share, see hf-cocodc secret new (or the secret in "
         f"{ENV_SECRET})",
     )
 

@@ -46,8 +46,8 @@ def register(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="file with a secret that the coordinator and a run share, at least 16 characters; may be given several times, and "
-        f"there may be one in {ENV_SECRET}. Runs of different secrets do not see each other",
+        help="file with a secret that the coordinator and a run share (hf-cocodc secret new FILE); may be given several times, "
+        f"and there may be one in {ENV_SECRET}. Runs of different secrets do not see each other",
     )
     parser.add_argument(
         "--insecure",
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     if not secrets and not options.insecure and not is_loopback(options.host):
         raise InputError(
             f"--host {options.host} is reached by other machines, and whoever reaches a coordinator without a secret can end or "
-            "change every run there. Make a secret with `openssl rand -hex 32 > secret; chmod 600 secret`, and give it here "
+            "change every run there. Make a secret with `hf-cocodc secret new secret`, and give it here "
             f"(--secret-file secret, or {ENV_SECRET}) and to every region (regions.secret_file, or {ENV_SECRET}). On a network "
             "that is yours alone: --insecure."
         )

@@ -12,10 +12,36 @@ from typing import Any, NoReturn, TextIO
 from .. import __version__
 from ..errors import CocodcError, InputError, short, shown
 from ..settings import quiet_torch
-from . import bench, completion, coordinator, doctor, leave, plan, recipe, report, simulate, status, train
+from . import (
+    bench,
+    completion,
+    coordinator,
+    doctor,
+    leave,
+    plan,
+    recipe,
+    report,
+    secret,
+    simulate,
+    status,
+    train,
+)
 from .checks import STDOUT
 
-COMMANDS = (recipe, plan, doctor, train, simulate, coordinator, status, leave, report, bench, completion)
+COMMANDS = (
+    recipe,
+    plan,
+    doctor,
+    train,
+    simulate,
+    coordinator,
+    secret,
+    status,
+    leave,
+    report,
+    bench,
+    completion,
+)
 
 
 EXIT_CODES = """\

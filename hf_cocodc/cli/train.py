@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..coordinator.cipher import check_encryption
 from ..coordinator.secret import secret_of
 from ..errors import InputError
 from ..recipes.arguments import add_recipe
@@ -96,8 +95,6 @@ def run(options: argparse.Namespace) -> int:
     part.check(may_join=join)
     regions: Sequence[int] = range(count) if region is None else [region]
     keys = secret_of(recipe.regions) if has_company else None
-    if recipe.regions.encrypt and has_company:
-        check_encryption(keys)
     from ..coordinator.server import serve_in_thread
     from ..training import launch
     from ..training.building import output_dir

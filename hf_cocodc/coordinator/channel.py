@@ -1,23 +1,25 @@
 """One end of a TCP connection that carries messages, one JSON object a line, and never waits."""
 
-import base64
 import json
+import logging
 import os
 import socket
+import ssl
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .cipher import Altered, Cipher
+from .identity import Identity
+
+logger = logging.getLogger(__name__)
 
 MAX_LINE = 256 << 10
 """Bytes of the longest line that is written. What sends a longer one is not one of ours, or has gone mad."""
 _MOST_UNSENT = 16 << 20
 """Bytes that wait for the other end at most: then the connection ends."""
 _CHUNK = 64 << 10
-LONGEST_SEALED = 2 * MAX_LINE
 
 
 class Channel:
@@ -28,6 +30,8 @@ class Channel:
         longest: bytes of the longest line that is read. A longer one is skipped.
         has_skipped: whether there was one.
         ended: whether the other end has closed the connection, or it has failed.
+        is_protected: whether the other end has proven itself (see `protect`).
+        is_denied: whether it has not: it has another identity, or does not speak TLS.
         unsent_since: since when the other end has taken nothing of what it is sent; None if it has taken all.
     """
 
@@ -36,25 +40,45 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         keep_from_forks(connection)
-        self.ended = False
+        self.ended = self.is_protected = self.is_denied = False
         self.unsent_since: float | None = None
         self._unsent = bytearray()
         self._received = bytearray()
         self._lines: deque[bytes] = deque()
-        self._ciphers: tuple[Cipher, Cipher] | None = None
+        self._tls: ssl.SSLObject | None = None
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._certificate = b""
         self.longest = MAX_LINE
         self.has_skipped = self._skips = False
         self._finishes = False
 
+    def protect(self, identity: Identity, is_server: bool) -> None:
+        """From now on, speak TLS: whoever has the same identity is at the other end, or nobody. What follows is for one thread.
+
+        Nothing can be written before `is_protected`. `receive` goes on with the handshake.
+        """
+        self._certificate = identity.certificate
+        self._tls = identity.wrap(self._incoming, self._outgoing, is_server)
+        self._incoming.write(self._received)
+        self._received = bytearray()
+        self._decrypt()
+
     def write(self, line: bytes) -> None:
         """Send a line, or as much of it as the other end takes now; `flush` sends the rest."""
+        if self._tls is not None:
+            try:
+                self._tls.write(line)
+            except ssl.SSLError:
+                self.ended = True
+            line = self._outgoing.read()
+        self._send(line)
+
+    def _send(self, data: bytes) -> None:
         if self.unsent_since is None:
             self.unsent_since = time.monotonic()
         # a single line may be longer than what may wait before it
         self.ended = self.ended or len(self._unsent) > _MOST_UNSENT
-        self._unsent += (
-            line if self._ciphers is None else base64.b64encode(self._ciphers[0].seal(line)) + b"\n"
-        )
+        self._unsent += data
         self.flush()
 
     def flush(self) -> None:
@@ -70,11 +94,6 @@ class Channel:
             pass
         except OSError:
             self.ended = True
-
-    def seal(self, ciphers: tuple[Cipher, Cipher] | None) -> None:
-        """From now on, seal what is written and open what was not taken yet, with these ciphers for the one and the other."""
-        if ciphers is not None:
-            self._ciphers, self.longest = ciphers, LONGEST_SEALED
 
     @property
     def num_lines(self) -> int:
@@ -96,6 +115,34 @@ class Channel:
         except OSError:
             self.ended = True
             return
+        if self._tls is None:
+            self._take_in(chunk)
+        else:
+            self._incoming.write(chunk)
+            self._decrypt()
+
+    def _decrypt(self) -> None:
+        """Go on with the handshake, and take in what has come."""
+        assert self._tls is not None
+        try:
+            if not self.is_protected:
+                self._tls.do_handshake()
+                if self._tls.getpeercert(True) != self._certificate:
+                    raise ssl.SSLError("another certificate")
+                self.is_protected = True
+            while chunk := self._tls.read(_CHUNK):
+                self._take_in(chunk)
+            self.ended = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            self.ended, self.is_denied = True, not self.is_protected
+            logger.debug("TLS: %s", error)
+        answer = self._outgoing.read()
+        if answer:
+            self._send(answer)
+
+    def _take_in(self, chunk: bytes) -> None:
         end = chunk.rfind(b"\n") + 1
         if end:  # what is half received is copied once, however long its line is
             lines = bytes(self._received + chunk[: end - 1]).split(b"\n")
@@ -114,13 +161,7 @@ class Channel:
 
     def take_line(self) -> dict[str, Any] | None:
         """The message of the first line; None if it is no message."""
-        line = self._lines.popleft()
-        try:
-            return _message(line if self._ciphers is None else self._ciphers[1].open(base64.b64decode(line)))
-        except (Altered, ValueError):
-            self.ended = True
-            self._lines.clear()
-            return None
+        return _message(self._lines.popleft())
 
     def finish(self) -> None:
         """Send nothing more than what was written. The other end has taken it all once it closes the connection too."""

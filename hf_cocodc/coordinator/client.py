@@ -97,7 +97,7 @@ class Client:
     """A region's one connection to the coordinator, which it makes again when it ends.
 
     Args:
-        address, run, keys, encrypt: see Connection.
+        address, run, keys: see Connection.
         period_s: seconds between two signs of life.
 
     Attributes:
@@ -108,10 +108,8 @@ class Client:
     me: Member
     welcome: Welcome
 
-    def __init__(
-        self, address: str, run: str, keys: Keys | None = None, encrypt: bool = False, period_s: float = 1.0
-    ) -> None:
-        self._address, self._run, self._keys, self._encrypt = address, run, keys, encrypt
+    def __init__(self, address: str, run: str, keys: Keys | None = None, period_s: float = 1.0) -> None:
+        self._address, self._run, self._keys = address, run, keys
         self._period_s = period_s
         self._connection: Connection | None = None
         self._generation = 0
@@ -154,7 +152,7 @@ class Client:
         connection: Connection | None = None
         try:
             connection = Connection(
-                self._address, self._run, "region", self._keys, self._encrypt, min(wait_s, CONNECT_S), look
+                self._address, self._run, "region", self._keys, min(wait_s, CONNECT_S), look
             )
             connection.send(hello)
             self.welcome = self._await_welcome(connection, hello, wait_s, waiting, look)
@@ -398,7 +396,7 @@ class Client:
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         try:
             connection = Connection(
-                self._address, self._run, "region", self._keys, self._encrypt, SILENT_S, self._raise_if_closed
+                self._address, self._run, "region", self._keys, SILENT_S, self._raise_if_closed
             )
             back = self._back()
             connection.send(replace(back, generation=max(back.generation, self._generation)))

@@ -20,9 +20,9 @@ from ..errors import (
 )
 from .addresses import is_loopback
 from .channel import Channel, line_of
-from .entrance import ABOUT, key_id, other_version, versions
+from .entrance import HERE, key_id, other_version, versions
+from .identity import identity
 from .messages import FromCommand, FromRegion, Refuse, from_plain, to_plain
-from .proof import Proof, Refused
 from .secret import Keys
 
 CONNECT_S = 10.0
@@ -83,12 +83,11 @@ class Connection:
         run: name of the run.
         purpose: "region", "command", "status" or "doctor".
         keys: of the run's secret; None for none.
-        encrypt: whether messages are encrypted.
         timeout_s: for how long the coordinator is tried again while it does not answer.
         look: called several times a second meanwhile; what it raises goes to the caller.
 
     Raises:
-        InputError: the host name is unknown; or this cannot be encrypted.
+        InputError: the host name is unknown.
         MeetingError: nobody answers, or the coordinator refuses: it has another secret, or another version.
     """
 
@@ -98,11 +97,10 @@ class Connection:
         run: str,
         purpose: str,
         keys: Keys | None,
-        encrypt: bool = False,
         timeout_s: float = CONNECT_S,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        self.address, self._keys, self._encrypt, self._look = address, keys, encrypt, look
+        self.address, self._keys, self._look = address, keys, look
         host, _, port = address.rpartition(":")
         patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
         while True:
@@ -201,16 +199,8 @@ class Connection:
 
     def _prove(self, channel: Channel, patience: _Patience) -> None:
         """Say who this is, and hear that it is the coordinator."""
-        proof = Proof(self._keys, ABOUT, self._encrypt)
-        channel.write(line_of(proof.say({**versions(), "key": key_id(self._keys) or None})))
-        while not channel.num_lines:
-            if channel.ended:
-                raise _TryAgain("it has closed the connection without an answer")
-            if patience.left_s <= 0:
-                raise _TryAgain("what listens there does not answer as a coordinator does")
-            self._look()
-            _wait(channel, _LOOK_S)
-        answer = channel.take_line()
+        channel.write(line_of({**versions(), "key": key_id(self._keys) or None}))
+        answer = self._answer(channel, patience)
         if answer is None or "hf_cocodc" not in answer:
             raise MeetingError(
                 f"what listens at {self.address} is not a coordinator. Correct the address (regions.coordinator, --coordinator), "
@@ -219,16 +209,28 @@ class Connection:
         why = other_version(answer, f"the coordinator at {self.address}", "this process")
         if why is None and "refused" in answer:
             why = f"the coordinator at {self.address} refuses this process: {short(answer['refused'], 1000)}"
-        if why is None:
-            try:
-                proof.hear(answer)
-            except Refused as error:
-                why = error.naming(f"the coordinator at {self.address}", "this process")
         if why is not None:
             raise MeetingError(f"{why}.")
-        channel.write(line_of(proof.say({"kind": "here"})))
-        channel.seal(proof.ciphers())
-        channel.longest = _LONGEST_ANSWER
+        if self._keys is not None:
+            channel.protect(identity(self._keys), is_server=False)
+            if self._answer(channel, patience) != HERE:
+                raise MeetingError(f"the coordinator at {self.address} says what no coordinator says.")
+
+    def _answer(self, channel: Channel, patience: _Patience) -> dict[str, Any] | None:
+        """The next line. Raises _TryAgain if none comes."""
+        while not channel.num_lines:
+            if channel.is_denied:
+                raise MeetingError(
+                    f"what listens at {self.address} does not prove that it has the secret of the run: it is another one, or "
+                    "somebody between here and there alters what is said."
+                )
+            if channel.ended:
+                raise _TryAgain("it has closed the connection without an answer")
+            if patience.left_s <= 0:
+                raise _TryAgain("what listens there does not answer as a coordinator does")
+            self._look()
+            _wait(channel, _LOOK_S)
+        return channel.take_line()
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import __version__
-from ..errors import InputError, short
+from ..errors import short
 from ..settings import ENV_SECRET
 from .channel import Channel, line_of
+from .identity import identity
 from .messages import PROTOCOL
-from .proof import Proof, Refused
 from .secret import Keys
 
 logger = logging.getLogger(__name__)
 
-ABOUT = {"for": "coordinator"}
-"""What the conversation of `proof.Proof` is about."""
+HERE = {"kind": "here"}
+"""The coordinator's first message on a connection with a secret: the caller has proven itself, too."""
 _FAREWELL_S = 1.0
 _AT_ONCE = 32
 """Callers that are accepted before others are heard again."""
@@ -31,8 +31,8 @@ class Limits:
     """What callers may cost before they have proven anything.
 
     Attributes:
-        line_bytes: of the only line that a caller may say in each of the two stages.
-        reads: how often a caller is read: a line may come in pieces.
+        line_bytes: of the only line that a caller may say, and of what is read of it at a time.
+        reads: how often a caller is read for the line, which may come in pieces, and for the handshake of TLS that follows.
         proof_s: seconds until a caller must have proven itself.
         callers: how many there are at a time.
     """
@@ -49,8 +49,7 @@ class _Caller:
 
     Attributes:
         until: when it is closed.
-        key: the id of its secret; "" for none.
-        proof: of its conversation, once it has said a valid first line.
+        key: the id of its secret, once it has said a valid first line.
         leaves: whether it was refused; it is closed as soon as it may have heard why.
     """
 
@@ -58,7 +57,6 @@ class _Caller:
     address: str
     until: float
     key: str = ""
-    proof: Proof | None = None
     leaves: bool = False
     num_reads: int = field(default=0)
 
@@ -153,36 +151,46 @@ class Entrance:
         counts = Counter(caller.address for caller in self._callers)
         most = max(counts.values())
         theirs = [caller for caller in self._callers if counts[caller.address] == most]
-        self._turn_away(min(theirs, key=lambda caller: caller.proof is not None))
+        self._turn_away(min(theirs, key=lambda caller: bool(caller.key)))
 
     def _read(self, caller: _Caller) -> None:
         channel = caller.channel
         channel.receive(self._limits.line_bytes)
         caller.num_reads += 1
-        is_first = caller.proof is None
-        if channel.has_skipped or channel.num_lines > 1 and is_first:
+        if caller.key:
+            if channel.is_protected:
+                channel.write(line_of(HERE))
+                self._let_in(caller)
+            elif channel.ended or caller.num_reads >= self._limits.reads:
+                self._turn_away(caller)
+        elif channel.has_skipped or channel.num_lines > 1:
             self._turn_away(caller)
         elif channel.num_lines:
             caller.num_reads = 0
             message = channel.take_line()
             if message is None:
                 self._turn_away(caller)
-            elif is_first:
-                self._hear_first(caller, message)
             else:
-                self._hear_last(caller, message)
+                self._hear(caller, message)
         elif channel.ended or caller.num_reads >= self._limits.reads:
             self._turn_away(caller)
 
-    def _hear_first(self, caller: _Caller, message: dict[str, Any]) -> None:
-        why = self._reason_to_refuse(caller, message)
+    def _hear(self, caller: _Caller, message: dict[str, Any]) -> None:
+        """The first line of a caller. Its form never changes."""
+        why = self._reason_to_refuse(message)
         if why is not None:
             self._refuse(caller, why)
             return
-        assert caller.proof is not None
-        self._write(caller, caller.proof.say(versions()))
+        caller.key = message.get("key") or ""
+        self._write(caller, versions())
+        if caller not in self._callers:
+            return
+        if caller.key:
+            caller.channel.protect(identity(self._secrets[caller.key]), is_server=True)
+        else:
+            self._let_in(caller)
 
-    def _reason_to_refuse(self, caller: _Caller, message: dict[str, Any]) -> str | None:
+    def _reason_to_refuse(self, message: dict[str, Any]) -> str | None:
         if "hf_cocodc" not in message:
             return "it is no region or command of hf-cocodc"
         wrong = other_version(message, "the caller", "the coordinator")
@@ -195,29 +203,12 @@ class Entrance:
             return f"the caller has a secret, and the coordinator has none: {_GIVE}"
         if key is not None and (not isinstance(key, str) or key not in self._secrets):
             return f"the caller has another secret than the coordinator: {_GIVE}"
-        keys = None if key is None else self._secrets[key]
-        try:
-            proof = Proof(keys, ABOUT, encrypt=keys is not None and "public" in message)
-            proof.hear(message)
-        except InputError as error:
-            return str(error)
-        except Refused as error:
-            return error.naming("the caller", "the coordinator")
-        caller.key, caller.proof = key or "", proof
         return None
 
-    def _hear_last(self, caller: _Caller, message: dict[str, Any]) -> None:
-        assert caller.proof is not None
-        try:
-            caller.proof.hear(message)
-        except Refused:
-            self._turn_away(caller)
-            return
-        channel = caller.channel
-        channel.seal(caller.proof.ciphers())
-        self._loop.remove_reader(channel.socket)
+    def _let_in(self, caller: _Caller) -> None:
+        self._loop.remove_reader(caller.channel.socket)
         del self._callers[caller]
-        self._adopt(channel, caller.key)
+        self._adopt(caller.channel, caller.key)
 
     def _refuse(self, caller: _Caller, why: str) -> None:
         """Tell a caller why, and close the connection a moment later."""

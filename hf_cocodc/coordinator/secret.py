@@ -4,9 +4,10 @@ import hashlib
 import hmac
 import logging
 import os
+import re
+import secrets
 import stat
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import InputError, shown
@@ -14,11 +15,10 @@ from ..settings import ENV_SECRET, RegionConfig
 
 logger = logging.getLogger(__name__)
 
-_LEAST = 16
-"""Characters of a secret. People who record a message with a tag can try secrets as fast as their machines compute."""
+_BYTES = 32
+"""Of a secret. A shorter one could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
 _MOST = 4096
-_TAG_BYTES = 16
-_WAY_OUT = "Make one with `openssl rand -hex 32`, and give every region and the coordinator the same"
+_WAY_OUT = "Make one with `hf-cocodc secret new FILE`, and give every region and the coordinator the same"
 
 
 class Keys:
@@ -33,20 +33,16 @@ class Keys:
 
     @classmethod
     def from_secret(cls, secret: str) -> "Keys":
-        return cls(hmac.digest(b"hf_cocodc", secret.encode(), hashlib.sha256))
+        """The keys of a secret: 64 hex digits. Raises ValueError if it is none."""
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * _BYTES}}}", secret):
+            raise ValueError("a secret has 64 hex digits")
+        return cls(hmac.digest(b"hf_cocodc", bytes.fromhex(secret), hashlib.sha256))
 
     def of(self, *names: object) -> "Keys":
         """Keys for the purpose that the names describe. They reveal neither these keys nor the keys for another purpose."""
-        info = _joined(str(name).encode() for name in names)
+        parts = (str(name).encode() for name in names)
+        info = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # no other names give the same
         return Keys(hmac.digest(self.raw, info + b"\1", hashlib.sha256))
-
-    def tag(self, *parts: bytes) -> bytes:
-        """16 bytes for these parts, which nobody can make without the keys (HMAC with SHA-256)."""
-        return hmac.digest(self._of_tags, _joined(parts), hashlib.sha256)[:_TAG_BYTES]
-
-    @cached_property
-    def _of_tags(self) -> bytes:
-        return self.of("tag").raw
 
     def __repr__(self) -> str:
         return "Keys(hidden)"
@@ -55,32 +51,34 @@ class Keys:
         raise TypeError("keys are not written anywhere")
 
 
-def _joined(parts: Iterable[bytes]) -> bytes:
-    """All parts in one, so that no other parts give the same."""
-    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+def new_secret() -> str:
+    """32 random bytes, as a secret is written."""
+    return secrets.token_hex(_BYTES)
 
 
 def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Keys | None:
     """The keys of the secret in `regions.secret_file` or in the environment; None if there is none.
 
     Raises:
-        InputError: the file cannot be read, the secret is too short, or the two differ.
+        InputError: the file cannot be read, what is given is no secret, or the two differ.
     """
     env = os.environ if env is None else env
     told = env.get(ENV_SECRET)
     found = {} if told is None else {ENV_SECRET: told.strip()}
     if regions.secret_file is not None:
         found[f"regions.secret_file={shown(regions.secret_file)}"] = _read(regions.secret_file)
+    keys = None
     for where, secret in found.items():
-        if secret != secret.encode(errors="ignore").decode():
-            raise InputError(f"{where}: a secret is text in UTF-8, and this one is not. {_WAY_OUT}.")
-        if not _LEAST <= len(secret) <= _MOST:
+        try:
+            keys = Keys.from_secret(secret)
+        except ValueError:
             raise InputError(
-                f"{where}: a secret has {_LEAST} .. {_MOST} characters, and this one has {len(secret)}. {_WAY_OUT}."
-            )
-    if len(set(found.values())) > 1:
+                f"{where}: a secret is {_BYTES} random bytes, written as {2 * _BYTES} hex digits, and this one is not (it has "
+                f"{len(secret)} characters). {_WAY_OUT}."
+            ) from None
+    if len({secret.lower() for secret in found.values()}) > 1:
         raise InputError(f"{' and '.join(found)} hold different secrets. Make them equal, or remove one.")
-    return next((Keys.from_secret(secret) for secret in found.values()), None)
+    return keys
 
 
 def _read(name: str) -> str:

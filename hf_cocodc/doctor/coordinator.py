@@ -3,18 +3,16 @@
 import time
 
 from ..coordinator.addresses import is_loopback
-from ..coordinator.cipher import check_encryption
 from ..coordinator.client import status
 from ..coordinator.connection import NobodyAnswers
 from ..coordinator.secret import Keys
 from ..errors import CocodcError, InputError, MeetingError
-from ..settings import RegionConfig
 from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
 
 SLOW_S = 2.0
 """Seconds for a connection to the coordinator after which doctor warns."""
-NEW_SECRET = "openssl rand -hex 32 > secret; chmod 600 secret; export HF_COCODC_SECRET=$(cat secret)"
+NEW_SECRET = "hf-cocodc secret new secret; export HF_COCODC_SECRET=$(cat secret)"
 
 
 def begin(address: str) -> str:
@@ -24,11 +22,9 @@ def begin(address: str) -> str:
     return f"hf-cocodc coordinator --host {host} --port {port}{secret}    # there"
 
 
-def reach(
-    address: str, regions: RegionConfig, keys: Keys | None, timeout_s: float = 10.0
-) -> tuple[list[Finding], bool]:
+def reach(address: str, keys: Keys | None, timeout_s: float = 10.0) -> tuple[list[Finding], bool]:
     """Whether the coordinator answers and has the same secret: the lines, and whether it does."""
-    found = [secret(address, regions, keys)]
+    found = [secret(address, keys)]
     host, port = parts_of(address)
     began = time.monotonic()
     try:
@@ -56,14 +52,8 @@ def gone(address: str, error: CocodcError) -> Finding:
     return Finding("coordinator", WRONG, words, begin(address))
 
 
-def secret(address: str, regions: RegionConfig, keys: Keys | None) -> Finding:
-    """Whether there is a secret where one is needed, and what encrypting needs."""
-    if regions.encrypt:
-        try:
-            check_encryption(keys)
-        except CocodcError as error:
-            command = "pip install 'hf-cocodc[encrypt]'" if keys else NEW_SECRET
-            return Finding("secret", WRONG, str(error), command)
+def secret(address: str, keys: Keys | None) -> Finding:
+    """Whether there is a secret where one is needed."""
     if keys is None and not is_loopback(parts_of(address)[0]):
         return Finding(
             "secret",
@@ -71,5 +61,9 @@ def secret(address: str, regions: RegionConfig, keys: Keys | None) -> Finding:
             "none: whoever reaches the coordinator can end or change the run. Give every region and the coordinator the same.",
             NEW_SECRET,
         )
-    words = "none, and the coordinator is on this machine" if keys is None else "given"
-    return Finding("secret", OK, words + (", and regions encrypt" if regions.encrypt else ""))
+    words = (
+        "none, and the coordinator is on this machine"
+        if keys is None
+        else "given: all that is sent is encrypted"
+    )
+    return Finding("secret", OK, words)

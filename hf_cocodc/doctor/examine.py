@@ -176,7 +176,7 @@ def _network(
     yield way.buffers(network)
     yield way.clock(network)
     tell("calling the coordinator")
-    found, is_there = coordinator.reach(regions.coordinator, regions, keys)
+    found, is_there = coordinator.reach(regions.coordinator, keys)
     yield from found
     if not is_there or data is None or patient.region is None or network.address is None:
         return

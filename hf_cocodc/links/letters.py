@@ -20,27 +20,38 @@ class Whereabouts(NamedTuple):
     Attributes:
         addresses: pairs of a host and a port.
         token: for callers of this pair.
+        share: this process's part of what the keys of the pair come from. It is never said where anybody else might hear it.
     """
 
     addresses: tuple[tuple[str, int], ...]
     token: bytes
+    share: bytes
 
     def to_plain(self) -> dict[str, Any]:
-        return {"at": [list(each) for each in self.addresses], "token": self.token.hex()}
+        return {
+            "at": [list(each) for each in self.addresses],
+            "token": self.token.hex(),
+            "share": self.share.hex(),
+        }
 
 
 def from_plain(plain: Mapping[str, Any]) -> Whereabouts:
     """What another process tells. Raises ValueError if it is none of ours."""
     try:
-        token, found = bytes.fromhex(plain["token"]), plain["at"]
-        if not isinstance(found, list) or not 1 <= len(found) <= _MOST_ADDRESSES or len(token) != TOKEN_BYTES:
+        token, share, found = bytes.fromhex(plain["token"]), bytes.fromhex(plain["share"]), plain["at"]
+        sizes = len(token), len(share)
+        if (
+            not isinstance(found, list)
+            or not 1 <= len(found) <= _MOST_ADDRESSES
+            or sizes != 2 * (TOKEN_BYTES,)
+        ):
             raise ValueError(f"{str(plain)[:200]} says nowhere")
         addresses = []
         for host, port in found:
             if not isinstance(host, str) or not 0 < len(host) <= _LONGEST_HOST:
                 raise ValueError(f"{str(host)[:80]!r} is no host")
             addresses.append((host, whole(port, 1, 65535)))
-        return Whereabouts(tuple(addresses), token)
+        return Whereabouts(tuple(addresses), token, share)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{str(plain)[:200]} says nowhere ({error!r})") from error
 

@@ -5,7 +5,6 @@ Both regions say over the coordinator where they listen, and both try to reach t
 
 import contextlib
 import hashlib
-import json
 import math
 import secrets
 import socket
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..coordinator.addresses import named
-from ..coordinator.cipher import Cipher
-from ..coordinator.proof import Proof, Refused
+from ..coordinator.cipher import Ciphers, ciphers
 from ..coordinator.secret import Keys
 from ..errors import LinkError, short
 from ..threads import NativeThread
@@ -38,9 +36,6 @@ ASSUMED_RATE = 125e6
 _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
-_PROOF_S = 10.0
-"""Seconds in which the other end says the next message of its proof."""
-_LONGEST_PROOF = 1024
 _LOOK_S = 0.2
 _RECALL_S = 5.0
 
@@ -55,8 +50,7 @@ class Pair:
         addresses: where others reach it.
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
-        keys: of the run's secret, which both ends prove to have; None without one.
-        encrypt: whether what they send is to be encrypted.
+        keys: of the run's secret: with them, all that the two send each other is sealed; None without one.
         word: what the coordinator knows of the other region.
 
     Attributes:
@@ -76,12 +70,11 @@ class Pair:
         timeout_s: float,
         own: str = "",
         keys: Keys | None = None,
-        encrypt: bool = False,
         word: Callable[[], Word] = Word,
     ) -> None:
-        self._ids, self._keys, self._encrypt = (region, other), keys, encrypt
+        self._ids, self._keys = (region, other), keys
         self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
-        self.ciphers: tuple[Cipher, Cipher] | None = None
+        self.ciphers: Ciphers | None = None
         self.region = other
         self.control: Connection | None = None
         self.bulk: list[Connection] = []
@@ -115,10 +108,11 @@ class Pair:
             LinkError: the other end did not come in time, or neither end reaches the other one.
         """
         region, other = self._ids
-        token, search = secrets.token_bytes(TOKEN_BYTES), Search(region < other, self._timeout_s, self._own)
+        token, share = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        search = Search(region < other, self._timeout_s, self._own)
         self._port.expect(token, search.take)
         try:
-            theirs = introduction.tell(Whereabouts(self._addresses, token))
+            theirs = introduction.tell(Whereabouts(self._addresses, token, share))
             connection, self._called = search.run(theirs)
             self._theirs = theirs.addresses
         except (TimeoutError, NotReached) as error:
@@ -132,11 +126,10 @@ class Pair:
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
         base = token if self._called is None else theirs.token
         if self._keys is not None:
-            proof = self._prove(connection, introduction.key, self._keys)
-            session = proof.session()
-            assert session is not None
-            self.ciphers = proof.ciphers(in_order=False) if self._encrypt else None
-            base = session.of("payloads").raw
+            # the keys follow from whom the ends expect: what comes from anybody else does not open
+            shares = (share, theirs.share) if region < other else (theirs.share, share)
+            both = introduction.key, *sorted(self._ids), *(each.hex() for each in shares)
+            self.ciphers = ciphers(self._keys.of("pair", *both), region < other, in_order=False)
         self._token, self._resumes = (
             hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
         )
@@ -243,33 +236,6 @@ class Pair:
 
     def _all(self) -> list[Connection]:
         return self.bulk if self.control is None else [self.control, *self.bulk]
-
-    def _prove(self, connection: socket.socket, key: str, keys: Keys) -> Proof:
-        """Both ends prove to each other that they have the secret of the run."""
-        region, other = self._ids
-        proof = Proof(keys, {"for": "wire", "key": key, "regions": sorted(self._ids)}, self._encrypt)
-        try:
-            connection.settimeout(_PROOF_S)
-            with connection.makefile("rb", buffering=0) as lines:  # what follows the last line is not read
-                for turn in range(3):
-                    if (region < other) == (turn % 2 == 0):
-                        connection.sendall(json.dumps(proof.say({})).encode() + b"\n")
-                    else:
-                        line = lines.readline(_LONGEST_PROOF)
-                        heard = json.loads(line) if line else {}
-                        proof.hear(heard if isinstance(heard, dict) else {})
-            connection.settimeout(None)
-        except (OSError, ValueError, RecursionError, Refused) as error:
-            connection.close()
-            why = (
-                error.naming(f"region {other}", f"region {region}")
-                if isinstance(error, Refused)
-                else str(error)
-            )
-            raise LinkError(
-                f"region {other} does not prove that it has the secret of the run: {short(why, 300)}."
-            ) from error
-        return proof
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 
-from ..coordinator.cipher import check_encryption
 from ..coordinator.secret import Keys
 from ..errors import LinkError, RegionLostError
 from .exchange import LARGEST
@@ -58,8 +57,7 @@ class Wire:
         num_lanes: wires of this region; they share the network.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
-        keys: of the run's secret: both ends of a connection prove that they have them. None without a secret.
-        encrypt: whether all that is sent is encrypted.
+        keys: of the run's secret: with them, all that is sent is sealed. None without a secret.
 
     Attributes:
         address: see the argument.
@@ -69,7 +67,7 @@ class Wire:
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
-        InputError: it cannot be encrypted here.
+        InputError: this machine cannot listen on the address and port.
     """
 
     def __init__(
@@ -82,14 +80,11 @@ class Wire:
         num_lanes: int = 1,
         is_patient: bool = False,
         keys: Keys | None = None,
-        encrypt: bool = False,
         port: int = 0,
         announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
         call_from: str = "",
     ) -> None:
-        if encrypt:
-            check_encryption(keys)
-        self._secret = keys, encrypt
+        self._keys = keys
         self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
         self._asked = connections
         self.address = address
@@ -219,7 +214,7 @@ class Wire:
         self._port.close()
 
     def _pair(self, region: int) -> Pair:
-        how = self.addresses, self.timeout_s, self._call_from, *self._secret
+        how = self.addresses, self.timeout_s, self._call_from, self._keys
         return Pair(self.region, region, self._port, *how, word=lambda: self.word_of(region))
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:

@@ -11,7 +11,11 @@ from ..errors import InputError, nearest, short, shown
 from .parsing import read_yaml
 
 T = TypeVar("T")
-_RENAMED = {"regions.store": "regions.coordinator"}
+_GONE = {
+    "regions.store": "is called regions.coordinator now",
+    "regions.encrypt": "has gone: with a secret (regions.secret_file), all that regions send is encrypted",
+}
+"""Keys of earlier versions, and what became of them."""
 
 
 def override_key(content: dict, override: str) -> None:
@@ -52,8 +56,8 @@ def build(cls: type[T], content: Any, section: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     dot = f"{section}." if section else ""
     for key in content:
-        if f"{dot}{key}" in _RENAMED:
-            raise InputError(f"{dot}{key} is called {_RENAMED[f'{dot}{key}']} now.")
+        if f"{dot}{key}" in _GONE:
+            raise InputError(f"{dot}{key} {_GONE[f'{dot}{key}']}.")
         if key not in fields:
             raise InputError(f"unknown key {dot}{short(key)}.{nearest(str(key), list(fields))}")
     for name, each in fields.items():

@@ -83,7 +83,6 @@ def receive(
     timeout_s: float,
     most: int = 1 << 50,
     keys: Keys | None = None,
-    encrypt: bool = False,
 ) -> Base:
     """Get the base that a donor offers.
 
@@ -95,7 +94,7 @@ def receive(
         alive: raises if the donor is gone.
         timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
         most: bytes of the largest base that this region's model can have.
-        keys, encrypt: equal at both ends, see `Donation`.
+        keys: equal at both ends, see `Donation`.
 
     Raises:
         DonorLost: the donor, or the connection to it, is gone.
@@ -112,8 +111,9 @@ def receive(
         raise
     except LinkError as error:
         raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
-    _, ciphers = offer.ciphers(keys, encrypt)
-    frames = Frames(connection, ciphers, alive, patience_s=max(timeout_s, _SIGNS * SIGN_S))
+    frames = Frames(
+        connection, offer.ciphers(keys, is_donor=False), alive, patience_s=max(timeout_s, _SIGNS * SIGN_S)
+    )
     try:
         about, num_bytes = _receive_files(frames, half, donor, most)
         run, started = _told(half, about)

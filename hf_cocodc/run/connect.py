@@ -15,7 +15,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..coordinator.addresses import own_address
-from ..coordinator.cipher import check_encryption
 from ..coordinator.hello import compare
 from ..coordinator.messages import Stop
 from ..coordinator.secret import secret_of
@@ -100,8 +99,6 @@ def connect(
             "finds a free one."
         )
     keys = secret_of(regions)
-    if regions.encrypt:
-        check_encryption(keys)
     name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
     frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None

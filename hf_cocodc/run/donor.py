@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..coordinator.cipher import AesGcm, Cipher, Tagged
+from ..coordinator.cipher import Ciphers, ciphers
 from ..coordinator.secret import Keys
 from ..coordinator.validation import whole
 from ..errors import LinkError
@@ -33,7 +33,7 @@ from ..threads import NativeThread
 from . import checkpoint as disk
 from . import local_weights
 from .checkpoint import Saved
-from .frames import CHUNK, Ciphers, Frames
+from .frames import CHUNK, Frames
 from .parcel import TREES, files_in, write_tree
 
 logger = logging.getLogger(__name__)
@@ -71,17 +71,9 @@ class Offer(NamedTuple):
     token: str
     step: int
 
-    def ciphers(self, keys: Keys | None, encrypt: bool) -> tuple[Ciphers | None, Ciphers | None]:
-        """What seals and opens at the donor's end, and at the newcomer's. Nothing without a secret of the run."""
-        if keys is None:
-            return None, None
-        own = keys.of("base", self.token)
-        donor, newcomer = own.of("donor"), own.of("newcomer")
-
-        def cipher(one_way: Keys) -> Cipher:
-            return (AesGcm if encrypt else Tagged)(one_way, in_order=True)
-
-        return (cipher(donor), cipher(newcomer)), (cipher(newcomer), cipher(donor))
+    def ciphers(self, keys: Keys | None, is_donor: bool) -> Ciphers | None:
+        """What seals and opens at one end; None without a secret of the run. The token has come over the coordinator."""
+        return None if keys is None else ciphers(keys.of("base", self.token), is_donor, in_order=True)
 
 
 def offered(said: Mapping[str, Any]) -> Offer:
@@ -131,8 +123,7 @@ class Donation:
         about: told with the base; JSON-able.
         to: names the newcomer in messages.
         rate: bytes per second to send at most; None for no limit.
-        keys: of the run's secret; None if there is none.
-        encrypt: whether others can read nothing of what travels; with keys, nobody can alter it.
+        keys: of the run's secret: with them, others can neither read nor alter what travels; None if there is none.
 
     Attributes:
         offer: where the newcomer gets it.
@@ -150,10 +141,9 @@ class Donation:
         to: str,
         rate: float | None,
         keys: Keys | None = None,
-        encrypt: bool = False,
     ) -> None:
         self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
-        self._keys, self._encrypt = keys, encrypt
+        self._keys = keys
         self._files = files_in(folder)
         num_bytes = sum(path.stat().st_size for path in self._files.values())
         self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
@@ -181,8 +171,8 @@ class Donation:
         frames = None
         try:
             connection = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
-            ciphers, _ = self.offer.ciphers(self._keys, self._encrypt)
-            frames = Frames(connection, ciphers, self._newcomer_waits, self._rate)
+            sealed = self.offer.ciphers(self._keys, is_donor=True)
+            frames = Frames(connection, sealed, self._newcomer_waits, self._rate)
             self._send(frames)
         except (LinkError, OSError) as error:
             if not self._ended.is_set():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..coordinator.channel import keep_from_forks
-from ..coordinator.cipher import Cipher
+from ..coordinator.cipher import Ciphers
 from ..coordinator.validation import whole
 from ..errors import LinkError
 from .trees import put_together, take_apart
@@ -32,10 +32,6 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 } | {"int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool}
-
-
-Ciphers = tuple[Cipher, Cipher]
-"""What seals what this end sends, and what opens what comes."""
 
 
 class Frames:

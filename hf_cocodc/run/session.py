@@ -119,7 +119,7 @@ class RegionContext:
         regions = self.regions
         assert regions.coordinator is not None
         period_s = min(regions.timeout_s / 4, _LONGEST_PERIOD_S)
-        client = Client(regions.coordinator, self.name, self.keys, bool(regions.encrypt), period_s)
+        client = Client(regions.coordinator, self.name, self.keys, period_s)
         wait_s = regions.start_timeout_s
         words = WaitingWords(self.region, self.name, regions.coordinator, wait_s)
 
@@ -150,7 +150,6 @@ class RegionContext:
             self.num_lanes,
             is_patient=regions.elastic,  # the coordinator tells who is lost
             keys=self.keys,
-            encrypt=bool(regions.encrypt),
             port=0 if regions.port is None else regions.port + self.lane,
             announce=partial(regions.addresses, lane=self.lane) if regions.announced else None,
             call_from=self.host if regions.interface else "",
@@ -241,7 +240,6 @@ class RegionSession:
                         stuck_timeout_s=min(regions.stuck_timeout_s, max(until - time.monotonic(), 0.0)),
                         most=self.context.largest_base,
                         keys=self.context.keys,
-                        encrypt=bool(regions.encrypt),
                     )
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
@@ -319,7 +317,6 @@ class RegionSession:
             f"region {member.region}",
             None if context.rate is None else context.rate / _SHARE,
             context.keys,
-            bool(context.regions.encrypt),
         )
         self.link.log_to(gift.log)
         self._gifts[member] = gift

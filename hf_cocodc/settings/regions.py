@@ -49,12 +49,9 @@ class RegionConfig(Settings):
         f"{ENV_RUN}). By default the name of the output folder; of the script where there is no output folder."
     )
     secret_file: str | None = setting(
-        "File with the secret that the run's regions and their coordinator share, at least 16 characters; or the secret itself "
-        f"in the environment ({ENV_SECRET}). Strangers can then neither take part nor change what a region believes."
-    )
-    encrypt: bool | None = setting(
-        "Encrypt what regions send each other (AES-256-GCM). Needs a secret, and the package cryptography: pip install "
-        "'hf-cocodc[encrypt]'. Not needed where a VPN does it."
+        "File with the secret that the run's regions and their coordinator share (hf-cocodc secret new FILE); or the secret "
+        f"itself in the environment ({ENV_SECRET}). Strangers can then neither take part, nor read or alter what regions and "
+        "coordinator send each other (TLS 1.3, AES-256-GCM)."
     )
     interface: str | None = setting(
         "Network interface of the link, for example wg0; by default the interface that reaches the coordinator."
@@ -247,7 +244,7 @@ class RegionConfig(Settings):
     @property
     def compared(self) -> dict[str, Any]:
         """The settings, of those that are `resolved`, that must be equal in all regions."""
-        names = ["connections", "timeout_s", "when_one_ends", *(["encrypt"] if self.encrypt else [])]
+        names = ["connections", "timeout_s", "when_one_ends"]
         names += ["on_loss", "min", "max", "wait_s", "grace_s"] if self.elastic else []
         return {name: getattr(self, name) for name in names}
 

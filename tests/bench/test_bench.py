@@ -25,6 +25,7 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.emulation import hub, privileges
 from hf_cocodc.errors import HandshakeError, LinkError
 from tests.processes.launching import ROOT
+from tests.secret import secret
 
 SIZE = 1448
 VNET = struct.Struct("=BBHHHH")
@@ -161,7 +162,7 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
         (
             ["link", "--encrypt", "--region", "0", "--coordinator", "localhost:1"],
-            "regions.encrypt needs a secret",
+            "--encrypt between machines needs a secret",
         ),
         (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be at least 0.01."),
         (
@@ -324,7 +325,7 @@ def test_faults_are_tabled(tmp_path: Path) -> None:
 
 def test_the_ends_of_a_real_link_find_each_other() -> None:
     """Every end gets the same figures, encrypted or not; ends with different options fail and say so."""
-    keys = Keys.from_secret("a long secret of ours")
+    keys = Keys.from_secret(secret("a long secret of ours"))
     served, sealed = serve_in_thread(), serve_in_thread(secrets=[keys])
 
     def meet(region: int, codec: str) -> link.Figures:

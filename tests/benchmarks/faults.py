@@ -29,6 +29,7 @@ from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.doctor.facts import parts_of
 from hf_cocodc.parts.guard import WARM_UP
 from tests.processes.strangers import ports_of, strangers
+from tests.secret import secret
 
 from . import workload
 from .damages import GREETINGS
@@ -47,7 +48,7 @@ EARLY = H
 SLOW = 0.2
 LAST = 2
 """The region that breaks, of three."""
-SECRET, OTHER = "the secret of this run and its coordinator", "a secret that somebody has guessed"
+SECRET, OTHER = secret("ours"), secret("guessed")
 WITH_SECRET = {"HF_COCODC_SECRET": SECRET}
 NONE, NOT_MADE = "no API", "-"
 Beside = Callable[[Run], contextlib.AbstractContextManager[Any]]
@@ -98,13 +99,13 @@ def garbage(run: Run) -> contextlib.AbstractContextManager[Any]:
     return strangers([*ports_of(*run.pids), parts_of(run.meeting_point)[1]])
 
 
-def comes_with(secret: str | None) -> Beside:
+def comes_with(theirs: str | None) -> Beside:
     """A process that wants to be a region of the run, with this secret."""
 
     @contextlib.contextmanager
     def beside(run: Run) -> Iterator[None]:
         folder = _of_strangers(run)
-        process = run.begin(LAST, folder, {"HF_COCODC_SECRET": secret}, join=True)
+        process = run.begin(LAST, folder, {"HF_COCODC_SECRET": theirs}, join=True)
         try:
             yield
             process.wait(60.0)
@@ -197,10 +198,10 @@ FAULTS = [
         sees="differ between regions(?=: all regions take region 0's)",
     ),
     Fault(
-        "a bit flips, with `encrypt`",
+        "a bit flips, with a secret",
         "flip",
         SYNC,
-        {"encrypt": True},
+        {},
         True,
         sees="is not what that region has sent",
     ),

@@ -8,10 +8,11 @@ from hf_cocodc.cli.main import main
 from hf_cocodc.coordinator import server
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.settings import ENV_SECRET
+from tests.secret import secret
 
 
-def secret_file(path: Path, secret: str) -> str:
-    path.write_text(secret)
+def secret_file(path: Path, content: str) -> str:
+    path.write_text(content)
     path.chmod(0o600)
     return str(path)
 
@@ -27,7 +28,7 @@ def test_other_machines_need_a_secret_or_insecure(
     monkeypatch.delenv(ENV_SECRET, raising=False)
     assert main(["coordinator", "--host", "0.0.0.0"]) == 2
     assert "whoever reaches a coordinator without a secret" in capsys.readouterr().err
-    file = secret_file(tmp_path / "secret", "0123456789abcdef")
+    file = secret_file(tmp_path / "secret", secret())
     assert main(["coordinator", "--secret-file", file, "--insecure"]) == 2
     assert "--insecure with a secret" in capsys.readouterr().err
 
@@ -52,14 +53,14 @@ def test_values_that_cannot_work_are_refused(
 def test_several_secrets_and_the_one_of_the_environment_all_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(ENV_SECRET, "the secret in the environment")
+    monkeypatch.setenv(ENV_SECRET, secret("env"))
     monkeypatch.setattr(coordinator, "_allow_many_connections", lambda: None)
     served: list[list[Keys]] = []
     monkeypatch.setattr(server, "serve", lambda host, port, secrets, *rest: served.append(secrets))
-    files = [secret_file(tmp_path / name, f"a secret of run {name}") for name in ("one", "two", "one")]
+    files = [secret_file(tmp_path / name, secret(name)) for name in ("one", "two", "one")]
     assert main(["coordinator", *(part for file in files for part in ("--secret-file", file))]) == 0
-    expected = ["the secret in the environment", "a secret of run one", "a secret of run two"]
-    assert [keys.raw for keys in served[0]] == [Keys.from_secret(secret).raw for secret in expected]
+    expected = [secret(name) for name in ("env", "one", "two")]
+    assert [keys.raw for keys in served[0]] == [Keys.from_secret(each).raw for each in expected]
 
 
 def test_lines_that_nobody_reads_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

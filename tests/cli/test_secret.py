@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_cocodc import RegionConfig
 from hf_cocodc.cli import coordinator
 from hf_cocodc.cli.joining import way_back
 from hf_cocodc.cli.main import main, parse
-from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.secret import Keys, secret_of
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import ENV_SECRET
 from tests.coordinator.regions import hello, meet, part
+from tests.secret import secret
 
-SECRET, OTHER = "the secret of a run", "the secret of another"
+SECRET, OTHER = secret("ours"), secret("another")
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_a_coordinator_that_others_reach_needs_a_secret(
     assert main(["coordinator", "--host", host]) == 2
     said = capsys.readouterr().err
     assert f"--host {host} is reached by other machines" in said
-    assert "openssl rand -hex 32 > secret" in said
+    assert "hf-cocodc secret new secret" in said
     assert "--insecure" in said
     assert not served
     assert main(["coordinator", "--host", host, "--insecure"]) == 0
@@ -109,36 +110,32 @@ def test_another_secret_is_refused_at_once(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("secret", "package", "said"),
-    [
-        (None, "cryptography", "regions.encrypt needs a secret"),
-        (SECRET, "no_such_package", "regions.encrypt needs the package cryptography"),
-    ],
-)
-@pytest.mark.parametrize("place", [[], ["--region", "1", "--coordinator", "127.0.0.1:1"]], ids=["all", "one"])
-def test_what_cannot_encrypt_is_refused_before_anything_is_loaded(
-    secret: str | None,
-    package: str,
-    said: str,
-    place: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Without a secret, and where the package is missing."""
-    monkeypatch.setattr("hf_cocodc.training.preflight.preflight", lambda *given: pytest.fail("it loads"))
-    real = importlib.import_module
-    monkeypatch.setattr(
-        "hf_cocodc.coordinator.cipher.importlib.import_module",
-        lambda name: real(name.replace("cryptography", package)),
+def test_a_new_secret_is_for_its_owner_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It works as it is; a file that is there is never overwritten."""
+    path = tmp_path / "secret"
+    assert main(["secret", "new", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"export {ENV_SECRET}=$(cat {path})" in said
+    assert path.stat().st_mode & 0o777 == 0o600
+    written = path.read_text()
+    assert written.strip() not in said
+    assert secret_of(RegionConfig(secret_file=str(path)), {}) is not None
+    for wrong, why in (
+        (path, "is there already"),
+        (tmp_path / "no" / "folder", "cannot be written: No such file"),
+    ):
+        assert main(["secret", "new", str(wrong)]) == 2
+        assert why in capsys.readouterr().err
+    assert path.read_text() == written
+    printed = [capsys.readouterr().out for _ in range(2) if main(["secret", "new"]) == 0]
+    assert len({Keys.from_secret(each.strip()).raw for each in printed}) == 2
+
+
+def test_a_key_that_has_gone_says_what_came_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart/diloco", "--set", "regions.encrypt=true"]) == 2
+    assert (
+        "regions.encrypt has gone: with a secret (regions.secret_file), all that" in capsys.readouterr().err
     )
-    if secret is not None:
-        monkeypatch.setenv(ENV_SECRET, secret)
-    words = ["train", "recipes/quickstart/diloco.yaml", "--set", f"training.output_dir={tmp_path}"]
-    assert main([*words, "--set", "regions.encrypt=true", *place]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_status_with_the_secret(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Back, Beat, Hello, Place, Terms, Welcome
 from hf_cocodc.coordinator.secret import Keys
+from tests.secret import secret
 
-SECRET, OTHER = Keys.from_secret("a secret of the run"), Keys.from_secret("another secret")
+SECRET, OTHER = Keys.from_secret(secret("a secret of the run")), Keys.from_secret(secret("another secret"))
 COMPARED = {"method": "diloco", "model": {"layers": 2}}
 
 
@@ -91,12 +92,9 @@ def meet(
     keys: Keys | None = None,
     wait_s: float = 10.0,
     period_s: float = 0.2,
-    encrypt: bool = False,
 ) -> list[Region]:
     """Let regions meet, each in a thread, and start their clients. An error of the first that fails is raised."""
-    results = try_to_meet(
-        address, *hellos, run=run, keys=keys, wait_s=wait_s, period_s=period_s, encrypt=encrypt
-    )
+    results = try_to_meet(address, *hellos, run=run, keys=keys, wait_s=wait_s, period_s=period_s)
     for each in results:
         if isinstance(each, BaseException):
             raise each
@@ -113,13 +111,12 @@ def try_to_meet(
     keys: Keys | None = None,
     wait_s: float = 10.0,
     period_s: float = 0.2,
-    encrypt: bool = False,
 ) -> list[Region | BaseException]:
     """The regions that have met, not started yet; or their errors."""
     results: list[Region | BaseException] = [RuntimeError("no result")] * len(hellos)
 
     def work(place: int, said: Hello) -> None:
-        client = Client(address, run, keys, encrypt, period_s)
+        client = Client(address, run, keys, period_s)
         try:
             results[place] = Region(client, said, client.meet(said, wait_s))
         except BaseException as error:

@@ -1,6 +1,8 @@
+import contextlib
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +13,13 @@ import pytest
 from hf_cocodc.coordinator.channel import line_of
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.connection import Connection
-from hf_cocodc.coordinator.entrance import ABOUT, Limits, key_id, versions
+from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
+from hf_cocodc.coordinator.identity import Identity, identity
 from hf_cocodc.coordinator.messages import Beat, Post, Posted, to_plain
-from hf_cocodc.coordinator.proof import Proof
+from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import MeetingError
+from tests.secret import secret
 
 from .regions import OTHER, SECRET, Region, hello, meet, part, wait_until
 from .test_server import process
@@ -61,11 +66,11 @@ def gaps(times: list[float]) -> float:
 def test_2000_strangers_keep_no_region_from_meeting_and_delay_no_sign_of_life(
     tmp_path: "os.PathLike[str]",
 ) -> None:
-    secret = os.path.join(tmp_path, "secret")
-    with open(secret, "w") as file:
-        file.write("a secret of the run")
-    os.chmod(secret, 0o600)
-    with process("--secret-file", secret) as (started, address):
+    path = os.path.join(tmp_path, "secret")
+    with open(path, "w") as file:
+        file.write(secret("a secret of the run"))
+    os.chmod(path, 0o600)
+    with process("--secret-file", path) as (started, address):
         threads = [threading.Thread(target=lambda: close(strangers(address, 500))) for _ in range(2)]
         first = strangers(address, 1000)
         before = psutil.Process(started.pid)
@@ -140,13 +145,14 @@ def test_garbage_ends_a_connection_at_once(said: bytes) -> None:
     served.close()
 
 
+FIRST = line_of({**versions(), "key": key_id(SECRET)})
+"""The first line of a caller that has the secret, or has heard another one say it: the id of a secret is none."""
+
+
 def test_a_stranger_that_has_said_a_valid_first_line_is_closed_after_those_that_have_not() -> None:
     served = serve_in_thread(secrets=[SECRET])
-    proof = Proof(SECRET, ABOUT)
-    first = line_of(proof.say({**versions(), "key": key_id(SECRET)}))
-    [honest] = strangers_that_say(served.address, first, 1)
-    answer = honest.recv(4096)
-    assert b"proof" in answer
+    [honest] = strangers_that_say(served.address, FIRST, 1)
+    assert json.loads(honest.recv(4096)) == versions()
     crowd = strangers_that_say(served.address, b"", Limits().callers + 100)
     honest.setblocking(False)
     with pytest.raises(BlockingIOError):  # it is still open
@@ -155,19 +161,183 @@ def test_a_stranger_that_has_said_a_valid_first_line_is_closed_after_those_that_
     served.close()
 
 
-def test_a_replayed_conversation_proves_nothing() -> None:
+def client_hello(keys: Keys) -> bytes:
+    """The first bytes of a handshake."""
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        identity(keys).wrap(ssl.MemoryBIO(), outgoing, is_server=False).do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\xff\xff" + b"x" * 70_000,
+        b'{"run": "run", "for": "status"}\n',
+    ],
+    ids=["no TLS", "a hello that is too long", "no handshake"],
+)
+def test_who_knows_the_name_of_a_secret_alone_gets_nowhere(said: bytes) -> None:
+    """Whatever it says instead of a handshake, the connection ends; others are served meanwhile."""
     served = serve_in_thread(secrets=[SECRET])
-    proof = Proof(SECRET, ABOUT)
-    first = line_of(proof.say({**versions(), "key": key_id(SECRET)}))
-    [caller] = strangers_that_say(served.address, first, 1)
-    proof.hear(json.loads(caller.recv(4096)))
-    last = line_of(proof.say({"kind": "here"}))
-    caller.sendall(last)
-    [thief] = strangers_that_say(served.address, first, 1)
-    assert b"proof" in thief.recv(4096)
-    thief.sendall(last)
-    assert thief.recv(1) == b""
-    close([caller, thief])
+    [stranger] = strangers_that_say(served.address, FIRST, 1)
+    assert json.loads(stranger.recv(4096)) == versions()
+    with contextlib.suppress(OSError):
+        stranger.sendall(said)
+    heard = b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := stranger.recv(4096):
+            heard += chunk
+    assert b"runs" not in heard and len(heard) < 100
+    assert status(served.address, SECRET) == []
+    close([stranger])
+    served.close()
+
+
+def test_a_handshake_that_stops_half_way_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_cocodc.coordinator.connections.Limits", lambda: Limits(proof_s=0.5))
+    served = serve_in_thread(secrets=[SECRET])
+    hello = client_hello(SECRET)
+    for said in (hello[:100], hello):  # the coordinator's own part comes, and the caller's proof never
+        [stranger] = strangers_that_say(served.address, FIRST, 1)
+        stranger.recv(4096)
+        stranger.sendall(said)
+        begun = time.monotonic()
+        while stranger.recv(4096):
+            pass
+        assert time.monotonic() < begun + 3.0
+        close([stranger])
+    served.close()
+
+
+def talk(address: str, keys: Keys) -> tuple[str, ssl.SSLObject]:
+    """Say the first line of a caller with SECRET, and go on with the identity of other keys; what comes of it."""
+    [caller] = strangers_that_say(address, FIRST, 1)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller.recv(4096)
+    tls = identity(keys).wrap(incoming, outgoing, is_server=False)
+    heard = ""
+    with caller:
+        for _ in range(20):
+            try:
+                heard = tls.read().decode()
+                break
+            except ssl.SSLWantReadError:
+                caller.sendall(outgoing.read())
+                chunk = caller.recv(4096)
+                if not chunk:
+                    return "refused: closed", tls
+                incoming.write(chunk)
+            except ssl.SSLError as error:
+                return f"refused: {error.reason}", tls
+    return heard, tls
+
+
+class Anyone:
+    """The identity of a thief, which takes any certificate of the other end."""
+
+    def __init__(self) -> None:
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self.context.check_hostname, self.context.verify_mode = False, ssl.CERT_NONE
+
+    def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, is_server: bool) -> ssl.SSLObject:
+        return self.context.wrap_bio(incoming, outgoing)
+
+
+def test_another_identity_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends refuse it: the caller another coordinator, the coordinator another caller, or one without an identity."""
+    served = serve_in_thread(secrets=[SECRET])
+    heard, tls = talk(served.address, SECRET)
+    assert json.loads(heard) == HERE and tls.version() == "TLSv1.3"
+    assert tls.getpeercert(True) == identity(SECRET).certificate == Identity(SECRET).certificate
+    assert talk(served.address, OTHER)[0] == "refused: CERTIFICATE_VERIFY_FAILED"
+    monkeypatch.setattr("tests.coordinator.test_hostile.identity", lambda keys: Anyone())
+    assert talk(served.address, OTHER)[0].startswith("refused: ")
+    served.close()
+
+
+def test_a_coordinator_without_the_secret_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else listens at the address, and says that it has the secret."""
+    served = serve_in_thread(secrets=[SECRET])
+    monkeypatch.setattr("hf_cocodc.coordinator.entrance.identity", lambda keys: Identity(OTHER))
+    with pytest.raises(MeetingError, match="does not prove that it has the secret of the run"):
+        status(served.address, SECRET)
+    served.close()
+
+
+class Listener:
+    """Passes on what a caller and the coordinator say, and keeps it; flips a bit of the nth chunk each way, if asked."""
+
+    def __init__(self, address: str, flips: int | None = None) -> None:
+        host, port = address.split(":")
+        self._there, self._flips = (host, int(port)), flips
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.heard: list[bytes] = []
+        self._threads: list[threading.Thread] = []
+        self._open: list[socket.socket] = []
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., None], *args: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=work, args=args))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller = self._server.accept()[0]
+                there = socket.create_connection(self._there)
+                self._open += [caller, there]
+                self._start(self._pass_on, caller, there)
+                self._start(self._pass_on, there, caller)
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            number = 0
+            while chunk := bytearray(one.recv(1 << 16)):
+                if number == self._flips:
+                    chunk[len(chunk) // 2] ^= 1
+                number += 1
+                self.heard.append(bytes(chunk))
+                other.sendall(chunk)
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for thread in self._threads:
+            thread.join()
+        close(self._open)
+
+
+def test_who_listens_learns_nothing_and_whoever_alters_is_not_believed() -> None:
+    """Not where regions listen, nor what they tell each other there."""
+    served = serve_in_thread(secrets=[SECRET])
+    between = Listener(served.address)
+    a, b = meet(between.address, hello(0), hello(1), keys=SECRET)
+    a.client.send(Post(to=b.client.me, topic="t", content={"share": "0123456789"}))
+    b.wait_for(Posted)
+    part(a, b)
+    between.close()
+    heard = b"".join(between.heard)
+    assert key_id(SECRET).encode() in heard, "the first lines are plain"
+    assert not any(each in heard for each in (b"share", b"0123456789", b"10.0.0.1", b"diloco"))
+    for flips in (1, 2, 3):  # the handshake of each end, and what follows
+        between = Listener(served.address, flips)
+        with pytest.raises(MeetingError):
+            status(between.address, SECRET, timeout_s=1.0)
+        between.close()
+    replayed = [chunk for chunk in between.heard if chunk]
+    [thief] = strangers_that_say(served.address, FIRST, 1)
+    thief.recv(4096)
+    with contextlib.suppress(OSError):
+        for chunk in replayed[2:]:
+            thief.sendall(chunk)
+        while chunk := thief.recv(4096):
+            assert b"runs" not in chunk
+    close([thief])
     served.close()
 
 

@@ -82,11 +82,6 @@ def test_two_and_three_regions_meet_and_get_each_their_place() -> None:
             part(*regions)
 
 
-def test_an_encrypted_meeting_needs_encrypt_at_the_region_alone() -> None:
-    with coordinator(secrets=[SECRET]) as served:
-        part(*meet(served.address, hello(0), hello(1), keys=SECRET, encrypt=True))
-
-
 def test_regions_that_differ_are_both_refused_and_hear_in_what() -> None:
     with coordinator() as served:
         for error in try_to_meet(served.address, hello(0), hello(1, method="streaming")):
@@ -131,7 +126,7 @@ def test_another_protocol_is_refused_at_both_ends_naming_both_versions(
         with socket.create_connection((host, int(port))) as caller:
             caller.sendall(b'{"hf_cocodc": 99, "version": "9.9", "key": null, "new": [1]}\n')
             answer = caller.recv(4096)
-        assert b"9.9 (protocol 99)" in answer and b"(protocol 15)" in answer and b"refused" in answer
+        assert b"9.9 (protocol 99)" in answer and b"(protocol 16)" in answer and b"refused" in answer
         monkeypatch.setattr(
             "hf_cocodc.coordinator.connection.versions", lambda: {"hf_cocodc": 13, "version": "0.0.9"}
         )

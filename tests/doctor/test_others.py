@@ -20,8 +20,9 @@ from hf_cocodc.doctor import others
 from hf_cocodc.doctor.findings import OK, WARN, WRONG, Finding
 from hf_cocodc.errors import MeetingError
 from hf_cocodc.settings import RegionConfig
+from tests.secret import secret
 
-KEYS = Keys.from_secret("a secret for the tests of a doctor")
+KEYS = Keys.from_secret(secret("a secret for the tests of a doctor"))
 MINE: dict[str, Any] = {
     "versions": {"hf-cocodc": "0.1.0", "torch": "2.13.0+cpu", "datasets": "5.2.0"},
     "settings": {"outer.sync_interval": 30, "regions.timeout_s": 120.0, "regions.may_differ": ""},
@@ -99,7 +100,6 @@ def settings(**changes: Any) -> dict[str, Any]:
             WRONG,
             "another recipe: outer.sync_interval is 30 there, 60 here.",
         ),
-        ({"settings": settings(**{"regions.encrypt": True})}, WRONG, "regions.encrypt is None there, True here"),
         (
             {"facts": MINE["facts"] | {"data.path": "/elsewhere"}},
             WRONG,
@@ -315,7 +315,7 @@ def test_an_address_on_which_nobody_can_listen() -> None:
 def test_a_slow_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctors_coordinator, "SLOW_S", 0.0)
     served = serve_in_thread(secrets=[KEYS])
-    lines, is_there = doctors_coordinator.reach(served.address, RegionConfig(), KEYS)
+    lines, is_there = doctors_coordinator.reach(served.address, KEYS)
     assert lines[1].level == WARN and "but only after" in lines[1].words and is_there
     served.close()
 
@@ -324,22 +324,20 @@ def test_the_coordinator_and_the_secret() -> None:
     """No coordinator, another secret, no secret far away, and a good one."""
     served = serve_in_thread(secrets=[KEYS])
     address, reach = served.address, doctors_coordinator.reach
-    regions = RegionConfig(coordinator=address)
-    lines, is_there = reach(address, regions, KEYS)
+    lines, is_there = reach(address, KEYS)
     assert [each.level for each in lines] == [OK, OK] and is_there
-    lines, is_there = reach(address, regions, None)
+    lines, is_there = reach(address, None)
     assert [each.level for each in lines] == [OK, WRONG] and not is_there
     assert "the coordinator has a secret, and the caller has none" in lines[1].words
     assert str(lines[1].command).startswith("scp 127.0.0.1:secret secret")
-    lines, is_there = reach(address, regions, Keys.from_secret("another secret of a doctor"))
+    lines, is_there = reach(address, Keys.from_secret(secret("another secret of a doctor")))
     assert [each.level for each in lines] == [OK, WRONG] and "another secret" in lines[1].words
     assert str(lines[1].command).startswith(f"hf-cocodc coordinator --host 127.0.0.1 --port {served.port}")
     served.close()
-    lines, _ = reach(address, regions, KEYS, timeout_s=0.1)
+    lines, _ = reach(address, KEYS, timeout_s=0.1)
     assert lines[1].level == WRONG and "no coordinator answers" in lines[1].words
     assert f"nc -vz 127.0.0.1 {served.port}" in str(lines[1].command)
-    lines, _ = reach("no-such-machine.invalid:1", regions, KEYS)
+    lines, _ = reach("no-such-machine.invalid:1", KEYS)
     assert (lines[1].level, lines[1].command) == (WRONG, "getent hosts no-such-machine.invalid")
-    assert doctors_coordinator.secret("10.0.0.1:29650", regions, None).level == WARN
-    wrong = doctors_coordinator.secret("10.0.0.1:29650", RegionConfig(encrypt=True), None)
-    assert wrong.level == WRONG and wrong.command == doctors_coordinator.NEW_SECRET
+    none = doctors_coordinator.secret("10.0.0.1:29650", None)
+    assert none.level == WARN and none.command == doctors_coordinator.NEW_SECRET

@@ -19,10 +19,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_cocodc.coordinator.channel import Channel
-from hf_cocodc.coordinator.cipher import AesGcm, Altered, Tagged
+from hf_cocodc.coordinator.cipher import Altered, Cipher
 from hf_cocodc.coordinator.entrance import Entrance, key_id
 from hf_cocodc.coordinator.messages import PROTOCOL, Member
-from hf_cocodc.coordinator.proof import Proof, Refused
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.doctor import others
 from hf_cocodc.doctor.findings import lines
@@ -38,6 +37,7 @@ from hf_cocodc.run.frames import Frames
 from hf_cocodc.run.parcel import check_files
 from hf_cocodc.run.trees import put_together
 from hf_cocodc.settings import RegionConfig
+from tests.secret import secret
 
 ADDRESS = "127.0.0.1:29400"
 MOST_BYTES = 4 << 20
@@ -94,7 +94,7 @@ MINE: dict[str, Any] = {
     "data": "690 documents",
 }
 TOLD = {"host": "far away", "calls": ADDRESS, "token": "t", "beats": 1, "reached": [], **MINE}
-KEYS = Keys.from_secret("a secret of nobody")
+KEYS = Keys.from_secret(secret("a secret of nobody"))
 FACTS = Facts(step=4, region=0, num_regions=2, num_lanes=1, settings={}, finished=False, journal=0).to_json()
 
 
@@ -138,13 +138,11 @@ def test_lines_of_a_channel(said: bytes) -> None:
 def test_first_lines_at_a_coordinator(said: dict[str, Any], keys: Keys | None) -> None:
     """A reason in words that can be shown, or nothing from who proves nothing yet: with a secret he says a nonce at least."""
     entrance: Any = SimpleNamespace(_secrets={} if keys is None else {key_id(keys): keys})
-    caller: Any = SimpleNamespace(key="", proof=None)
-    why = Entrance._reason_to_refuse(entrance, caller, said)
+    why = Entrance._reason_to_refuse(entrance, said)
     if why is None:
-        assert said["hf_cocodc"] == PROTOCOL and caller.proof is not None
-        assert caller.key == key_id(keys)
+        assert said["hf_cocodc"] == PROTOCOL and (said.get("key") or "") == key_id(keys)
     else:
-        assert caller.proof is None and 0 < len(why) < 1000 and why.isprintable()
+        assert 0 < len(why) < 1000 and why.isprintable()
         json.dumps(why, ensure_ascii=False).encode()
 
 
@@ -158,29 +156,14 @@ def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
             assert host and 0 < port < 65536
 
 
-@given(
-    st.dictionaries(st.sampled_from(("nonce", "public", "proof", "kind")) | st.text(max_size=3), PLAIN),
-    st.booleans(),
-    st.booleans(),
-)
-def test_proofs(said: dict[str, Any], is_caller: bool, encrypts: bool) -> None:
-    """Refused in words, at each end."""
-    proof = Proof(KEYS, {"run": "r"}, encrypts)
-    if is_caller:
-        proof.say({})
-    with pytest.raises(Refused):
-        proof.hear(said)
-
-
-@pytest.mark.parametrize("kind", [Tagged, AesGcm])
 @given(said=st.binary(max_size=100), place=st.integers(0, 59), bit=st.integers(0, 7))
-def test_sealed_messages(kind: type[Tagged | AesGcm], said: bytes, place: int, bit: int) -> None:
+def test_sealed_messages(said: bytes, place: int, bit: int) -> None:
     """What nobody sealed is none, nor is one of which a bit has changed."""
-    altered = bytearray(kind(KEYS).seal(b"x" * 36))
+    altered = bytearray(Cipher(KEYS).seal(b"x" * 36))
     altered[place] ^= 1 << bit
     for each in (said, altered):
         with pytest.raises(Altered):
-            kind(KEYS).open(each)
+            Cipher(KEYS).open(each)
 
 
 @given(

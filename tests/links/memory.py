@@ -91,7 +91,7 @@ def linked(
     **settings: Any,
 ) -> TcpLink:
     """A process that has met the others at a coordinator, or a newcomer. `settings`: of its wire, beside the usual ones."""
-    client = Client(address, "run", keys, keys is not None, period_s)
+    client = Client(address, "run", keys, period_s)
     hello = Hello(
         region=region,
         join=join,
@@ -103,7 +103,7 @@ def linked(
     )
     client.meet(hello, patience_s)
     settings = {"connections": 2, "timeout_s": patience_s, "is_patient": terms.elastic, **settings}
-    wire = Wire(region, keys=keys, encrypt=keys is not None, **settings)
+    wire = Wire(region, keys=keys, **settings)
     return TcpLink(client, terms, wire, {}, timeout_s=settings["timeout_s"])
 
 

@@ -11,7 +11,7 @@ from hf_cocodc.links import letters as letters_module
 from hf_cocodc.links.letters import Letters, Whereabouts, from_plain
 
 TOKEN = bytes(range(32))
-WHERE = Whereabouts((("10.0.0.1", 4000), ("::1", 1)), TOKEN)
+WHERE = Whereabouts((("10.0.0.1", 4000), ("::1", 1)), TOKEN, TOKEN)
 PLAIN = WHERE.to_plain()
 
 
@@ -22,7 +22,16 @@ def test_what_is_told_comes_as_it_was() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *({"token": None}, {"token": "no hex"}, {"token": "ab"}, {"at": None}, {"at": []}, {"at": [["h"]]}),
+        *(
+            {"token": None},
+            {"token": "no hex"},
+            {"token": "ab"},
+            {"share": None},
+            {"share": "ab"},
+            {"at": None},
+            {"at": []},
+            {"at": [["h"]]},
+        ),
         *(
             {"at": [["h", 0]]},
             {"at": [["h", 65536]]},

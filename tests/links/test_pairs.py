@@ -1,4 +1,4 @@
-"""Pairs with a secret: who connects proves it, and what is encrypted arrives as it was sent, or not at all."""
+"""Pairs with a secret: what is sealed arrives as it was sent, or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hf_cocodc.coordinator.cipher import Altered
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import calls
 from hf_cocodc.links.view import Pending, View
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import connect
+from tests.secret import secret
 
-KEYS = Keys.from_secret("a long secret of ours")
+KEYS = Keys.from_secret(secret("a long secret of ours"))
 
 
 def two_wires(**settings: object) -> list[Wire]:
@@ -38,9 +40,9 @@ def exchanged(views: list[View], payloads: list[torch.Tensor], tag: int = 0) -> 
 PAYLOADS = [torch.arange(100_000).to(torch.uint8), torch.arange(100_000).flip(0).to(torch.uint8)]
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
-def test_messages_arrive_as_they_were_sent(encrypt: bool) -> None:
-    wires = two_wires(keys=KEYS, encrypt=encrypt)
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "sealed"])
+def test_messages_arrive_as_they_were_sent(keys: Keys | None) -> None:
+    wires = two_wires(keys=keys)
     connect(*wires)
     got = exchanged([wire.view([0, 1], 1) for wire in wires], PAYLOADS)
     assert torch.equal(got[0], PAYLOADS[1]) and torch.equal(got[1], PAYLOADS[0])
@@ -48,18 +50,43 @@ def test_messages_arrive_as_they_were_sent(encrypt: bool) -> None:
         wire.close()
 
 
-def test_another_secret_does_not_connect() -> None:
+def test_who_has_another_secret_does_not_connect() -> None:
     wires = [Wire(0, 1, timeout_s=20.0, keys=KEYS), Wire(1, 1, timeout_s=20.0, keys=KEYS.of("other"))]
-    with pytest.raises(LinkError, match=r"region \d does not prove that it has the secret of the run: "):
+    with pytest.raises(
+        LinkError,
+        match="is not what that region has sent: a message was altered, or comes from somebody else",
+    ):
         connect(*wires)
     for wire in wires:
         wire.close()
 
 
+def test_the_keys_of_a_pair_are_made_anew_each_time() -> None:
+    """Also for the same two processes of the same run."""
+    opens, sealed = [], []
+    for _ in range(2):
+        wires = two_wires(keys=KEYS)
+        connect(*wires)
+        for one, other in ((0, 1), (1, 0)):
+            ciphers = wires[one]._pairs[other].ciphers
+            assert ciphers is not None
+            sealed.append(ciphers[0].seal(b"x"))
+            opens.append(ciphers[1].open)
+        for wire in wires:
+            wire.close()
+    for end, open_it in enumerate(opens):
+        for other, message in enumerate(sealed):
+            if other == end ^ 1:
+                assert open_it(message) == b"x"
+            else:
+                with pytest.raises(Altered):
+                    open_it(message)
+
+
 @pytest.mark.parametrize("fault", ["a flipped bit", "another place"])
 def test_what_was_altered_is_not_believed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the region; the buffer keeps what it had."""
-    wires = two_wires(keys=KEYS, encrypt=True)
+    wires = two_wires(keys=KEYS)
     connect(*wires)
     views = [wire.view([0, 1], 7) for wire in wires]
     cipher = wires[0]._pairs[1].ciphers[0]
@@ -88,7 +115,7 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
 ) -> None:
     """What is encrypted lies in memory once more until it is sent: for some pieces of a model, not for all."""
     monkeypatch.setattr(calls, "_PIECE_BYTES", 1000)
-    wires = two_wires(keys=keys, encrypt=keys is not None)
+    wires = two_wires(keys=keys)
     connect(*wires)
     begun: list[Pending] = []
     under_way: list[int] = []

@@ -54,7 +54,7 @@ def search(*told: tuple[tuple[str, int], ...] | None) -> tuple[Found, Found]:
         for port, each in zip(ports, searches, strict=True):
             port.expect(token, each.take)
         where = [
-            Whereabouts(((HOST, port.number),) if addresses is None else addresses, token)
+            Whereabouts(((HOST, port.number),) if addresses is None else addresses, token, token)
             for port, addresses in zip(ports, told, strict=True)
         ]
         first, second = at_once(lambda: searches[0].run(where[1]), lambda: searches[1].run(where[0]))
@@ -97,9 +97,9 @@ def test_several_addresses_are_tried() -> None:
         token = secrets.token_bytes(TOKEN_BYTES)
         searches = [Search(asks, 10.0) for asks in (True, False)]
         port.expect(token, searches[1].take)
-        where = Whereabouts((wrong, foreign, (HOST, port.number)), token)
+        where = Whereabouts((wrong, foreign, (HOST, port.number)), token, token)
         first, second = at_once(
-            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token))
+            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token, token))
         )
         assert first.address == (HOST, port.number)
         speak(first, second)

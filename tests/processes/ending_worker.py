@@ -95,7 +95,6 @@ def live(
     late_s: float = 0.0,
     patience_s: float | None = None,
     outer: dict[str, Any] | None = None,
-    encrypt: bool | None = None,
     **training: Any,
 ) -> None:
     """Train this region, `late_s` late; `action` happens to its rank `on_rank` at the beginning of inner step `at`.
@@ -107,7 +106,7 @@ def live(
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience_s))
     rank = int(os.environ.get("RANK", "0"))
     happens = ACTIONS[action] if action and rank == on_rank else None
-    regions = RegionConfig(when_one_ends=policy, timeout_s=timeout_s, may_differ=may_differ, encrypt=encrypt)
+    regions = RegionConfig(when_one_ends=policy, timeout_s=timeout_s, may_differ=may_differ)
     callback = CoCoDCCallback(OuterConfig(**outer) if outer else CONFIG, regions)
     common = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "use_cpu": True}
     common |= {"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}

@@ -23,6 +23,7 @@ from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.donor_worker import silent
 from tests.processes.forks import Process, fork, rank_env, region_env, torch_master, wait_until
 from tests.processes.pausing_worker import pausing
+from tests.secret import secret
 
 TIMEOUT_S = 90
 
@@ -158,15 +159,13 @@ def test_a_region_that_is_killed_costs_the_others_nothing(body: Callable[..., No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "body", [loop, trainer, partial(loop, encrypt=True)], ids=["loop", "trainer", "encrypted"]
-)
+@pytest.mark.parametrize("body", [loop, trainer, partial(loop)], ids=["loop", "trainer", "encrypted"])
 def test_a_region_that_is_started_again_comes_back(body: Callable[..., None], tmp_path: Path) -> None:
     """With the same command, while the others train; all end with equal weights and learning rates."""
     secrets = []
     if isinstance(body, partial):
-        secrets.append(Keys.from_secret(secret := "a secret that nobody must read"))
-        (tmp_path / "secret").write_text(secret)
+        secrets.append(Keys.from_secret(secret()))
+        (tmp_path / "secret").write_text(secret())
         (tmp_path / "secret").chmod(0o600)
         body = partial(body, secret_file=str(tmp_path / "secret"))
     run = Run(tmp_path, 3, body, 250, 0.1, "streaming", 1, secrets=secrets)

@@ -32,6 +32,7 @@ from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.tensors.pools import Pool
 from tests.far import FAR
 from tests.links.memory import linked
+from tests.secret import secret
 
 GBIT = 125e6
 SHAPES = ((300, 70), (33,))
@@ -104,7 +105,9 @@ def test_tcp_is_lockstep(
 
     over_tcp = run_over_tcp(num_regions, body)
     if num_regions == 2:
-        assert same(over_tcp, run_over_tcp(num_regions, body, keys=Keys.from_secret("a long secret of ours")))
+        assert same(
+            over_tcp, run_over_tcp(num_regions, body, keys=Keys.from_secret(secret("a long secret of ours")))
+        )
     assert same(over_tcp, run_in_lockstep(num_regions, body))
 
 

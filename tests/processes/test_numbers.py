@@ -16,8 +16,9 @@ from hf_cocodc.run.journal import read
 from tests.processes.coming_worker import HURRY, events
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
 from tests.processes.numbers_worker import BAD_STEP, STEPS, live
+from tests.secret import secret
 
-SECRET = "a secret that nobody must read"
+SECRET = secret()
 STREAMING = {"method": "streaming", "num_fragments": 2, "overlap_steps": 2, "sync_interval": 5}
 STREAMING |= {"outer_lr": 1.0, "mixing_alpha": 0.0}
 SEEN = {
@@ -56,12 +57,12 @@ class Found:
 
 
 def trained(
-    folder: Path, fault: str | None, count: int, encrypt: bool = False, num_epochs: int = 0, **changes: Any
+    folder: Path, fault: str | None, count: int, seals: bool = False, num_epochs: int = 0, **changes: Any
 ) -> Found:
     """A run of so many regions, in which region 1 suffers a fault; they hurry once they have seen so many epochs."""
-    coordinator = serve_in_thread(secrets=[Keys.from_secret(SECRET)] if encrypt else [])
-    env = {"HF_COCODC_SECRET": SECRET} if encrypt else {}
-    body = functools.partial(live, encrypt=encrypt or None, **changes)
+    coordinator = serve_in_thread(secrets=[Keys.from_secret(SECRET)] if seals else [])
+    env = {"HF_COCODC_SECRET": SECRET} if seals else {}
+    body = functools.partial(live, **changes)
     processes = [
         fork(
             body, str(folder), fault, log=folder / f"log-{r}.txt", **region_env(coordinator, r, count), **env
@@ -127,7 +128,7 @@ def test_the_others_train_on(
 
 def test_altered_bits_of_what_is_encrypted_are_refused(tmp_path: Path) -> None:
     """Nobody believes them: all regions end, and say why."""
-    found = trained(tmp_path, "value", 2, encrypt=True)
+    found = trained(tmp_path, "value", 2, seals=True)
     assert found.exit_codes == [1, 1]
     assert (
         "what came from region 1 for fragment 0 sent at step 55 is not what that region has sent"
@@ -140,7 +141,7 @@ def test_altered_bits_of_what_is_encrypted_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_regions_that_may_be_lost_go_on_after_altered_bits(tmp_path: Path) -> None:
     """They lose the region that the bits came from; it comes back, and all end with equal weights."""
-    found = trained(tmp_path, "value", 3, encrypt=True, run="elastic", min=1, step_s=1.0, num_epochs=3)
+    found = trained(tmp_path, "value", 3, seals=True, run="elastic", min=1, step_s=1.0, num_epochs=3)
     assert found.exit_codes == [0] * 3, found.log(0)[-3000:]
     [_, lost, back] = found.events(0, "epoch")
     assert lost["members"] == [0, 2]

@@ -18,48 +18,47 @@ from tests.processes.ending_worker import live
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
 from tests.processes.strangers import ordering
 from tests.processes.test_failures import start, training_processes, wait_for_step
+from tests.secret import secret
 
-SECRET, OTHER = "a secret that nobody must read", "another secret of a region"
+SECRET, OTHER = secret("ours"), secret("another")
 
 
-def begin(
-    folder: Path, *secrets: str | None, begun: str | None = None, encrypt: bool = False
-) -> tuple[Served, list]:
-    """Regions, each with its secret, which `encrypt`; and a coordinator that was `begun` with one."""
+def begin(folder: Path, *secrets: str | None, begun: str | None = None) -> tuple[Served, list]:
+    """Regions, each with its secret; and a coordinator that was `begun` with one."""
     coordinator = serve_in_thread(secrets=[] if begun is None else [Keys.from_secret(begun)])
     folder.mkdir()
     processes = [
         fork(
-            functools.partial(live, step_s=0.1, encrypt=encrypt),
+            functools.partial(live, step_s=0.1),
             str(folder),
             log=folder / "log.txt",
             **region_env(coordinator, region),
-            **({} if secret is None else {"HF_COCODC_SECRET": secret}),
+            **({} if own is None else {"HF_COCODC_SECRET": own}),
         )
-        for region, secret in enumerate(secrets)
+        for region, own in enumerate(secrets)
     ]
     return coordinator, processes
 
 
 @pytest.mark.slow
 def test_a_stranger_at_the_coordinator_changes_no_number(tmp_path: Path) -> None:
-    """It gives orders while regions train, encrypted: they end as a run without a secret. No file has the secret."""
+    """It gives orders while regions train: they end as a run without a secret. No file has the secret."""
     ends = {}
-    for name, secret in (("alone", None), ("disturbed", SECRET)):
+    for name, own in (("alone", None), ("disturbed", SECRET)):
         folder = tmp_path / name
-        coordinator, processes = begin(folder, secret, secret, begun=secret, encrypt=secret is not None)
+        coordinator, processes = begin(folder, own, own, begun=own)
         with contextlib.ExitStack() as beside:
             said: list[str] = []
-            if secret is not None:
+            if own is not None:
                 journal = folder / "region-1" / "cocodc" / "journal.jsonl"
                 wait_until(journal.is_file, processes[1], folder / "log.txt")
-                [run] = status(coordinator.address, Keys.from_secret(secret))
+                [run] = status(coordinator.address, Keys.from_secret(own))
                 said = beside.enter_context(ordering(coordinator.address, run["name"], None, OTHER))
             for process in processes:
                 process.join(TIMEOUT_S)
         log = (folder / "log.txt").read_text()
         assert [process.exitcode for process in processes] == [0, 0], log[-4000:]
-        assert bool(said) == (secret is not None)
+        assert bool(said) == (own is not None)
         assert all("secret" in each for each in said)
         ends[name] = [torch.load(folder / f"region{region}-rank0.pt")["weights"] for region in (0, 1)]
         files = [path for path in folder.rglob("*") if path.is_file()]

@@ -20,6 +20,7 @@ from tests.processes.strangers import (
     with_few_files,
 )
 from tests.processes.test_coming_and_going import Run
+from tests.secret import secret
 
 STEPS = 30
 
@@ -69,11 +70,11 @@ def calm(folder: Path, *regions: int) -> bool:
 def test_a_newcomer_joins_while_strangers_knock(tmp_path: Path) -> None:
     """At every port of the members, of the newcomer and of the coordinator, from before it starts until it is in: all end
     equal, and the strangers make nobody late."""
-    secret = "a secret that nobody must read"
-    (tmp_path / "secret").write_text(secret)
+    own = secret()
+    (tmp_path / "secret").write_text(own)
     (tmp_path / "secret").chmod(0o600)
     body = partial(loop, secret_file=str(tmp_path / "secret"), max=3)
-    with CoordinatorProcess(tmp_path, secret=secret) as coordinator:
+    with CoordinatorProcess(tmp_path, secret=own) as coordinator:
         run = Run(tmp_path, 2, body, 400, 0.1, "streaming", 1, coordinator=coordinator)
         run.wait_for_step(1, 8)
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_cocodc.coordinator.cipher import Tagged
+from hf_cocodc.coordinator.cipher import Cipher
 from hf_cocodc.coordinator.messages import Member
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import CheckpointError, DonorLost, LinkError, RunOver
@@ -30,14 +30,15 @@ from hf_cocodc.run.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.run.local_weights import weights_file
 from tests.run.test_checkpoints import FACTS
 from tests.run.test_take_over import ADAM, same
+from tests.secret import secret
 
 RUN = 11
 PATIENCE_S = 60.0
 LARGEST = 1 << 20
 OFFER: dict[str, Any] = {"number": 70, "token": "0f" * 32, "step": 3}
-KEYS = Keys.from_secret("a long secret of ours")
-SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}, {"keys": KEYS, "encrypt": True}]
-SEALED_NAMES = ["open", "tagged", "encrypted"]
+KEYS = Keys.from_secret(secret("a long secret of ours"))
+SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}]
+SEALED_NAMES = ["open", "sealed"]
 STATE = {
     "tensor": torch.arange(5.0),
     "half": torch.ones(3, dtype=torch.bfloat16),
@@ -124,7 +125,7 @@ def donation(tmp_path: Path) -> Iterator[Donation]:
 
 @pytest.fixture(params=SEALED, ids=SEALED_NAMES)
 def sealed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Donation, dict[str, Any]]]:
-    """Without a secret of the run, with one, and encrypted; and what the newcomer has of it."""
+    """Without a secret of the run, and with one; and what the newcomer has of it."""
     found = given(tmp_path, **request.param)
     yield found, request.param
     ended(found, tmp_path)
@@ -236,7 +237,7 @@ def test_a_log_that_grows_too_long_ends(
     assert "region 2 is so far behind" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["token", "keys", "no keys", "encrypt"])
+@pytest.mark.parametrize("wrong", ["token", "keys", "no keys"])
 @pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
 def test_who_has_other_keys_gets_nothing(how: dict[str, Any], wrong: str, tmp_path: Path) -> None:
     """Of the offer, or of the run."""
@@ -245,7 +246,6 @@ def test_who_has_other_keys_gets_nothing(how: dict[str, Any], wrong: str, tmp_pa
         "token": {**how, "offer": donation.offer._replace(token="00" * 32)},
         "keys": {**how, "keys": KEYS.of("others")},
         "no keys": {},
-        "encrypt": {**how, "encrypt": not how.get("encrypt", False)},
     }[wrong]
     with (
         pytest.raises(DonorLost, match="region 0 sends its base no more"),
@@ -260,7 +260,7 @@ def test_each_way_of_each_offer_has_its_own_key() -> None:
     offer = Offer(**OFFER)
 
     def ciphers(offer: Offer) -> tuple[frames.Ciphers, frames.Ciphers]:
-        donors, newcomers = offer.ciphers(KEYS, encrypt=False)
+        donors, newcomers = offer.ciphers(KEYS, is_donor=True), offer.ciphers(KEYS, is_donor=False)
         assert donors is not None and newcomers is not None
         return donors, newcomers
 
@@ -328,7 +328,7 @@ def test_a_newcomer_that_is_frozen_keeps_nobody(
 
 
 def test_an_altered_record_is_refused() -> None:
-    end, other = pair((Tagged(KEYS, in_order=True), Tagged(KEYS, in_order=True)))
+    end, other = pair((Cipher(KEYS, in_order=True), Cipher(KEYS, in_order=True)))
     other.sendall((30).to_bytes(4, "big") + bytes(30) + (1 << 20).to_bytes(4, "big"))
     with pytest.raises(LinkError, match="altered"):
         end.receive()
