@@ -70,6 +70,18 @@ def register(subparsers: Any) -> None:
         help="do not wait for this region of a run that this coordinator does not remember: you know that its process has ended "
         "(may be given several times)",
     )
+    parser.add_argument(
+        "--relay",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="carry the bytes of two regions neither of which reaches the other one; all regions must reach this port, too "
+        "(default: the next one after --port)",
+    )
+    parser.add_argument(
+        "--relay-rate-mbit", type=float, metavar="RATE", help="the most Mbit/s that the relay carries in all"
+    )
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -91,9 +103,31 @@ def run(options: argparse.Namespace) -> int:
     from ..coordinator.server import serve
 
     _allow_many_connections()
-    with _printing() as say:
-        serve(options.host, options.port, secrets, options.state, options.assume_lost, say)
+    with _printing() as say, _relay(options, secrets, say) as relay:
+        serve(options.host, options.port, secrets, options.state, options.assume_lost, say, relay)
     return 0
+
+
+@contextlib.contextmanager
+def _relay(options: argparse.Namespace, secrets: "list[Keys]", say: Any) -> Iterator[int | None]:
+    """Inside the block, a relay runs if it is asked for; its port."""
+    if options.relay is None:
+        if options.relay_rate_mbit is not None:
+            raise InputError("--relay-rate-mbit needs --relay.")
+        yield None
+        return
+    check("--relay", options.relay, 0, 65_535)
+    port = options.relay or options.port + 1
+    if not options.relay and not options.port or port > 65_535:
+        raise InputError(f"--relay needs a port beside --port {options.port}: --relay PORT.")
+    rate = None
+    if options.relay_rate_mbit is not None:
+        check("--relay-rate-mbit", options.relay_rate_mbit, 0.01)
+        rate = options.relay_rate_mbit * 1e6 / 8
+    from ..coordinator.relay import RelayProcess
+
+    with contextlib.closing(RelayProcess(options.host, port, secrets, rate, say)):
+        yield port
 
 
 def _secrets(files: list[str]) -> "list[Keys]":

@@ -124,6 +124,9 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     rows.append(f"step        {step}{of}; {last}")
     if state["phase"] == "recovering":
         rows.append("coordinator has lost its memory of the run: it decides nothing until all members call")
+    if state["ways"]:
+        told = [f"{pair} {way}" for pair, way in state["ways"].items()]
+        rows.append(f"ways        {', '.join(told)}")
     return rows + [_of_member(member) for member in members]
 
 

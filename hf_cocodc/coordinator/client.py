@@ -55,6 +55,12 @@ def status(
     return list(answer["runs"])
 
 
+def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:
+    """The port of the relay on a coordinator's machine; None if there is none. Raises like Connection."""
+    answer = _answer(Connection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
+    return None if answer.get("relay") is None else int(answer["relay"])
+
+
 def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout_s: float) -> Any:
     """The answer to one message of a command.
 
@@ -123,6 +129,11 @@ class Client:
         self.is_connected = False
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
+
+    @property
+    def host(self) -> str:
+        """The coordinator's host."""
+        return self._address.rpartition(":")[0].strip("[]")
 
     @property
     def answers(self) -> bool:

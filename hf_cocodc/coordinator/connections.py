@@ -5,14 +5,26 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import LinkError, short, shown
 from .channel import Channel, line_of
 from .connection import LONGEST_LINE
 from .entrance import Entrance, Limits, key_id
-from .messages import Alive, AskLeave, Back, Claim, Hello, Refuse, ToRegion, from_plain, to_plain
+from .messages import (
+    Alive,
+    AskLeave,
+    Back,
+    Claim,
+    Hello,
+    Refuse,
+    ToRegion,
+    Ways,
+    Welcome,
+    from_plain,
+    to_plain,
+)
 from .runs import Hosted, Runs
 from .secret import Keys
 from .state import StateFile
@@ -85,6 +97,7 @@ class Coordinator:
         assume_lost: regions that an operator declares lost.
         say: takes a line for the log.
         fail: called with the error if the file cannot be written.
+        relay: port of the relay on this machine; None if there is none.
     """
 
     def __init__(
@@ -97,8 +110,9 @@ class Coordinator:
         say: Callable[[str], None],
         fail: Callable[[OSError], None],
         limits: Limits | None = None,
+        relay: int | None = None,
     ) -> None:
-        self._loop, self._say = loop, say
+        self._loop, self._say, self._relay = loop, say, relay
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._allowances: dict[tuple[str, str], _Allowance] = {}
@@ -239,6 +253,8 @@ class Coordinator:
         connection = self._connections.get(to)
         if connection is None:
             return
+        if isinstance(message, Welcome):
+            message = replace(message, relay=self._relay)
         if self._line_of[0] is not message:  # many get the same
             self._line_of = message, line_of(to_plain(message), 1 << 30)
         self._write(connection, self._line_of[1])
@@ -270,7 +286,7 @@ class Coordinator:
                 connection.allowance = self._allowance(connection.key, f"run {name}")
             case "status":
                 runs = self._runs.overview(connection.key, name)
-                self._write(connection, line_of({"runs": runs}, 1 << 30))
+                self._write(connection, line_of({"runs": runs, "relay": self._relay}, 1 << 30))
             case "doctor":
                 pass
             case _:
@@ -294,6 +310,9 @@ class Coordinator:
             self._note_bad(connection, f"{type(message).__name__} at the wrong time")
             return
         connection.greets = False
+        if isinstance(message, Ways):
+            hosted.note_ways(connection.who, message)
+            return
         self._runs.came(hosted, connection.who, message)
 
     def _hear_doctor(self, connection: _Connection, message: dict[str, Any]) -> None:

@@ -248,6 +248,14 @@ class Paired:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ways:
+    """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `links.pairs.Pair`)."""
+
+    regions: tuple[int, ...]
+    ways: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready:
     """A newcomer is less than one interval behind."""
 
@@ -332,6 +340,7 @@ class Welcome:
         compared: what the regions are, in the order of `members`; of the first one if it joins.
         losses, changes: decisions on losses, and changes announced so far.
         step: the furthest inner step known.
+        relay: port of the relay on the coordinator's machine; None if there is none.
     """
 
     run: str
@@ -344,6 +353,7 @@ class Welcome:
     losses: int = 0
     changes: int = 0
     step: int = 0
+    relay: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,7 +505,7 @@ class Done:
 
 
 FromRegion = (
-    Hello | Back | Beat | Report | Paired | Ready | Leave | Heard | Stop | Promise | Note | Post | Bye
+    Hello | Back | Beat | Report | Paired | Ways | Ready | Leave | Heard | Stop | Promise | Note | Post | Bye
 )
 FromCommand = AskLeave | Claim
 ToRegion = (

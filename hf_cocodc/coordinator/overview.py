@@ -10,11 +10,14 @@ _UNHEARD_S = 2.0
 """A process that has sent nothing for so long is compared as it was."""
 
 
-def overview(state: Run, now: float, gone: Mapping[Member, Seat]) -> dict[str, Any]:
+def overview(
+    state: Run, now: float, gone: Mapping[Member, Seat], ways: Mapping[Member, Mapping[int, str]]
+) -> dict[str, Any]:
     """A run as JSON can express it.
 
     Args:
         gone: members without a connection, as they were heard of last.
+        ways: by which way each process is connected to each region.
     """
     seats = {member: seat for member, seat in gone.items() if member in state.members}
     seats.update({seat.member: seat for seat in state.seats.values()})
@@ -36,6 +39,12 @@ def overview(state: Run, now: float, gone: Mapping[Member, Seat]) -> dict[str, A
             for member in sorted(state.newcomers)
             if member not in state.members
         ],
+        "ways": {
+            f"{member.region}-{other}": way
+            for member in state.members
+            for other, way in sorted(ways.get(member, {}).items())
+            if member.region < other and other in {each.region for each in state.members}
+        },
         "waiting": sorted(hello.region for hello in state.hellos.values()),
         "elastic": state.terms.elastic,
         "count": state.terms.count,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import short
 from .hello import differences
-from .messages import FromCommand, FromRegion, Hello, Member, ToRegion, Waiting
+from .messages import FromCommand, FromRegion, Hello, Member, ToRegion, Waiting, Ways
 from .news import lines
 from .overview import overview
 from .rules import Came, Ended, Event, Persist, Run, Seat, Send, Tick, step
@@ -58,6 +59,7 @@ class Hosted:
         gone: members without a connection, as they were heard of last.
         waits_since: since when regions wait for each other.
         told_apart: pairs (connection, name of another run) that have heard that they may mean the same run.
+        ways: by which way each process is connected to each region.
     """
 
     key: str
@@ -67,6 +69,17 @@ class Hosted:
     gone: dict[Member, Seat] = field(default_factory=dict)
     waits_since: float | None = None
     told_apart: set[tuple[int, str]] = field(default_factory=set)
+    ways: dict[Member, dict[int, str]] = field(default_factory=dict)
+
+    def note_ways(self, who: int, told: Ways) -> None:
+        """A process has told by which ways it is connected."""
+        seat = self.state.seats.get(who)
+        if seat is not None:
+            there = {seat.member, *self.state.members}
+            self.ways = {member: ways for member, ways in self.ways.items() if member in there}
+            self.ways[seat.member] = dict(
+                zip(told.regions, (short(each, 20) for each in told.ways), strict=False)
+            )
 
     @property
     def is_nothing(self) -> bool:
@@ -147,7 +160,7 @@ class Runs:
         """The runs with this secret, or the one with this name (see `overview.overview`)."""
         now = self.clock()
         return [
-            overview(each.state, now, each.gone)
+            overview(each.state, now, each.gone, each.ways)
             for each in self._hosted.values()
             if each.key == key and name in ("", each.state.name) and (each.state.run or each.state.hellos)
         ]

@@ -28,7 +28,14 @@ class Served:
         port: the port on which it listens.
     """
 
-    def __init__(self, listener: socket.socket, secrets: Sequence[Keys], state: StateFile | None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        secrets: Sequence[Keys],
+        state: StateFile | None,
+        relay: int | None = None,
+    ) -> None:
+        self._relay = relay
         self.address, self.port = address_of(listener)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -42,7 +49,14 @@ class Served:
             self._loop.stop()
 
         coordinator = Coordinator(
-            self._loop, listener, secrets, state, (), lambda line: logger.info("%s", line), fail
+            self._loop,
+            listener,
+            secrets,
+            state,
+            (),
+            lambda line: logger.info("%s", line),
+            fail,
+            relay=self._relay,
         )
         try:
             self._loop.run_forever()
@@ -57,7 +71,11 @@ class Served:
 
 
 def serve_in_thread(
-    host: str = "127.0.0.1", port: int = 0, secrets: Sequence[Keys] = (), state: Path | None = None
+    host: str = "127.0.0.1",
+    port: int = 0,
+    secrets: Sequence[Keys] = (),
+    state: Path | None = None,
+    relay: int | None = None,
 ) -> Served:
     """Start a coordinator in a thread, until its `close` or the end of this process. Port 0 takes a free port.
 
@@ -66,7 +84,7 @@ def serve_in_thread(
     """
     listener = listen(host, port)
     try:
-        return Served(listener, secrets, None if state is None else StateFile(state))
+        return Served(listener, secrets, None if state is None else StateFile(state), relay)
     except BaseException:
         listener.close()
         raise
@@ -79,8 +97,10 @@ def serve(
     state: Path | None,
     assume_lost: Sequence[int],
     say: Callable[[str], None],
+    relay: int | None = None,
 ) -> None:
-    """Run a coordinator in this thread, the main one, until SIGINT or SIGTERM. `say` takes the lines of its log.
+    """Run a coordinator in this thread, the main one, until SIGINT or SIGTERM. `say` takes the lines of its log; `relay` is the
+    port of a relay beside it.
 
     Raises:
         InputError: this machine cannot listen on the address; or the file of the state cannot be used.
@@ -98,10 +118,13 @@ def serve(
         loop.add_signal_handler(number, loop.stop)
     try:
         file = None if state is None else StateFile(state)
-        say(f"coordinator listening on {named(host, listener.getsockname()[1])}; press Ctrl-C to end it")
+        beside = "" if relay is None else f", relay on port {relay}"
+        say(
+            f"coordinator listening on {named(host, listener.getsockname()[1])}{beside}; press Ctrl-C to end it"
+        )
         for line in [] if file is None else file.news:
             say(line)
-        coordinator = Coordinator(loop, listener, secrets, file, assume_lost, say, fail)
+        coordinator = Coordinator(loop, listener, secrets, file, assume_lost, say, fail, relay=relay)
         loop.run_forever()
     finally:
         _end(loop, coordinator, listener, file)

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..coordinator.addresses import listen_at, named
-from ..coordinator.client import told_by_doctors
+from ..coordinator.client import relay_at, told_by_doctors
 from ..coordinator.hello import Difference, differences, may_differ
 from ..coordinator.secret import Keys
 from ..errors import CocodcError, MeetingError, short
 from ..settings import RegionConfig
 from .coordinator import gone
+from .facts import parts_of
 from .findings import OK, WARN, WRONG, Finding
 from .told import Told, places
 from .way import ANNOUNCE
@@ -101,6 +102,17 @@ class Board:
     def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
         """Tell what was found here; returns what the doctors of all regions have told. Raises like `told_by_doctors`."""
         return told_by_doctors(self.coordinator, self.keys, self.run, self.region, dict(told))
+
+    def relay(self) -> str | None:
+        """HOST:PORT of the coordinator's relay; None if there is none, or this machine does not reach it."""
+        host, port = parts_of(self.coordinator)[0], relay_at(self.coordinator, self.keys)
+        if port is None:
+            return None
+        try:
+            socket.create_connection((host, port), _REACH_S).close()
+        except OSError:
+            return None
+        return named(host, port)
 
 
 def compare(
@@ -249,10 +261,14 @@ class _Round:
             return [
                 Finding(topic, OK, f"does not answer at {other.calls} ({result}), but calls this machine")
             ]
+        if isinstance(result, str) and (relay := self._board.relay()):
+            words = f"neither of the two reaches the other one ({result}): the relay at {relay} carries what they send"
+            return [Finding(topic, OK, words)]
         if isinstance(result, str):
             words = (
                 f"does not answer at {other.calls} ({result}), and does not reach this machine at {self._own.calls}: firewalls, "
-                "or NAT. One of the two must reach the other one: open a port of one in its firewall and its router."
+                "or NAT. One of the two must reach the other one: open a port of one in its firewall and its router; or start "
+                "the coordinator with --relay."
             )
             return [Finding(topic, WRONG, words, ANNOUNCE)]
         took, ahead = result

@@ -35,7 +35,7 @@ _SKIPPED = 1 << 20
 _MORE = getattr(socket, "MSG_MORE", 0)
 _DUE_MESSAGES, _DUE_BYTES = 16, 256 << 10
 """What this end receives at most before it acknowledges it."""
-_ANSWER_S = 5.0
+_ANSWER_S = 2.0
 """Seconds in which the other end says how much it has received."""
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from ..coordinator.addresses import named
 from ..coordinator.cipher import Ciphers, ciphers
+from ..coordinator.relay import ticket
 from ..coordinator.secret import Keys
 from ..errors import LinkError, short
 from ..threads import NativeThread
@@ -52,13 +53,15 @@ class Pair:
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed; None without one.
         word: what the coordinator knows of the other region.
+        relay: where the relay listens, if there is one.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
         ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
-        way: "direct" if the region with the lower number calls the other one, or else "reversed".
+        way: "direct" if the region with the lower number calls the other one, "reversed" if that calls, "relayed" if both call
+            the relay.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class Pair:
         own: str = "",
         keys: Keys | None = None,
         word: Callable[[], Word] = Word,
+        relay: tuple[str, int] | None = None,
     ) -> None:
-        self._ids, self._keys = (region, other), keys
+        self._ids, self._keys, self._relay = (region, other), keys, relay
         self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
         self.ciphers: Ciphers | None = None
         self.region = other
@@ -109,30 +113,36 @@ class Pair:
         """
         region, other = self._ids
         token, share = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        search = Search(region < other, self._timeout_s, self._own)
+        search = Search(region < other, self._timeout_s, self._own, self._relay)
         self._port.expect(token, search.take)
         try:
             theirs = introduction.tell(Whereabouts(self._addresses, token, share))
-            connection, self._called = search.run(theirs)
+            # the two shares make what only these two know
+            both = (share, theirs.share) if region < other else (theirs.share, share)
+            connection, self._called, is_relayed = search.run(theirs, ticket(self._keys, b"meet", *both))
             self._theirs = theirs.addresses
         except (TimeoutError, NotReached) as error:
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
                 f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
-                "(regions.port), or name the address at which it is reached (regions.announce)."
+                "(regions.port), or name the address at which it is reached (regions.announce); or let the coordinator carry "
+                "what they send (hf-cocodc coordinator --relay)."
             ) from error
         finally:
             self._port.forget(token)
         self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
-        base = token if self._called is None else theirs.token
         if self._keys is not None:
             # the keys follow from whom the ends expect: what comes from anybody else does not open
-            shares = (share, theirs.share) if region < other else (theirs.share, share)
-            both = introduction.key, *sorted(self._ids), *(each.hex() for each in shares)
-            self.ciphers = ciphers(self._keys.of("pair", *both), region < other, in_order=False)
-        self._token, self._resumes = (
-            hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
-        )
+            about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
+            self.ciphers = ciphers(self._keys.of("pair", *about), region < other, in_order=False)
+        if is_relayed:
+            self.way = "relayed"
+            self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
+        else:
+            base = token if self._called is None else theirs.token
+            self._token, self._resumes = (
+                hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
+            )
         if self._called is None:
             self._port.expect(self._token, self._arrive)
             self._port.expect(self._resumes, self._come_back)

@@ -1,4 +1,7 @@
-"""Two processes find a connection between them: each tries to reach the other one, and the first way that works counts."""
+"""Two processes find a connection between them: each tries to reach the other one, and the first way that works counts.
+
+Where neither is reached for a while, both call the relay, if there is one.
+"""
 
 import contextlib
 import socket
@@ -16,6 +19,8 @@ REACH_S = 10.0
 """Where nobody has been reached after so many seconds, no way exists."""
 _HEAD_START_S = 0.5
 """The region with the higher number tries so much later: the other one's way is as good."""
+_RELAY_S = 3.0
+"""The relay is called so much later: a way of their own is better. One that a firewall swallows without a word is no way."""
 _AGAIN_S = 0.5
 _ASK, _YES = b"?", b"!"
 
@@ -26,10 +31,12 @@ class Found(NamedTuple):
     Attributes:
         connection: it blocks.
         address: where this end has called; None if the other end has.
+        is_relayed: whether both have called the relay.
     """
 
     connection: socket.socket
     address: tuple[str, int] | None
+    is_relayed: bool = False
 
 
 class NotReached(Exception):
@@ -43,10 +50,13 @@ class Search:
         asks: whether this end asks for agreement on each connection; the other end agrees to one of them.
         timeout_s: seconds for the other end to agree, once a connection is there.
         own: the address of this machine to call from; empty for any.
+        relay: where the relay listens; None if there is none.
     """
 
-    def __init__(self, asks: bool, timeout_s: float, own: str = "") -> None:
-        self._asks, self._timeout_s, self._own = asks, timeout_s, own
+    def __init__(
+        self, asks: bool, timeout_s: float, own: str = "", relay: tuple[str, int] | None = None
+    ) -> None:
+        self._asks, self._timeout_s, self._own, self._relay = asks, timeout_s, own, relay
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._found: Found | None = None
@@ -59,14 +69,21 @@ class Search:
             target=self._consider, args=(connection, None), name="hf_cocodc-connect", daemon=True
         ).start()
 
-    def run(self, theirs: Whereabouts) -> Found:
+    def run(self, theirs: Whereabouts, ticket: bytes = b"") -> Found:
         """Search until both ends have agreed.
+
+        Args:
+            theirs: where the other end listens.
+            ticket: for the relay; the same at both ends.
 
         Raises:
             NotReached: they have not. Its text says what was tried from here.
         """
         began = time.monotonic()
-        threading.Thread(target=self._call, args=(theirs,), name="hf_cocodc-connect", daemon=True).start()
+        calls = [(theirs.addresses, theirs.token, 0.0 if self._asks else _HEAD_START_S, False)]
+        calls += [] if self._relay is None else [((self._relay,), ticket, _RELAY_S, True)]
+        for call in calls:
+            threading.Thread(target=self._call, args=call, name="hf_cocodc-connect", daemon=True).start()
         while not self._over.wait(0.1):
             waited_s = time.monotonic() - began
             if waited_s > (self._timeout_s if self._candidates else min(REACH_S, self._timeout_s)):
@@ -77,7 +94,8 @@ class Search:
         for each in others:
             _end(each)
         if found is None:
-            raise NotReached(self._tried(theirs.addresses))
+            relay = () if self._relay is None else (self._relay,)
+            raise NotReached(self._tried((*theirs.addresses, *relay)))
         found.connection.settimeout(None)
         return found
 
@@ -87,21 +105,25 @@ class Search:
             for each in addresses
         )
 
-    def _call(self, theirs: Whereabouts) -> None:
-        """Try to reach the other end, at each of its addresses in turn."""
-        self._over.wait(0.0 if self._asks else _HEAD_START_S)
+    def _call(
+        self, addresses: Sequence[tuple[str, int]], token: bytes, wait_s: float, is_relay: bool
+    ) -> None:
+        """Try to reach the other end, at each of these addresses in turn."""
+        self._over.wait(wait_s)
         while not self._over.is_set():
-            for address in theirs.addresses:
+            for address in addresses:
                 try:
-                    connection = dial(*address, theirs.token, 0, REACH_S, self._own)
+                    connection = dial(*address, token, 0, REACH_S, self._own)
                 except OSError as error:
                     self._failures[address] = short(error.strerror or error, 200)
                 else:
                     self._failures.pop(address, None)
-                    self._consider(connection, address)
+                    self._consider(connection, address, is_relay)
             self._over.wait(_AGAIN_S)
 
-    def _consider(self, connection: socket.socket, address: tuple[str, int] | None) -> None:
+    def _consider(
+        self, connection: socket.socket, address: tuple[str, int] | None, is_relay: bool = False
+    ) -> None:
         """Let both ends agree on a connection, or close it."""
         with self._lock:
             if self._over.is_set():
@@ -120,7 +142,7 @@ class Search:
                 with contextlib.suppress(OSError):
                     if not self._asks:
                         connection.sendall(_YES)
-                    self._found = Found(connection, address)
+                    self._found = Found(connection, address, is_relay)
                     self._over.set()
                     return
         _end(connection)

@@ -44,6 +44,7 @@ from ..coordinator.messages import (
     Terms,
     ToRegion,
     Unheard,
+    Ways,
     Welcome,
 )
 from ..coordinator.rules import KEPT_DECISIONS
@@ -147,6 +148,7 @@ class TcpLink:
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
         wire.note_of, wire.word_of = self.note_of, self._word_of
+        wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
         members = tuple(place.member for place in welcome.members)
         standing = Standing.JOINING if welcome.joins else Standing.MEMBER
         changes = 0 if welcome.joins else welcome.changes
@@ -176,6 +178,7 @@ class TcpLink:
         self._met: set[Member] = set()
         self._unpaired: dict[Member, str] = {}
         self._unheard: dict[Member, float] = {}
+        self._told_ways: dict[int, str] = {}
         self._sinks = Sinks()
         self._following: Following | None = None
         self._has_moved = False
@@ -755,6 +758,7 @@ class TcpLink:
             case Unheard(member=member):
                 self._unheard[member] = time.monotonic()
             case Resumed():
+                self._tell_ways()
                 for other in list(self._paired.values()):  # it may have forgotten
                     self._client.send(Paired(member=other))
                 if self._part.frozen:
@@ -907,6 +911,7 @@ class TcpLink:
             {region: self._introduction(other) for region, other in by_region.items()}
         )
         self._paired = by_region
+        self._tell_ways()
         self.view = self.wire.view([self.region, *by_region], FIRST, self._count)
 
     def _meet(self, place: Place) -> None:
@@ -937,6 +942,15 @@ class TcpLink:
                 )
         else:
             self._client.send(Paired(member=other))
+            self._tell_ways()
+
+    def _tell_ways(self) -> None:
+        """Say by which ways this process is connected: to the coordinator, and in the journal."""
+        ways = self.wire.ways
+        self._client.send(Ways(regions=tuple(ways), ways=tuple(ways.values())))
+        if ways != self._told_ways:
+            self._told_ways = ways
+            self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
 
     def _claim(self, other: Member) -> bool:
         """Whether a connection is wanted: either end may have begun again meanwhile."""

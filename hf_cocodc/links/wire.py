@@ -64,6 +64,7 @@ class Wire:
         port: on which this region listens.
         addresses: pairs of a host and a port at which others reach this region.
         waits: what this region waits for now.
+        relay: where the relay listens; None if there is none.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
@@ -90,6 +91,7 @@ class Wire:
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
         self.word_of: Callable[[int], Word] = lambda region: Word()
+        self.relay: tuple[str, int] | None = None
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self.waits = Waits()
@@ -215,7 +217,9 @@ class Wire:
 
     def _pair(self, region: int) -> Pair:
         how = self.addresses, self.timeout_s, self._call_from, self._keys
-        return Pair(self.region, region, self._port, *how, word=lambda: self.word_of(region))
+        return Pair(
+            self.region, region, self._port, *how, word=lambda: self.word_of(region), relay=self.relay
+        )
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
         cut_for = connections or self._asked or MAX_CONNECTIONS

@@ -97,6 +97,8 @@ join: a region is a member from the next inner step on.
     epoch: how often members have changed by then.
     donor: the region that it began from; only in its own journal.
     base: inner step of what it got there; only in its own journal.
+ways: by which way this region is connected to each other one. Each writes it at its beginning, and at each change.
+    ways: by number: direct (the region with the lower number calls the other one), reversed, or relayed.
 note: something that people should know.
     message: what.
 finish: the run has come to its end, with the global weights.

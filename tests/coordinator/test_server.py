@@ -63,7 +63,7 @@ def process(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
         assert started.stdout is not None
         line = started.stdout.readline()
         try:
-            yield started, line.split()[3].rstrip(";")
+            yield started, line.split()[3].rstrip(";,")
         finally:
             started.send_signal(signal.SIGCONT)
             started.kill()

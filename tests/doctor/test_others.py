@@ -52,6 +52,9 @@ class Shelf:
         self.told[self.region] = json.loads(json.dumps(told))
         return self.told
 
+    def relay(self) -> str | None:
+        return None
+
 
 class Living(Shelf):
     """A coordinator at which region 1's doctor is alive: its words change whenever they are read."""
@@ -310,6 +313,16 @@ def test_an_address_on_which_nobody_can_listen() -> None:
     found = list(others.compare(Shelf(), 2, MINE, "203.0.113.7", 1.0, lambda words: None, RegionConfig()))  # type: ignore[arg-type]
     assert [(each.topic, each.level) for each in found] == [("regions", WRONG)]
     assert "cannot listen on 203.0.113.7" in found[0].words and "regions.interface" in str(found[0].command)
+
+
+def test_a_relay_that_this_machine_reaches_is_a_way() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        port = relay.getsockname()[1]
+        served = serve_in_thread(secrets=[KEYS], relay=port)
+        board = others.Board(served.address, KEYS, "run", 0)
+        assert board.relay() == f"127.0.0.1:{port}"
+    assert board.relay() is None, "it does not answer"
+    served.close()
 
 
 def test_a_slow_coordinator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

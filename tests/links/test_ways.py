@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from hf_cocodc.coordinator.addresses import free_port
+from hf_cocodc.coordinator.relay import RelayProcess
+from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links import reaching
+from hf_cocodc.links.recovery import Word
 from hf_cocodc.links.wire import Wire
-from tests.links.memory import connect
+from tests.links.memory import at_once, connect
+from tests.secret import secret
 
 HOST = "127.0.0.1"
 Announced = Sequence[tuple[str, int]]
@@ -64,9 +72,9 @@ def _pass_on(source: socket.socket, to: socket.socket, delay_s: float) -> None:
         to.shutdown(socket.SHUT_WR)
 
 
-def speak(one: Wire, other: Wire) -> None:
+def speak(one: Wire, other: Wire, order: int = 1) -> None:
     """Both ways, on every connection: 3 MB on one of them."""
-    views = [wire.view((one.region, other.region), 1) for wire in (one, other)]
+    views = [wire.view((one.region, other.region), order) for wire in (one, other)]
     sizes = 100, 3 << 20
     got = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     pending = [views[1 - i].receive(i, got[i], 9, i, "something") for i in range(2)]
@@ -174,10 +182,39 @@ def test_regions_that_do_not_reach_each_other_say_where_they_tried(monkeypatch: 
         assert time.monotonic() - began < 10.0
         words = str(caught.value)
         assert all(f"{HOST}:{port}" in words for _, port in (first, second)), words
-        assert "regions.port" in words and "regions.announce" in words
+        assert all(each in words for each in ("regions.port", "regions.announce", "--relay"))
         for wire in both:
             assert not wire.regions
             wire.close()
+
+
+@pytest.mark.parametrize("keys", [None, Keys.from_secret(secret())], ids=["open", "secret"])
+def test_two_regions_that_nobody_can_call_meet_at_the_relay(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connections go over it; if it ends, they come back over the next one, and no bit is lost."""
+    monkeypatch.setattr(reaching, "_RELAY_S", 0.2)
+    port, said = free_port(), list[str]()
+    relay = RelayProcess(HOST, port, [] if keys is None else [keys], None, said.append)
+    with nowhere() as first, nowhere() as second:
+        both = wires([first], [second], keys=keys)
+        for wire in both:
+            wire.relay = (HOST, port)
+            wire.word_of = lambda region: Word(answers=True)  # the coordinator hears both
+        connect(*both)
+        assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
+        speak(*both)
+        streams = at_once(*(partial(wire.stream, 1 - wire.region, 99, 20.0) for wire in both))
+        streams[0].sendall(b"base")
+        assert streams[1].recv(4) == b"base"
+        for each in streams:
+            each.close()
+        os.kill(relay._process.pid, signal.SIGKILL)
+        speak(*both, order=2)
+        assert "relay: it has ended, and is started again" in said
+        for wire in both:
+            wire.close()
+    relay.close()
 
 
 def test_a_port_of_the_users_choice() -> None:

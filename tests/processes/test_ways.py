@@ -5,13 +5,22 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.processes.coming_worker import loop
+from hf_cocodc.cli.status import lines
+from hf_cocodc.coordinator.addresses import free_port
+from hf_cocodc.coordinator.client import status
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.settings import ENV_SECRET
+from tests.coordinator.test_server import process
+from tests.processes.coming_worker import events, loop
 from tests.processes.test_coming_and_going import Run
+from tests.secret import secret
 
 STEPS = 200
 NOWHERE = "127.0.0.1:1"
@@ -34,3 +43,40 @@ def test_a_region_that_nobody_can_call_trains_and_joins(hidden: int, tmp_path: P
     found = run.results(0, 1, 2)
     for other in found[1:]:
         assert torch.equal(found[0]["weights"], other["weights"])
+
+
+def behind_routers(*arguments: Any, **regions: Any) -> None:
+    """A region that nobody can call."""
+    loop(*arguments, announce=NOWHERE, max=3, **regions)
+
+
+@pytest.mark.slow
+def test_regions_that_nobody_can_call_train_and_join_through_the_relay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status and journal say so. The relay is killed in between: it costs nobody. It ends with its coordinator."""
+    monkeypatch.setenv(ENV_SECRET, secret())
+    relay = free_port()
+    with process("--relay", str(relay)) as (started, address):
+        port = int(address.rpartition(":")[2])
+        coordinator: Any = SimpleNamespace(address=address, port=port)
+        run = Run(tmp_path, 2, behind_routers, STEPS, 0.2, "streaming", 1, coordinator=coordinator)
+        run.wait_for_step(0, 3)
+        [state] = status(address, Keys.from_secret(secret()))
+        assert state["ways"] == {"0-1": "relayed"}
+        assert "ways        0-1 relayed" in lines(state)
+        [child] = psutil.Process(started.pid).children()
+        child.kill()
+        run.start(2, join=True)
+        run.wait_for_join(2)
+        found = run.results(0, 1, 2)
+        for other in found[1:]:
+            assert torch.equal(found[0]["weights"], other["weights"])
+        for region in range(3):
+            told = [each["ways"] for each in events(tmp_path, region, "ways")]
+            assert told[-1] == {str(other): "relayed" for other in range(3) if other != region}
+        assert [each["members"] for each in events(tmp_path, 0, "epoch")] == [[0, 1], [0, 1, 2]]
+        [child] = psutil.Process(started.pid).children()
+        started.kill()
+        psutil.wait_procs([child], 10.0)
+        assert not child.is_running()
