@@ -99,7 +99,11 @@ def test_the_emulation_is_used_by_the_command_line_alone() -> None:
     assert {place(module) for module in MODULES if "emulation" in uses(module)} == {"cli"}
 
 
-LONG = {"coordinator/rules.py": "all that a coordinator decides", "links/tcp.py": "one link, and its state"}
+LONG = {
+    "coordinator/messages.py": "every message, and who may send it",
+    "coordinator/rules.py": "all that a coordinator decides",
+    "links/tcp.py": "one link, and its state",
+}
 
 
 def test_files_stay_short() -> None:
