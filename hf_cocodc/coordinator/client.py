@@ -109,6 +109,7 @@ class Client:
     Attributes:
         me, welcome: this process and its run, after `meet`.
         is_connected: whether messages reach the coordinator now.
+        heard_at: when it has said something last, by the monotonic clock.
     """
 
     me: Member
@@ -126,7 +127,7 @@ class Client:
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):
             end.setblocking(False)
-        self.is_connected = False
+        self.is_connected, self.heard_at = False, time.monotonic()
         self._is_away = False  # since the connection went, until a coordinator goes on with the run
         self._wait_s = FIRST_WAIT_S
 
@@ -292,7 +293,7 @@ class Client:
                 # what came before is heard before anything is judged by the clock: this process may have stood still
                 if connection.channel.num_lines:
                     self._hear_all(connection)
-                    heard_at = time.monotonic()
+                    heard_at = self.heard_at = time.monotonic()
                 elif wait(min(beat_at, heard_at + SILENT_S) - time.monotonic()):
                     connection.channel.receive()
                 elif time.monotonic() > heard_at + SILENT_S:

@@ -24,7 +24,7 @@ class Word(NamedTuple):
     """What the coordinator knows of the process at the other end.
 
     Attributes:
-        answers: whether the coordinator is there.
+        answers: whether the coordinator has said something a moment ago.
         ended_at: when its own connection to that process has ended, by the monotonic clock; minus infinity if it has not.
     """
 
@@ -45,7 +45,7 @@ def verdict(
         timeout_s: after so long it is lost in any case.
     """
     if now - broken_at > timeout_s:
-        return NotBack("it has not come back in time")
+        return ConnectionLost(CLOSED) if is_denied else NotBack("it has not come back in time")
     has_ended = word.ended_at >= broken_at - _HEARD_S
     waited_s = now - max(broken_at, word.ended_at)
     if (

@@ -71,6 +71,8 @@ logger = logging.getLogger(__name__)
 _CALLS = 1 << 40
 """The order of an attempt is that of its losses first: so many calls are between two of them."""
 _POLL_S = 0.1
+_FRESH_S = 3.0
+"""The coordinator says something every second: one that has not for so long may be frozen, and knows nothing of the others."""
 _LEAVE_S = 1.0
 """How long a link that closes after an error waits for its thread."""
 
@@ -365,7 +367,8 @@ class TcpLink:
         """What the coordinator knows of the process of a region."""
         member = self._paired.get(region)
         ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
-        return Word(self.has_coordinator, ended_at)
+        is_fresh = time.monotonic() - self._client.heard_at < _FRESH_S
+        return Word(self.has_coordinator and is_fresh, ended_at)
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
