@@ -25,7 +25,8 @@ from .secret import Keys
 
 TICKET_BYTES = 32
 _NONCE_BYTES = TICKET_BYTES // 2
-_GREETING_BYTES = TICKET_BYTES + 1
+_GREETING_BYTES = TICKET_BYTES + 2
+"""A ticket, the number of a connection, and which of its two ends calls."""
 _GREET_S = 5.0
 """Seconds in which a caller has said its ticket."""
 _MOST_STRANGERS = 256
@@ -44,6 +45,11 @@ def ticket(keys: Keys | None, *about: bytes) -> bytes:
     return nonce + _tag(keys, nonce)
 
 
+def role_at_relay(is_first: bool) -> bytes:
+    """What a caller says of itself: nobody must be joined to what it has said before."""
+    return bytes([is_first])
+
+
 def _tag(keys: Keys | None, nonce: bytes) -> bytes:
     if keys is None:
         return bytes(_NONCE_BYTES)
@@ -52,6 +58,7 @@ def _tag(keys: Keys | None, nonce: bytes) -> bytes:
 
 @dataclass(eq=False)
 class _Caller:
+    role: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     until: float
@@ -105,17 +112,18 @@ class Relay:
         if greeting is None or not self._is_good(greeting[:TICKET_BYTES]):
             writer.close()
             return
-        other = self._waiting.pop(greeting, None)
-        if other is not None and not other.reader.at_eof():
-            await self._join(other, _Caller(reader, writer, 0.0))
+        key, caller = greeting[:-1], _Caller(greeting[-1], reader, writer, time.monotonic() + _WAIT_S)
+        other = self._waiting.pop(key, None)
+        if other is not None and other.role != caller.role and not other.reader.at_eof():
+            await self._join(other, caller)
             return
-        if other is not None:
+        if other is not None:  # it has gone, or calls once more
             other.writer.close()
         self._forget()
         if len(self._waiting) >= _MOST_WAITING:
             writer.close()
             return
-        self._waiting[greeting] = _Caller(reader, writer, time.monotonic() + _WAIT_S)
+        self._waiting[key] = caller
 
     async def _greeting(self, reader: asyncio.StreamReader) -> bytes | None:
         if self._num_strangers >= _MOST_STRANGERS:

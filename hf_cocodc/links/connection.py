@@ -269,7 +269,9 @@ class Connection:
                 operation.keep()
 
     def _acknowledge(self, count: int) -> None:
-        """The other end has received so many messages."""
+        """The other end has received so many messages. Raises ConnectionLost if they were never sent."""
+        if count > self._num_sent:
+            raise ConnectionLost(f"{count} messages have come there, and {self._num_sent} were sent")
         while self._sent and self._sent[0].number <= count:
             self._sent.popleft()
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ..coordinator.addresses import named
 from ..coordinator.cipher import Ciphers, ciphers
-from ..coordinator.relay import ticket
+from ..coordinator.relay import role_at_relay, ticket
 from ..coordinator.secret import Keys
 from ..errors import LinkError, short
 from ..threads import NativeThread
@@ -86,7 +86,7 @@ class Pair:
         self.way = ""
         self._called: tuple[str, int] | None = None
         self._theirs: tuple[tuple[str, int], ...] = ()
-        self._token = self._resumes = b""
+        self._token = self._resumes = self._role = b""
         self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
         self._came: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
@@ -136,7 +136,7 @@ class Pair:
             about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
             self.ciphers = ciphers(self._keys.of("pair", *about), region < other, in_order=False)
         if is_relayed:
-            self.way = "relayed"
+            self.way, self._role = "relayed", role_at_relay(region < other)
             self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
         else:
             base = token if self._called is None else theirs.token
@@ -171,7 +171,7 @@ class Pair:
         region, other = self._ids
         if self._called is not None:
             try:
-                return dial(*self._called, self._token, number, timeout_s, self._own)
+                return dial(*self._called, self._token, number, timeout_s, self._own, self._role)
             except OSError as error:
                 why = short(error.strerror or error, 200)
                 raise LinkError(
@@ -202,7 +202,7 @@ class Pair:
         """Call for a broken connection; or look whether the region is there, if it calls."""
         if self._called is not None:
             number = self._all().index(connection)
-            connection.attach(dial(*self._called, self._resumes, number, _RECALL_S, self._own))
+            connection.attach(dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role))
             return
         for address in self._theirs:
             socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()

@@ -165,18 +165,21 @@ class Port:
         return True
 
 
-def dial(host: str, port: int, token: bytes, number: int, timeout_s: float, own: str = "") -> socket.socket:
+def dial(
+    host: str, port: int, token: bytes, number: int, timeout_s: float, own: str = "", role: bytes = b""
+) -> socket.socket:
     """A connection to another region's port, on which token and number were said.
 
     Args:
         own: the address of this machine to call from; empty for any.
+        role: which of the two ends this is, for the relay.
 
     Raises:
         OSError: nobody answers there.
     """
     connection = socket.create_connection((host, port), timeout_s, (own, 0) if own else None)
     try:
-        connection.sendall(token + bytes([number]))
+        connection.sendall(token + bytes([number]) + role)
         return tuned(connection)
     except OSError:
         connection.close()

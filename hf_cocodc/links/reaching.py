@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..coordinator.addresses import named
+from ..coordinator.relay import role_at_relay
 from ..errors import short
 from .letters import Whereabouts
 from .port import dial
@@ -110,10 +111,11 @@ class Search:
     ) -> None:
         """Try to reach the other end, at each of these addresses in turn."""
         self._over.wait(wait_s)
+        role = role_at_relay(self._asks) if is_relay else b""
         while not self._over.is_set():
             for address in addresses:
                 try:
-                    connection = dial(*address, token, 0, REACH_S, self._own)
+                    connection = dial(*address, token, 0, REACH_S, self._own, role)
                 except OSError as error:
                     self._failures[address] = short(error.strerror or error, 200)
                 else:

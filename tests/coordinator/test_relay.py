@@ -15,7 +15,7 @@ import pytest
 
 from hf_cocodc.coordinator import relay as relaying
 from hf_cocodc.coordinator.addresses import free_port
-from hf_cocodc.coordinator.relay import RelayProcess, ticket
+from hf_cocodc.coordinator.relay import RelayProcess, role_at_relay, ticket
 from hf_cocodc.errors import InputError
 
 from .regions import OTHER, SECRET, wait_until
@@ -33,10 +33,13 @@ class Running:
         self.process = RelayProcess(HOST, self.port, secrets, rate, self.said.append)
         wait_until(lambda: _answers(self.port), 20.0)
 
-    def call(self, said: bytes, number: int = 0) -> socket.socket:
+    def call(self, said: bytes, number: int = 0, is_first: bool = True) -> socket.socket:
         connection = socket.create_connection((HOST, self.port), 10.0)
-        connection.sendall(said + bytes([number]))
+        connection.sendall(said + bytes([number]) + role_at_relay(is_first))
         return connection
+
+    def other(self, said: bytes, number: int = 0) -> socket.socket:
+        return self.call(said, number, is_first=False)
 
 
 def _answers(port: int) -> bool:
@@ -67,7 +70,7 @@ def test_two_callers_with_one_ticket_reach_each_other(running: Running) -> None:
         first = [kept.enter_context(running.call(good, number)) for number in (0, 1)]
         for number, each in enumerate(first):
             each.sendall(b"early %d" % number)
-        second = [kept.enter_context(running.call(good, number)) for number in (0, 1)]
+        second = [kept.enter_context(running.other(good, number)) for number in (0, 1)]
         for number, (one, other) in enumerate(zip(first, second, strict=True)):
             assert received(other, 7) == b"early %d" % number
             payload = os.urandom(3 << 20)
@@ -79,6 +82,17 @@ def test_two_callers_with_one_ticket_reach_each_other(running: Running) -> None:
         assert second[0].recv(1) == b""
         second[0].sendall(b"still")
         assert received(first[0], 5) == b"still", "the other way goes on"
+
+
+def test_nobody_is_joined_to_what_it_has_said_before(running: Running) -> None:
+    """A caller that calls once more waits for the other end, like before; its earlier call is closed."""
+    good = ticket(SECRET, ABOUT)
+    with running.call(good) as early, running.call(good) as late, contextlib.ExitStack() as kept:
+        early.sendall(b"early")
+        late.sendall(b"late")
+        assert early.recv(1) == b""
+        other = kept.enter_context(running.other(good))
+        assert received(other, 4) == b"late"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_who_has_no_ticket_is_closed(running: Running, said: bytes) -> None:
 def test_without_a_secret_every_ticket_counts() -> None:
     running = Running([])
     good = ticket(None, ABOUT)
-    with running.call(good) as one, running.call(good) as other:
+    with running.call(good) as one, running.other(good) as other:
         one.sendall(b"x")
         assert other.recv(1) == b"x"
     running.process.close()
@@ -103,7 +117,7 @@ def test_without_a_secret_every_ticket_counts() -> None:
 def test_whoever_says_nothing_is_closed_in_time_and_keeps_nobody_out(running: Running) -> None:
     crowd = [socket.create_connection((HOST, running.port), 20.0) for _ in range(200)]
     good = ticket(SECRET, ABOUT)
-    with running.call(good) as one, running.call(good) as other:
+    with running.call(good) as one, running.other(good) as other:
         one.sendall(b"x")
         assert other.recv(1) == b"x"
     began = time.monotonic()
@@ -116,7 +130,7 @@ def test_whoever_says_nothing_is_closed_in_time_and_keeps_nobody_out(running: Ru
 def test_what_nobody_takes_waits_at_its_sender(running: Running) -> None:
     """The relay keeps a bounded part of it."""
     good = ticket(SECRET, ABOUT)
-    with running.call(good) as one, running.call(good):
+    with running.call(good) as one, running.other(good):
         one.settimeout(2.0)
         process = psutil.Process(running.process._process.pid)
         before = process.memory_info().rss
@@ -128,7 +142,7 @@ def test_what_nobody_takes_waits_at_its_sender(running: Running) -> None:
 
 def test_if_one_end_dies_the_other_one_ends(running: Running) -> None:
     good = ticket(SECRET, ABOUT)
-    one, other = running.call(good), running.call(good)
+    one, other = running.call(good), running.other(good)
     one.sendall(b"x")
     assert other.recv(1) == b"x"
     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -141,7 +155,7 @@ def test_if_one_end_dies_the_other_one_ends(running: Running) -> None:
 def test_the_rate_of_all_together_is_kept() -> None:
     running = Running(rate=2e6)
     good = ticket(SECRET, ABOUT)
-    with running.call(good) as one, running.call(good) as other:
+    with running.call(good) as one, running.other(good) as other:
         began = time.monotonic()
         threading.Thread(target=one.sendall, args=(bytes(2_000_000),), daemon=True).start()
         received(other, 2_000_000)
