@@ -39,6 +39,10 @@ _TELL_S = 60.0
 _AGAIN_S = 1.0
 
 
+JOINED = b"+"
+"""What both callers hear first, once both are there."""
+
+
 def ticket(keys: Keys | None, *about: bytes) -> bytes:
     """A ticket about something; both ends of a pair make the same one. Without the keys of a secret nobody can make one."""
     nonce = hashlib.sha256(b"".join(about)).digest()[:_NONCE_BYTES]
@@ -150,6 +154,8 @@ class Relay:
 
     async def _join(self, one: _Caller, other: _Caller) -> None:
         self._num_open += 1
+        for caller in (one, other):
+            caller.writer.write(JOINED)
         ways = [asyncio.ensure_future(self._pass_on(*each)) for each in ((one, other), (other, one))]
         try:
             await asyncio.wait(ways)  # either end may go on after the other has said all

@@ -38,7 +38,7 @@ _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
 _LOOK_S = 0.2
-_RECALL_S = 5.0
+_RECALL_S = 2.0
 
 
 class Pair:

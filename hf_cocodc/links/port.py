@@ -5,6 +5,7 @@ with a number, which says what for.
 """
 
 import contextlib
+import errno
 import logging
 import secrets
 import selectors
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ..coordinator.addresses import listen_at, named
 from ..coordinator.channel import keep_from_forks
+from ..coordinator.relay import JOINED
 from ..errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -168,18 +170,20 @@ class Port:
 def dial(
     host: str, port: int, token: bytes, number: int, timeout_s: float, own: str = "", role: bytes = b""
 ) -> socket.socket:
-    """A connection to another region's port, on which token and number were said.
+    """A connection to another region's port, on which token and number were said; or one through the relay.
 
     Args:
         own: the address of this machine to call from; empty for any.
-        role: which of the two ends this is, for the relay.
+        role: at the relay, which of the two ends this is: then it waits for the other one.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nobody answers there, or the other end does not come.
     """
     connection = socket.create_connection((host, port), timeout_s, (own, 0) if own else None)
     try:
         connection.sendall(token + bytes([number]) + role)
+        if role and connection.recv(1) != JOINED:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the relay has closed the connection")
         return tuned(connection)
     except OSError:
         connection.close()

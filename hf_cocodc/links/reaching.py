@@ -82,7 +82,9 @@ class Search:
         """
         began = time.monotonic()
         calls = [(theirs.addresses, theirs.token, 0.0 if self._asks else _HEAD_START_S, False)]
-        calls += [] if self._relay is None else [((self._relay,), ticket, _RELAY_S, True)]
+        if self._relay is not None:
+            calls.append(((self._relay,), ticket, _RELAY_S, True))
+            self._failures[self._relay] = "the other region has not come there"
         for call in calls:
             threading.Thread(target=self._call, args=call, name="hf_cocodc-connect", daemon=True).start()
         while not self._over.wait(0.1):
@@ -117,7 +119,8 @@ class Search:
                 try:
                     connection = dial(*address, token, 0, REACH_S, self._own, role)
                 except OSError as error:
-                    self._failures[address] = short(error.strerror or error, 200)
+                    if not (is_relay and isinstance(error, TimeoutError)):
+                        self._failures[address] = short(error.strerror or error, 200)
                 else:
                     self._failures.pop(address, None)
                     self._consider(connection, address, is_relay)

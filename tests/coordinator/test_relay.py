@@ -15,7 +15,7 @@ import pytest
 
 from hf_cocodc.coordinator import relay as relaying
 from hf_cocodc.coordinator.addresses import free_port
-from hf_cocodc.coordinator.relay import RelayProcess, role_at_relay, ticket
+from hf_cocodc.coordinator.relay import JOINED, RelayProcess, role_at_relay, ticket
 from hf_cocodc.errors import InputError
 
 from .regions import OTHER, SECRET, wait_until
@@ -40,6 +40,12 @@ class Running:
 
     def other(self, said: bytes, number: int = 0) -> socket.socket:
         return self.call(said, number, is_first=False)
+
+
+def joined(*connections: socket.socket) -> None:
+    """Both ends hear that they are."""
+    for each in connections:
+        assert each.recv(1) == JOINED
 
 
 def _answers(port: int) -> bool:
@@ -72,6 +78,7 @@ def test_two_callers_with_one_ticket_reach_each_other(running: Running) -> None:
             each.sendall(b"early %d" % number)
         second = [kept.enter_context(running.other(good, number)) for number in (0, 1)]
         for number, (one, other) in enumerate(zip(first, second, strict=True)):
+            joined(one, other)
             assert received(other, 7) == b"early %d" % number
             payload = os.urandom(3 << 20)
             sender = threading.Thread(target=other.sendall, args=(payload,))
@@ -92,6 +99,7 @@ def test_nobody_is_joined_to_what_it_has_said_before(running: Running) -> None:
         late.sendall(b"late")
         assert early.recv(1) == b""
         other = kept.enter_context(running.other(good))
+        joined(late, other)
         assert received(other, 4) == b"late"
 
 
@@ -109,6 +117,7 @@ def test_without_a_secret_every_ticket_counts() -> None:
     running = Running([])
     good = ticket(None, ABOUT)
     with running.call(good) as one, running.other(good) as other:
+        joined(one, other)
         one.sendall(b"x")
         assert other.recv(1) == b"x"
     running.process.close()
@@ -118,6 +127,7 @@ def test_whoever_says_nothing_is_closed_in_time_and_keeps_nobody_out(running: Ru
     crowd = [socket.create_connection((HOST, running.port), 20.0) for _ in range(200)]
     good = ticket(SECRET, ABOUT)
     with running.call(good) as one, running.other(good) as other:
+        joined(one, other)
         one.sendall(b"x")
         assert other.recv(1) == b"x"
     began = time.monotonic()
@@ -143,8 +153,7 @@ def test_what_nobody_takes_waits_at_its_sender(running: Running) -> None:
 def test_if_one_end_dies_the_other_one_ends(running: Running) -> None:
     good = ticket(SECRET, ABOUT)
     one, other = running.call(good), running.other(good)
-    one.sendall(b"x")
-    assert other.recv(1) == b"x"
+    joined(one, other)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     one.close()
     with contextlib.suppress(ConnectionResetError):
@@ -156,6 +165,7 @@ def test_the_rate_of_all_together_is_kept() -> None:
     running = Running(rate=2e6)
     good = ticket(SECRET, ABOUT)
     with running.call(good) as one, running.other(good) as other:
+        joined(one, other)
         began = time.monotonic()
         threading.Thread(target=one.sendall, args=(bytes(2_000_000),), daemon=True).start()
         received(other, 2_000_000)

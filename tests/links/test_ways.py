@@ -22,7 +22,7 @@ from hf_cocodc.errors import LinkError
 from hf_cocodc.links import reaching
 from hf_cocodc.links.recovery import Word
 from hf_cocodc.links.wire import Wire
-from tests.links.memory import at_once, connect
+from tests.links.memory import at_once, connect, wait_until
 from tests.secret import secret
 
 HOST = "127.0.0.1"
@@ -35,6 +35,13 @@ def nowhere() -> Iterator[tuple[str, int]]:
     with socket.socket() as bound:
         bound.bind((HOST, 0))
         yield bound.getsockname()
+
+
+def answers(port: int) -> bool:
+    """Whether somebody listens there."""
+    with contextlib.suppress(OSError), socket.create_connection((HOST, port)):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -212,6 +219,25 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         os.kill(relay._process.pid, signal.SIGKILL)
         speak(*both, order=2)
         assert "relay: it has ended, and is started again" in said
+        for wire in both:
+            wire.close()
+    relay.close()
+
+
+def test_who_waits_alone_at_the_relay_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other region does not reach it."""
+    monkeypatch.setattr(reaching, "_RELAY_S", 0.1)
+    monkeypatch.setattr(reaching, "REACH_S", 2.0)
+    port = free_port()
+    relay = RelayProcess(HOST, port, [], None, lambda line: None)
+    wait_until(lambda: answers(port))
+    with nowhere() as first, nowhere() as second:
+        both = wires([first], [second])
+        both[0].relay = (HOST, port)
+        began = time.monotonic()
+        with pytest.raises(LinkError, match=f"and {HOST}:{port} .the other region has not come there"):
+            connect(*both)
+        assert time.monotonic() - began < 10.0
         for wire in both:
             wire.close()
     relay.close()
