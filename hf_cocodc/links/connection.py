@@ -27,14 +27,15 @@ from .pacing import pace
 _COUNT = struct.Struct(">Q")
 _HEADER = struct.Struct(">QIQQ")
 """Order, tag, number of bytes, and how many messages the sender has received."""
-_NO_MESSAGE, _GOODBYE = (1 << 32) - 1, (1 << 32) - 2
-"""Tags of headers that no message follows."""
+_NO_MESSAGE, _GOODBYE, _RECEIVED = (1 << 32) - 1, (1 << 32) - 2, (1 << 32) - 3
+"""Tags of headers that no message follows; the last one asks how much has been received."""
 _JOINED = 64 << 10
 """A message of at most so many bytes leaves together with its header."""
 _SKIPPED = 1 << 20
 _MORE = getattr(socket, "MSG_MORE", 0)
 _DUE_MESSAGES, _DUE_BYTES = 16, 256 << 10
 """What this end receives at most before it acknowledges it."""
+_ASK_S = 0.5
 _ANSWER_S = 2.0
 """Seconds in which the other end says how much it has received."""
 
@@ -127,7 +128,7 @@ class Connection:
         self._void, self._void_error = -1, Exception()
         self._error: Exception | None = None
         self.broken_at = self.lost_at = math.inf
-        self._reads = self._writes = False
+        self._reads = self._writes = self._asks = self._is_asked = False
         self._changed = threading.Condition()
         self._attaching = threading.Lock()
         self._sender, self._receiver = (
@@ -221,6 +222,16 @@ class Connection:
             connected.close()
             raise
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the other end has received all that was sent; or for so long, and while the connection is broken."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
+                self._asks = True
+                self._outgoing.put(None)
+                self._changed.wait(_ASK_S)
+            self._asks = False
+
     def close(self) -> None:
         """End it, at the other end, too. What has been sent before still arrives there, if the socket holds so long."""
         self.end(ConnectionLost("the connection is closed"))
@@ -274,6 +285,8 @@ class Connection:
             raise ConnectionLost(f"{count} messages have come there, and {self._num_sent} were sent")
         while self._sent and self._sent[0].number <= count:
             self._sent.popleft()
+        if self._asks:
+            self._changed.notify_all()
 
     # ---- in the threads -------------------------------------------------------------------------------------------
 
@@ -305,10 +318,12 @@ class Connection:
                     self._num_sent += 1
                     operation.number = self._num_sent
                     self._sent.append(operation)
-                due = self._num_received - self._num_acknowledged
+                due = self._num_received > self._num_acknowledged or self._is_asked
+                tag = _RECEIVED if self._asks else _NO_MESSAGE if due else None
+                self._is_asked = False
                 self._num_acknowledged, self._writes = self._num_received, True
             try:
-                self._write(connected, again or operation, due > 0)
+                self._write(connected, again or operation, tag)
             except OSError as failure:
                 self._break(connected, failure)
             except Exception as failure:  # whatever it is, nobody must wait for ever
@@ -319,10 +334,11 @@ class Connection:
         if operation is not None:
             operation.end(None if is_given else self._error)
 
-    def _write(self, connected: socket.socket, operation: Operation | None, is_due: bool) -> None:
+    def _write(self, connected: socket.socket, operation: Operation | None, tag: int | None) -> None:
+        """Send a message; or, if there is none, a header with this tag."""
         if operation is None:
-            if is_due:
-                connected.sendall(_HEADER.pack(0, _NO_MESSAGE, 0, self._num_acknowledged))
+            if tag is not None:
+                connected.sendall(_HEADER.pack(0, tag, 0, self._num_acknowledged))
             return
         size = operation.memory.numel()
         header = _HEADER.pack(operation.order, operation.tag, size, self._num_acknowledged)
@@ -359,7 +375,10 @@ class Connection:
         order, tag, size, received = _HEADER.unpack(header)
         with self._changed:
             self._acknowledge(received)
-        if tag == _NO_MESSAGE:
+        if tag == _RECEIVED:
+            self._is_asked = True
+            self._outgoing.put(None)
+        if tag in (_NO_MESSAGE, _RECEIVED):
             return
         if tag == _GOODBYE:
             raise ConnectionLost(CLOSED)

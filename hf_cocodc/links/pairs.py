@@ -102,6 +102,11 @@ class Pair:
         for unclaimed in came.values():
             unclaimed.close()
 
+    def drain(self, timeout_s: float) -> None:
+        """See `Connection.drain`."""
+        for connection in self._all():
+            connection.drain(timeout_s)
+
     def meet(self, introduction: Introduction) -> None:
         """Make the control connection.
 

@@ -32,7 +32,7 @@ _AT_ONCE = 32
 """Callers that are accepted before others are heard again."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 """Routers forget connections that are silent, some after 30 s. One that nothing answers on for as long is made anew."""
 
 

@@ -550,6 +550,8 @@ class TcpLink:
             self._following.fail(LinkError("the link is closed."))
         if reason is not None:
             self.leave_note(reason)
+        if reason is None and self.standing is Standing.MEMBER:
+            self.wire.drain()
         self._client.close(self.ending if reason is None else Bye(how="failed", step=self._step))
         self.wire.close()
 

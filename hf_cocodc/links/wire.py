@@ -34,6 +34,8 @@ _MOST_ASKED = 64
 """What regions.connections may ask for."""
 _THREADS = 16
 """The most pairs that meet at the same time."""
+_DRAIN_S = 5.0
+"""The others may be frozen: then the kernel brings the rest, unless the connection breaks."""
 _SOON = 0.25
 """Share of the time-out in which a piece must have travelled."""
 _NEWS_S = 0.1
@@ -208,6 +210,12 @@ class Wire:
         if pair is None:
             raise LinkError(f"region {self.region} has no connection to region {region}.")
         return pair.stream(number, timeout_s, look)
+
+    def drain(self) -> None:
+        """Wait until the others have received all: a path that breaks once this process has ended would cost them the rest."""
+        with self._lock:
+            pairs = list(self._pairs.values())
+        side_by_side([partial(pair.drain, _DRAIN_S) for pair in pairs], _THREADS)
 
     def close(self) -> None:
         """Close all connections, and listen no more."""

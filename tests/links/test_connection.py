@@ -262,6 +262,32 @@ def test_what_is_acknowledged_is_not_kept(lasting: Lasting) -> None:
     wait_until(lambda: len(lasting.ends[0]._sent) < 16)
 
 
+@pytest.mark.parametrize("how", ["whole", "cut"])
+def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: str) -> None:
+    """Also what the other end has no reason to acknowledge yet; and over the next socket, if this one breaks."""
+    asked = [ask(lasting.ends[1], 1, 0, 1000) for _ in range(3)]
+    for _ in asked:
+        send(lasting.ends[0], 1, 0, full(3, 1000)).wait(PATIENCE_S)
+    for each in asked:
+        come(each)
+    assert lasting.ends[0]._sent
+    if how == "cut":
+        lasting.sockets[0].shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: lasting.ends[0]._socket is None)
+        threading.Timer(0.3, lasting.mend).start()
+    lasting.ends[0].drain(0.0 if how == "cut" else PATIENCE_S)
+    assert not lasting.ends[0]._sent
+
+
+def test_draining_ends_with_the_time_or_the_connection(lasting: Lasting) -> None:
+    lasting.ends[0].drain(PATIENCE_S)
+    send(lasting.ends[0], 1, 0, full(1))  # nobody asks for it
+    lasting.ends[0].drain(0.3)
+    threading.Timer(0.3, lasting.ends[1].close).start()
+    lasting.ends[0].drain(PATIENCE_S)
+    assert lasting.ends[0]._sent
+
+
 def test_a_void_message_that_has_come_in_part_waits_no_longer(lasting: Lasting) -> None:
     taken = ask(lasting.ends[1], 1, 0, 64 << 20)
     send(lasting.ends[0], 1, 0, full(1, 64 << 20))
