@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import InputError, nearest, short
+from ..links.pacing import congestion_of
 from ..recipes.arguments import add_recipe
 from .checks import add_json, check, check_writable, recipe_of, write_json
 
@@ -40,7 +41,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--congestion",
-        help=f"TCP congestion control of the regions: {', '.join(CONGESTIONS)} (default: the setting of this machine)",
+        help=f"TCP congestion control of the regions: {', '.join(CONGESTIONS)} (default: what regions would use on this machine)",
     )
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an inner step of a region")
     parser.add_argument(
@@ -132,7 +133,9 @@ def _counted(configs: Sequence[T]) -> Iterator[T]:
 
 
 def _congestion() -> str:
-    """The congestion control of this machine; cubic, Linux's default, where another one is not modelled."""
+    """The congestion control that regions would have here; cubic, Linux's default, where another one is not modelled."""
+    if (chosen := congestion_of("auto")) is not None:
+        return chosen
     found = TCP.read_text().strip() if TCP.is_file() else "cubic"
     return found if found in CONGESTIONS else "cubic"
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..coordinator.hello import in_recipe
 from ..coordinator.secret import secret_of
 from ..errors import CocodcError, InputError, shown
+from ..links.pacing import congestion_of
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import settings
 from ..run.samples import spread_samples
@@ -172,7 +173,11 @@ def _network(
     yield way.packets(network)
     yield way.port(network, regions.port)
     yield way.address(network, regions.coordinator, regions.announced)
-    yield way.congestion(network, regions.rate_limit)
+    try:
+        chosen = congestion_of(regions.congestion) or network.congestion
+        yield way.congestion(dataclasses.replace(network, congestion=chosen), regions.rate_limit)
+    except InputError as error:
+        yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
     yield way.buffers(network)
     yield way.clock(network)
     tell("calling the coordinator")

@@ -253,6 +253,7 @@ class _Region:
                 coordinator=self._address,
                 interface=INTERFACE,
                 rate_limit=plan.rate_limit,
+                congestion="system",  # that of the emulated link
             )
             outer = OuterOptimizer(self._accelerator, model, optimizer, config, regions, max_steps=plan.steps)
             at_start = outer.synchronizer.totals.bytes_sent

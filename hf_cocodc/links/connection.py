@@ -22,7 +22,7 @@ from functools import partial
 
 from torch import Tensor
 
-from .pacing import pace
+from .pacing import pace, set_congestion
 
 _COUNT = struct.Struct(">Q")
 _HEADER = struct.Struct(">QIQQ")
@@ -106,6 +106,7 @@ class Connection:
         connected: a socket that blocks.
         name: of the other end, for the names of threads.
         broken: called, in any thread, when a socket has failed. Without it, the connection ends with its socket.
+        congestion: TCP's congestion control; None for that of the machine.
 
     Attributes:
         broken_at: since when it has no socket, by the monotonic clock; infinite while it has one.
@@ -113,11 +114,16 @@ class Connection:
     """
 
     def __init__(
-        self, connected: socket.socket, name: str, broken: Callable[["Connection"], None] | None = None
+        self,
+        connected: socket.socket,
+        name: str,
+        broken: Callable[["Connection"], None] | None = None,
+        congestion: str | None = None,
     ) -> None:
         self._socket: socket.socket | None = connected
         self._last = connected
-        self._broken, self._rate = broken, math.inf
+        self._broken, self._congestion, self._rate = broken, congestion, math.inf
+        self._tune(connected)
         self._outgoing: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._sent: deque[Operation] = deque()  # and not acknowledged by the other end
         self._again: deque[Operation] = deque()  # to be sent once more
@@ -212,8 +218,7 @@ class Connection:
                     self._again = deque(self._sent)
                     for operation in self._again:  # who waits for one may take its memory back at any time
                         operation.keep()
-                    if self._rate < math.inf:
-                        pace(connected, self._rate)
+                    self._tune(connected)
                     self._socket = self._last = connected
                     self.broken_at = math.inf
                     self._outgoing.put(None)
@@ -253,6 +258,12 @@ class Connection:
                     self._socket.send(_HEADER.pack(0, _GOODBYE, 0, self._num_received), socket.MSG_DONTWAIT)
             with contextlib.suppress(OSError):
                 self._last.shutdown(socket.SHUT_RDWR)
+
+    def _tune(self, connected: socket.socket) -> None:
+        if self._congestion is not None:
+            set_congestion(connected, self._congestion)
+        if self._rate < math.inf:
+            pace(connected, self._rate)
 
     def _check(self) -> None:
         if self._error is not None:

@@ -1,13 +1,17 @@
-"""The rate limit, kept by the kernel: it spreads what a connection sends evenly over time (Linux, SO_MAX_PACING_RATE).
+"""How fast the kernel sends: the rate limit, which spreads what a connection sends evenly over time (Linux, SO_MAX_PACING_RATE),
+and TCP's congestion control.
 
 What a region sends in one go fills the buffer before a slow link. Packets are dropped there, and a connection that loses them is
-slow for seconds.
+slow for seconds; with bbr it is not.
 """
 
 import functools
 import logging
 import socket
 import struct
+from pathlib import Path
+
+from ..errors import InputError, shown
 
 _SO_MAX_PACING_RATE = 47
 _MOST = (1 << 32) - 2
@@ -33,6 +37,37 @@ def pace(connection: socket.socket, rate: float) -> bool:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, len(wanted)) == wanted
     except OSError:
         return False
+
+
+def congestion_of(wanted: str) -> str | None:
+    """The congestion control for `regions.congestion`; None for that of the machine, which "auto" keeps where there is no bbr.
+
+    Raises:
+        InputError: this process may not use the one that is named.
+    """
+    if wanted == "system":
+        return None
+    name = "bbr" if wanted == "auto" else wanted
+    with socket.socket() as probe:
+        if set_congestion(probe, name):
+            return name
+    if wanted == "auto":
+        return None
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    known = allowed.read_text().strip() if allowed.is_file() else "none that is known"
+    raise InputError(
+        f"regions.congestion={shown(wanted)} is none that this process may use (it may: {known}). Choose one of these, or let "
+        f"root allow it: modprobe tcp_{wanted}; sysctl -w net.ipv4.tcp_allowed_congestion_control='{known} {wanted}'."
+    )
+
+
+def set_congestion(connection: socket.socket, name: str) -> bool:
+    """Let a connection use a congestion control. Returns whether it may."""
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except (OSError, AttributeError):  # not allowed, or not Linux
+        return False
+    return True
 
 
 @functools.cache

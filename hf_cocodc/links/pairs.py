@@ -153,14 +153,20 @@ class Pair:
             self._port.expect(self._resumes, self._come_back)
         self.control = self._connection(connection, str(other))
 
-    def widen(self, count: int) -> None:
+    def widen(self, count: int, congestion: str | None = None) -> None:
         """Make payload connections; the end that has called for the first one calls for the others, too.
+
+        Args:
+            count: how many.
+            congestion: see `Connection`.
 
         Raises:
             LinkError: the other end cannot be reached any more.
         """
         opened = side_by_side([partial(self.stream, index, self._timeout_s) for index in range(count)], count)
-        self.bulk = [self._connection(each, f"{self.region}-{index}") for index, each in enumerate(opened)]
+        self.bulk = [
+            self._connection(each, f"{self.region}-{index}", congestion) for index, each in enumerate(opened)
+        ]
 
     def stream(
         self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
@@ -200,8 +206,8 @@ class Pair:
         if earlier is not None:
             earlier.close()
 
-    def _connection(self, connected: socket.socket, name: str) -> Connection:
-        return Connection(connected, name, self._recovery.begin)
+    def _connection(self, connected: socket.socket, name: str, congestion: str | None = None) -> Connection:
+        return Connection(connected, name, self._recovery.begin, congestion)
 
     def _call_again(self, connection: Connection) -> None:
         """Call for a broken connection; or look whether the region is there, if it calls."""

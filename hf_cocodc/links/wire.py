@@ -15,7 +15,7 @@ from ..coordinator.secret import Keys
 from ..errors import LinkError, RegionLostError
 from .exchange import LARGEST
 from .letters import Introduction
-from .pacing import can_pace, say_who_keeps_the_limit
+from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
 from .pairs import (
     ASSUMED_RATE,
     MAX_CONNECTIONS,
@@ -36,6 +36,8 @@ _THREADS = 16
 """The most pairs that meet at the same time."""
 _DRAIN_S = 5.0
 """The others may be frozen: then the kernel brings the rest, unless the connection breaks."""
+_LONG_S = 0.005
+"""A shorter round trip belongs to one site."""
 _SOON = 0.25
 """Share of the time-out in which a piece must have travelled."""
 _NEWS_S = 0.1
@@ -59,6 +61,7 @@ class Wire:
         num_lanes: wires of this region; they share the network.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
+        congestion: TCP's congestion control of payload connections: see `pacing.congestion_of`.
         keys: of the run's secret: with them, all that is sent is sealed. None without a secret.
 
     Attributes:
@@ -70,7 +73,7 @@ class Wire:
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
     Raises:
-        InputError: this machine cannot listen on the address and port.
+        InputError: this machine cannot listen on the address and port, or has no such congestion control.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Wire:
         rate_limit: float | None = None,
         num_lanes: int = 1,
         is_patient: bool = False,
+        congestion: str = "auto",
         keys: Keys | None = None,
         port: int = 0,
         announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
@@ -94,6 +98,7 @@ class Wire:
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
         self.word_of: Callable[[int], Word] = lambda region: Word()
         self.relay: tuple[str, int] | None = None
+        self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
         self._throttle = Throttle(rate_limit)
         self.waits = Waits()
@@ -276,7 +281,9 @@ class Wire:
         mine = torch.tensor([wanted], dtype=torch.float64)
         told = first.swap(mine, "the number of connections")
         count = max(_count_in(each.item(), region) for region, each in zip(first.regions, told, strict=True))
-        side_by_side([partial(pair.widen, count) for pair in pairs], _THREADS)
+        # over a short way nothing is won, and bbr takes more than its share beside others
+        congestion = self._congestion if rtt_s >= _LONG_S or not self._may_choose else None
+        side_by_side([partial(pair.widen, count, congestion) for pair in pairs], _THREADS)
         for pair in pairs:
             pair.rtt_s = rtt_s
         return count

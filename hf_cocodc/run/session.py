@@ -149,6 +149,7 @@ class RegionContext:
             self.rate,
             self.num_lanes,
             is_patient=regions.elastic,  # the coordinator tells who is lost
+            congestion=regions.congestion,
             keys=self.keys,
             port=0 if regions.port is None else regions.port + self.lane,
             announce=partial(regions.addresses, lane=self.lane) if regions.announced else None,

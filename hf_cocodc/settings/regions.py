@@ -72,6 +72,12 @@ class RegionConfig(Settings):
         "Highest rate in Mbit/s at which this region sends, an equal part to each other region: nine tenths of the link's rate, "
         "or less to leave room on a shared link. No limit by default; then packets may be lost before the link."
     )
+    congestion: str = setting(
+        "TCP congestion control of the connections that carry transfers. auto: bbr over long ways, where the kernel lets this "
+        "process use it: it keeps a link full that loses packets, and takes more than its share beside others. system: that of "
+        "the machine. Or its name.",
+        "auto",
+    )
     start_timeout_s: float = setting(
         "Seconds to wait at the start until all regions are there, or until the run trains that this region joins.",
         600.0,
@@ -128,6 +134,13 @@ class RegionConfig(Settings):
             "regions",
         )
         require(self, "rate_limit", lambda v: v > 0, "must be positive", "regions")
+        require(
+            self,
+            "congestion",
+            lambda v: 0 < len(v) < 16,
+            "must be auto, system, or a name like bbr",
+            "regions",
+        )
         for name in ("start_timeout_s", "timeout_s", "stuck_timeout_s"):
             require(
                 self, name, lambda v: 0 < v <= 1e6, "must be positive, and at most 1e6 (11 days)", "regions"

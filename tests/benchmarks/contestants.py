@@ -155,7 +155,7 @@ def torchft(
 
 
 def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: Any) -> Part:
-    """hf_cocodc with the plain Accelerate loop and `RegionConfig`'s defaults."""
+    """hf_cocodc with the plain Accelerate loop, and `RegionConfig`'s defaults but for the congestion control."""
     from accelerate import Accelerator
 
     from hf_cocodc import OuterConfig, OuterOptimizer
@@ -167,7 +167,11 @@ def ours(place: Region, shape: dict[str, int], interval: int, **outer_config: An
     bare = model_of(shape)
     model, optimizer = accelerator.prepare(bare, inner_optimizer(bare))
     regions = RegionConfig(
-        region=place.region, count=place.count, coordinator=f"{place.first}:{place.port}", timeout_s=TIMEOUT_S
+        region=place.region,
+        count=place.count,
+        coordinator=f"{place.first}:{place.port}",
+        timeout_s=TIMEOUT_S,
+        congestion="system",  # all rows have that of the link
     )
     config = OuterConfig(sync_interval=interval, **outer_config)
     outer = OuterOptimizer(accelerator, model, optimizer, config, regions)
