@@ -1,5 +1,6 @@
 """Broken connections to another region come back. The region is lost if its process has ended, or does not come back in time."""
 
+import logging
 import math
 import threading
 import time
@@ -8,6 +9,8 @@ from typing import NamedTuple
 
 from ..threads import NativeThread
 from .connection import CLOSED, Connection, ConnectionLost
+
+logger = logging.getLogger(__name__)
 
 _AGAIN_S = 0.1
 _HEARD_S = 5.0
@@ -96,13 +99,13 @@ class Recovery:
                 self._call(connection)
             except (ConnectionRefusedError, ConnectionResetError):
                 is_denied = True
-            except (OSError, ConnectionLost):
-                pass
+            except Exception as error:  # whatever it is, nobody must wait for ever
+                logger.debug("a connection does not come back yet: %r", error)
             if math.isinf(connection.broken_at):
                 continue
-            error = verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
-            if error is not None:
-                self._lost(error)
+            lost = verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
+            if lost is not None:
+                self._lost(lost)
             time.sleep(_AGAIN_S)
 
     def _is_over(self, connection: Connection) -> bool:

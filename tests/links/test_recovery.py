@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links.connection import ConnectionLost
 from hf_cocodc.links.letters import Introduction, Whereabouts
-from hf_cocodc.links.recovery import NotBack, Word, verdict
+from hf_cocodc.links.recovery import NotBack, Recovery, Word, verdict
 from hf_cocodc.links.view import View
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import at_once, connect, wait_until
@@ -52,6 +53,26 @@ NEVER = -math.inf
 def test_who_is_lost(broken_s: float, is_denied: bool, word: Word, lost: type | None) -> None:
     error = verdict(100.0 + broken_s, 100.0, is_denied, word, timeout_s=30.0)
     assert (None if error is None else type(error)) is lost
+
+
+def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
+    """The connection may have broken before its pair knows it."""
+
+    class Broken:
+        broken_at, lost_at = time.monotonic(), math.inf
+
+    connection: Any = Broken()
+    failures = [ValueError("it is not in the list"), ConnectionLost("it says nothing"), TimeoutError()]
+
+    def call(again: Any) -> None:
+        if failures:
+            raise failures.pop()
+        again.broken_at = math.inf
+
+    recovery = Recovery(call, Word, pytest.fail, 30.0)
+    for _ in range(2):  # one thread is enough
+        recovery.begin(connection)
+    wait_until(lambda: math.isinf(connection.broken_at) and not recovery._under_way)
 
 
 class Router:
