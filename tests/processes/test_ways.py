@@ -16,7 +16,6 @@ from hf_cocodc.cli.status import lines
 from hf_cocodc.coordinator.addresses import free_port
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.secret import Keys
-from hf_cocodc.settings import ENV_SECRET
 from tests.coordinator.test_server import process
 from tests.processes.coming_worker import events, loop
 from tests.processes.test_coming_and_going import Run
@@ -52,15 +51,17 @@ def behind_routers(*arguments: Any, **regions: Any) -> None:
 
 @pytest.mark.slow
 def test_regions_that_nobody_can_call_train_and_join_through_the_relay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Status and journal say so. The relay is killed in between: it costs nobody. It ends with its coordinator."""
-    monkeypatch.setenv(ENV_SECRET, secret())
-    relay = free_port()
-    with process("--relay", str(relay)) as (started, address):
+    file = tmp_path / "secret"
+    file.write_text(secret())
+    file.chmod(0o600)
+    with process("--relay", str(free_port()), "--secret-file", str(file)) as (started, address):
         port = int(address.rpartition(":")[2])
         coordinator: Any = SimpleNamespace(address=address, port=port)
-        run = Run(tmp_path, 2, behind_routers, STEPS, 0.2, "streaming", 1, coordinator=coordinator)
+        body = partial(behind_routers, secret_file=str(file))
+        run = Run(tmp_path, 2, body, STEPS, 0.2, "streaming", 1, coordinator=coordinator)
         run.wait_for_step(0, 3)
         [state] = status(address, Keys.from_secret(secret()))
         assert state["ways"] == {"0-1": "relayed"}
