@@ -11,7 +11,8 @@ from hf_cocodc.coordinator.messages import Back, Beat, Hello, Place, Terms, Welc
 from hf_cocodc.coordinator.secret import Keys
 from tests.secret import secret
 
-SECRET, OTHER = Keys.from_secret(secret("a secret of the run")), Keys.from_secret(secret("another secret"))
+OURS, THEIRS = "a secret of the run", "another secret"
+SECRET, OTHER = (Keys.from_secret(secret(name)) for name in (OURS, THEIRS))
 COMPARED = {"method": "diloco", "model": {"layers": 2}}
 
 

@@ -3,9 +3,12 @@ import json
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,7 +24,7 @@ from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError
 from tests.secret import secret
 
-from .regions import OTHER, SECRET, Region, hello, meet, part, wait_until
+from .regions import OTHER, OURS, SECRET, THEIRS, Region, hello, meet, part, wait_until
 from .test_server import process
 
 GARBAGE: tuple[bytes, ...] = (
@@ -341,47 +344,44 @@ def test_who_listens_learns_nothing_and_whoever_alters_is_not_believed() -> None
     served.close()
 
 
-def test_a_flood_of_one_run_delays_no_other() -> None:
-    """A region sends messages as fast as it can; another run, with another secret, hears its own in time."""
-    served = serve_in_thread(secrets=[SECRET, OTHER])
-    a, b = meet(served.address, hello(0), hello(1), keys=SECRET)
-    floods = [Connection(served.address, "flood", "region", OTHER) for _ in range(2)]
-    for region, flood in enumerate(floods):
-        flood.send(hello(region))
-    ends = threading.Event()
-    kinds: tuple[Callable[[], dict], ...] = (
-        lambda: to_plain(Beat(step=1)),
-        lambda: {"kind": "Nonsense", "x": "y" * 100},
-    )
+def flood(address: str, region: int) -> None:
+    """Send messages of another run as fast as the coordinator takes them: sound ones, or nonsense."""
+    connection = Connection(address, "flood", "region", OTHER)
+    connection.send(hello(region))
+    line = to_plain(Beat(step=1)) if region else {"kind": "Nonsense", "x": "y" * 100}
+    while not connection.channel.ended:
+        if connection.channel.unsent_since is None:
+            connection.send_plain(line)
+        else:
+            connection.receive_plain(0.01)
 
-    def send(flood: Connection, make: Callable[[], dict]) -> None:
-        line = make()
-        while not ends.is_set() and not flood.channel.ended:
-            if flood.channel.unsent_since is None:
-                flood.send_plain(line)
-            else:
-                flood.receive_plain(0.0)
 
-    threads = [threading.Thread(target=send, args=each) for each in zip(floods, kinds, strict=True)]
-    for thread in threads:
-        thread.start()
-    answered = []
-    until = time.monotonic() + 2.0
-    while time.monotonic() < until:
-        seen, sent = len(b.heard), time.monotonic()
-        a.client.send(Post(to=b.client.me, topic="t", content={}))
-        wait_until(lambda seen=seen: len(b.heard) > seen)  # type: ignore[misc]
-        answered.append(time.monotonic() - sent)
-        time.sleep(0.02)
-    ends.set()
-    for thread in threads:
-        thread.join()
-    assert isinstance(b.heard[-1], Posted)
+def test_a_flood_of_one_run_delays_no_other(tmp_path: Path) -> None:
+    """Regions send messages as fast as they can; another run, with another secret, hears its own in time. All processes are real:
+    in one, threads would wait for each other."""
+    files = [tmp_path / name for name in ("ours", "theirs")]
+    for file, name in zip(files, (OURS, THEIRS), strict=True):
+        file.write_text(secret(name))
+        file.chmod(0o600)
+    options = [word for file in files for word in ("--secret-file", str(file))]
+    with process(*options) as (_, address), contextlib.ExitStack() as kept:
+        a, b = meet(address, hello(0), hello(1), keys=SECRET)
+        for region in range(2):
+            code = f"from tests.coordinator.test_hostile import flood; flood({address!r}, {region})"
+            started = kept.enter_context(subprocess.Popen([sys.executable, "-c", code]))
+            kept.callback(started.kill)
+        wait_until(lambda: bool(status(address, OTHER, "flood")), 20.0)
+        answered = []
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            seen, sent = len(b.heard), time.monotonic()
+            a.client.send(Post(to=b.client.me, topic="t", content={}))
+            wait_until(lambda seen=seen: len(b.heard) > seen)  # type: ignore[misc]
+            answered.append(time.monotonic() - sent)
+            time.sleep(0.02)
+        assert isinstance(b.heard[-1], Posted)
+        part(a, b)
     assert max(answered) < 1.0
-    part(a, b)
-    for flood in floods:
-        flood.channel.close()
-    served.close()
 
 
 def test_a_region_that_reads_nothing_ends_alone() -> None:
