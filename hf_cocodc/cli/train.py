@@ -13,6 +13,7 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
+from ..links.pacing import congestion_of
 from ..recipes.arguments import add_recipe
 from ..recipes.recipe import Recipe
 from ..settings import RegionConfig, warn_alone
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
     part.check(may_join=join)
     regions: Sequence[int] = range(count) if region is None else [region]
     keys = secret_of(recipe.regions) if has_company else None
+    if has_company:
+        congestion_of(recipe.regions.congestion)
     from ..coordinator.server import serve_in_thread
     from ..training import launch
     from ..training.building import output_dir

@@ -64,6 +64,16 @@ def is_loopback(host: str) -> bool:
     return bool(host) and all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
 
 
+def is_from(connection: socket.socket, host: str) -> bool:
+    """Whether a connection has come from an address of this host; False where nobody knows."""
+    try:
+        address = str(connection.getpeername()[0]).removeprefix("::ffff:")
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return False
+    return any(each[0] == address for *_, each in found)
+
+
 def free_port() -> int:
     """Return a TCP port that is free at this moment."""
     with socket.socket() as probe:

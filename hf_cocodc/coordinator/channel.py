@@ -20,6 +20,8 @@ MAX_LINE = 256 << 10
 _MOST_UNSENT = 16 << 20
 """Bytes that wait for the other end at most: then the connection ends."""
 _CHUNK = 64 << 10
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Routers forget connections that are silent, some after 30 s. One on which nothing answers for as long has ended."""
 
 
 class Channel:
@@ -124,6 +126,7 @@ class Channel:
     def _decrypt(self) -> None:
         """Go on with the handshake, and take in what has come."""
         assert self._tls is not None
+        is_over = False
         try:
             if not self.is_protected:
                 self._tls.do_handshake()
@@ -132,15 +135,16 @@ class Channel:
                 self.is_protected = True
             while chunk := self._tls.read(_CHUNK):
                 self._take_in(chunk)
-            self.ended = True
+            is_over = True
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
-            self.ended, self.is_denied = True, not self.is_protected
+            is_over, self.is_denied = True, not self.is_protected
             logger.debug("TLS: %s", error)
         answer = self._outgoing.read()
-        if answer:
+        if answer:  # also why this end refuses the other one
             self._send(answer)
+        self.ended = self.ended or is_over
 
     def _take_in(self, chunk: bytes) -> None:
         end = chunk.rfind(b"\n") + 1
@@ -176,6 +180,14 @@ class Channel:
 def keep_from_forks(open_socket: socket.socket) -> None:
     """Let a forked process, such as a DataLoader's worker, close its copy: else the connection would outlive ours."""
     _ours.add(open_socket)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Let a connection end if its other end, or the way there, has gone without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def line_of(message: Mapping[str, Any], longest: int = MAX_LINE) -> bytes:

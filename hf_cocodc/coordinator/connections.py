@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import LinkError, short, shown
-from .channel import Channel, line_of
+from .channel import Channel, keep_alive, line_of
 from .connection import LONGEST_LINE
 from .entrance import Entrance, Limits, key_id
 from .messages import (
@@ -41,8 +41,6 @@ _RATE, _BURST = 300.0, 3000.0
 _COUNTS_AS_ONE = 16 << 10
 """Bytes of a message that count as one more."""
 _MOST_BAD = 100
-_UNANSWERED_S = 30
-"""A connection whose other end acknowledges nothing for so long ends: its machine or the network has gone."""
 _FAREWELL_S = 5.0
 
 
@@ -150,8 +148,7 @@ class Coordinator:
 
     def _adopt(self, channel: Channel, key: str) -> None:
         """A caller has proven itself."""
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            channel.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S)
+        keep_alive(channel.socket)
         channel.longest = 2 * LONGEST_LINE
         connection = _Connection(next(self._numbers), channel, key, self._allowance(key, ""))
         self._connections[connection.who] = connection

@@ -383,10 +383,11 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unheard:
-    """The coordinator's connection to a process has ended. It may call again."""
+class Hears:
+    """The coordinator's connection to a process has ended, and it may call again; or it has called again."""
 
     member: Member
+    hears: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,7 +516,7 @@ ToRegion = (
     | Refuse
     | Ask
     | Suspect
-    | Unheard
+    | Hears
     | Decided
     | Announce
     | Here

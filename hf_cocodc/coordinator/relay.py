@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 from .addresses import listen_at, named
+from .channel import keep_alive
 from .secret import Keys
 
-TICKET_BYTES = 32
-_NONCE_BYTES = TICKET_BYTES // 2
-_GREETING_BYTES = TICKET_BYTES + 2
+_TICKET_BYTES = 32
+_NONCE_BYTES = _TICKET_BYTES // 2
+_GREETING_BYTES = _TICKET_BYTES + 2
 """A ticket, the number of a connection, and which of its two ends calls."""
 _GREET_S = 5.0
 """Seconds in which a caller has said its ticket."""
@@ -61,14 +62,14 @@ def _tag(keys: Keys | None, nonce: bytes) -> bytes:
 
 
 @dataclass(eq=False)
-class _Caller:
+class _End:
     role: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     until: float
 
 
-class _Allowance:
+class _Rate:
     """Keeps a rate of all connections together."""
 
     def __init__(self, rate: float | None) -> None:
@@ -94,9 +95,9 @@ class Relay:
     def __init__(self, secrets: Iterable[Keys], rate: float | None, say: Callable[[str], None]) -> None:
         self._secrets: list[Keys | None] = [*secrets] or [None]
         self._say = say
-        self._allowance = _Allowance(rate)
+        self._rate = _Rate(rate)
         self._num_strangers = self._num_bytes = self._num_open = 0
-        self._waiting: dict[bytes, _Caller] = {}
+        self._waiting: dict[bytes, _End] = {}
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve callers until it is cancelled."""
@@ -112,11 +113,12 @@ class Relay:
     async def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A caller: join it with the other one, or keep it until that one comes."""
         writer.transport.set_write_buffer_limits(_CHUNK)
+        keep_alive(writer.get_extra_info("socket"))
         greeting = await self._greeting(reader)
-        if greeting is None or not self._is_good(greeting[:TICKET_BYTES]):
+        if greeting is None or not self._is_good(greeting[:_TICKET_BYTES]):
             writer.close()
             return
-        key, caller = greeting[:-1], _Caller(greeting[-1], reader, writer, time.monotonic() + _WAIT_S)
+        key, caller = greeting[:-1], _End(greeting[-1], reader, writer, time.monotonic() + _WAIT_S)
         other = self._waiting.pop(key, None)
         if other is not None and other.role != caller.role and not other.reader.at_eof():
             await self._join(other, caller)
@@ -152,7 +154,7 @@ class Relay:
                 del self._waiting[greeting]
                 caller.writer.close()
 
-    async def _join(self, one: _Caller, other: _Caller) -> None:
+    async def _join(self, one: _End, other: _End) -> None:
         self._num_open += 1
         for caller in (one, other):
             caller.writer.write(JOINED)
@@ -166,10 +168,10 @@ class Relay:
             for caller in (one, other):
                 caller.writer.close()
 
-    async def _pass_on(self, source: _Caller, target: _Caller) -> None:
+    async def _pass_on(self, source: _End, target: _End) -> None:
         try:
             while chunk := await source.reader.read(_CHUNK):
-                await self._allowance.take(len(chunk))
+                await self._rate.take(len(chunk))
                 self._num_bytes += len(chunk)
                 target.writer.write(chunk)
                 await target.writer.drain()
@@ -226,17 +228,24 @@ class RelayProcess:
         return process
 
     def _watch(self) -> None:
+        process: subprocess.Popen[str] | None = self._process
         while True:
-            process = self._process
-            assert process.stdin is not None and process.stdout is not None
-            with process.stdin, process.stdout:
-                for line in process.stdout:
-                    self._say(line.rstrip())
-            process.wait()
+            if process is not None:
+                assert process.stdin is not None and process.stdout is not None
+                with process.stdin, process.stdout:
+                    for line in process.stdout:
+                        self._say(line.rstrip())
+                process.wait()
             if self._closes.wait(_AGAIN_S):
                 return
             self._say("relay: it has ended, and is started again")
-            self._process = self._start()
+            try:
+                self._process = process = self._start()
+            except OSError as error:  # too many processes, or files
+                self._say(f"relay: it cannot be started yet: {error.strerror}")
+                process = None
+            if self._closes.is_set():  # meanwhile
+                self._process.terminate()
 
 
 def main() -> None:

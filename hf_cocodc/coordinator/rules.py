@@ -33,6 +33,7 @@ from .messages import (
     FromRegion,
     Gone,
     Heard,
+    Hears,
     Hello,
     Here,
     Leave,
@@ -55,7 +56,6 @@ from .messages import (
     Suspect,
     Terms,
     ToRegion,
-    Unheard,
     Waiting,
     Welcome,
 )
@@ -371,7 +371,7 @@ class _Work:
             leave_asks=_without(state.leave_asks, who),
         )
         if seat is not None:
-            self.tell(Unheard(member=seat.member))
+            self.tell(Hears(member=seat.member, hears=False))
         if seat is not None and seat.member in state.newcomers:
             self.forget(seat.member)
 
@@ -1009,6 +1009,7 @@ class _Work:
         seat = self.seat(back.member, back.host)
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
+        self.tell(Hears(member=back.member, hears=True))
         if state.recovers:
             self.remember(back)
             return

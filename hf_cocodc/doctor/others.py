@@ -105,12 +105,13 @@ class Board:
 
     def relay(self) -> str | None:
         """HOST:PORT of the coordinator's relay; None if there is none, or this machine does not reach it."""
-        host, port = parts_of(self.coordinator)[0], relay_at(self.coordinator, self.keys)
-        if port is None:
-            return None
+        host = parts_of(self.coordinator)[0]
         try:
+            port = relay_at(self.coordinator, self.keys)
+            if port is None:
+                return None
             socket.create_connection((host, port), _REACH_S).close()
-        except OSError:
+        except (OSError, CocodcError):
             return None
         return named(host, port)
 

@@ -227,13 +227,18 @@ class Connection:
             connected.close()
             raise
 
-    def drain(self, timeout_s: float) -> None:
-        """Wait until the other end has received all that was sent; or for so long, and while the connection is broken."""
-        until = time.monotonic() + timeout_s
+    def ask(self) -> None:
+        """Ask the other end how much it has received, if it has not said that of all."""
         with self._changed:
-            while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
+            if self._sent:
                 self._asks = True
                 self._outgoing.put(None)
+
+    def drain(self, until: float) -> None:
+        """Wait until the other end has received all that was sent; while the connection is broken, or until then (monotonic)."""
+        with self._changed:
+            while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
+                self.ask()
                 self._changed.wait(_ASK_S)
             self._asks = False
 
@@ -291,9 +296,13 @@ class Connection:
                 operation.keep()
 
     def _acknowledge(self, count: int) -> None:
-        """The other end has received so many messages. Raises ConnectionLost if they were never sent."""
-        if count > self._num_sent:
-            raise ConnectionLost(f"{count} messages have come there, and {self._num_sent} were sent")
+        """The other end has received so many messages. Raises ConnectionLost if that cannot be."""
+        least = self._num_sent - len(self._sent)  # it has said so before
+        if not least <= count <= self._num_sent:
+            raise ConnectionLost(
+                f"the other end says that {count} messages have come, and that cannot be: it has had {least} before, and "
+                f"{self._num_sent} were sent"
+            )
         while self._sent and self._sent[0].number <= count:
             self._sent.popleft()
         if self._asks:
@@ -386,9 +395,9 @@ class Connection:
         order, tag, size, received = _HEADER.unpack(header)
         with self._changed:
             self._acknowledge(received)
-        if tag == _RECEIVED:
-            self._is_asked = True
-            self._outgoing.put(None)
+            if tag == _RECEIVED:
+                self._is_asked = True
+                self._outgoing.put(None)
         if tag in (_NO_MESSAGE, _RECEIVED):
             return
         if tag == _GOODBYE:

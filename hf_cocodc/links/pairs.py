@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..coordinator.addresses import named
+from ..coordinator.addresses import is_from, named
 from ..coordinator.cipher import Ciphers, ciphers
 from ..coordinator.relay import role_at_relay, ticket
 from ..coordinator.secret import Keys
@@ -25,7 +25,7 @@ from .connection import Connection, ConnectionLost
 from .letters import Introduction, Whereabouts
 from .port import TOKEN_BYTES, Port, dial
 from .reaching import NotReached, Search
-from .recovery import Recovery, Word
+from .recovery import Denied, Liveness, Recovery
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Pair:
         timeout_s: float,
         own: str = "",
         keys: Keys | None = None,
-        word: Callable[[], Word] = Word,
+        word: Callable[[], Liveness] = Liveness,
         relay: tuple[str, int] | None = None,
     ) -> None:
         self._ids, self._keys, self._relay = (region, other), keys, relay
@@ -85,7 +85,7 @@ class Pair:
         self.rtt_s = 0.0
         self.way = ""
         self._called: tuple[str, int] | None = None
-        self._theirs: tuple[tuple[str, int], ...] = ()
+        self._callers: list[tuple[str, int]] = []
         self._token = self._resumes = self._role = b""
         self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
         self._came: dict[int, socket.socket] = {}
@@ -97,15 +97,10 @@ class Pair:
         self._port.forget(self._resumes)
         with self._changed:
             came, self._came = self._came, {}
-        for connection in self._all():
+        for connection in self.connections:
             connection.close()
         for unclaimed in came.values():
             unclaimed.close()
-
-    def drain(self, timeout_s: float) -> None:
-        """See `Connection.drain`."""
-        for connection in self._all():
-            connection.drain(timeout_s)
 
     def meet(self, introduction: Introduction) -> None:
         """Make the control connection.
@@ -125,7 +120,6 @@ class Pair:
             # the two shares make what only these two know
             both = (share, theirs.share) if region < other else (theirs.share, share)
             connection, self._called, is_relayed = search.run(theirs, ticket(self._keys, b"meet", *both))
-            self._theirs = theirs.addresses
         except (TimeoutError, NotReached) as error:
             raise LinkError(
                 f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
@@ -149,6 +143,7 @@ class Pair:
                 hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
             )
         if self._called is None:
+            self._callers = [each for each in theirs.addresses if is_from(connection, each[0])]
             self._port.expect(self._token, self._arrive)
             self._port.expect(self._resumes, self._come_back)
         self.control = self._connection(connection, str(other))
@@ -210,17 +205,26 @@ class Pair:
         return Connection(connected, name, self._recovery.begin, congestion)
 
     def _call_again(self, connection: Connection) -> None:
-        """Call for a broken connection; or look whether the region is there, if it calls."""
-        if self._called is not None:
-            number = self._all().index(connection)
-            connection.attach(dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role))
-            return
-        for address in self._theirs:
-            socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
+        """Call for a broken connection; or look whether the region is there, if it calls.
+
+        Behind a router, its own addresses may be those of other machines here; and a relay does not speak for it.
+        """
+        try:
+            if self._called is not None:
+                number = self.connections.index(connection)
+                connection.attach(
+                    dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role)
+                )
+                return
+            for address in self._callers:
+                socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
+        except (ConnectionRefusedError, ConnectionResetError) as error:
+            if self.way != "relayed":
+                raise Denied(short(error.strerror or error, 200)) from error
 
     def _come_back(self, connected: socket.socket, number: int) -> None:
         """The other end has called for a broken connection."""
-        there = self._all()
+        there = self.connections
         if number >= len(there):
             connected.close()
             return
@@ -233,29 +237,31 @@ class Pair:
 
     def _end(self, error: ConnectionLost) -> None:
         """The other region is lost."""
-        for connection in self._all():
+        for connection in self.connections:
             connection.end(error)
 
     def revoke(self, order: int, error: Exception) -> None:
         """See `Connection.revoke`."""
-        for connection in self._all():
+        for connection in self.connections:
             connection.revoke(order, error)
 
     def pace(self, rate: float) -> bool:
         """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
-        return all(each.pace(rate) for each in self._all())
+        return all(each.pace(rate) for each in self.connections)
 
     @property
     def lost_at(self) -> float:
         """When one of the connections has ended; infinite before."""
-        return min(each.lost_at for each in self._all())
+        return min(each.lost_at for each in self.connections)
 
     def connection(self, index: int | None) -> Connection:
         """Payload connection `index`, or the control connection."""
         assert self.control is not None
         return self.control if index is None else self.bulk[index % len(self.bulk)]
 
-    def _all(self) -> list[Connection]:
+    @property
+    def connections(self) -> list[Connection]:
+        """All but streams, the control connection first."""
         return self.bulk if self.control is None else [self.control, *self.bulk]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..coordinator.addresses import listen_at, named
-from ..coordinator.channel import keep_from_forks
+from ..coordinator.channel import keep_alive, keep_from_forks
 from ..coordinator.relay import JOINED
 from ..errors import InputError
 
@@ -32,8 +32,6 @@ _AT_ONCE = 32
 """Callers that are accepted before others are heard again."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Routers forget connections that are silent, some after 30 s. One that nothing answers on for as long is made anew."""
 
 
 Take = Callable[[socket.socket, int], None]
@@ -195,8 +193,5 @@ def tuned(connection: socket.socket) -> socket.socket:
     connection.settimeout(None)
     keep_from_forks(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(connection)
     return connection

@@ -15,15 +15,20 @@ logger = logging.getLogger(__name__)
 _AGAIN_S = 0.1
 _HEARD_S = 5.0
 """The coordinator may lose a process so much earlier than the others do."""
-_GRACE_S = 1.0
-"""A router that was started anew breaks all connections of a region at once: it has so long to come back."""
+_GRACE_S = 5.0
+"""A router that was started anew breaks all connections of a region at once, to the coordinator too: it has so long to call it
+again. It notices the break with its next sign of life."""
+
+
+class Denied(ConnectionLost):
+    """The machine of the other end says that its process is not there, or does not know the connection."""
 
 
 class NotBack(ConnectionLost):
     """Nothing refuses connections to the other end, and none has come about in time."""
 
 
-class Word(NamedTuple):
+class Liveness(NamedTuple):
     """What the coordinator knows of the process at the other end.
 
     Attributes:
@@ -36,14 +41,14 @@ class Word(NamedTuple):
 
 
 def verdict(
-    now: float, broken_at: float, is_denied: bool, word: Word, timeout_s: float
+    now: float, broken_at: float, is_denied: bool, word: Liveness, timeout_s: float
 ) -> ConnectionLost | None:
     """The error if the process at the other end of a broken connection is lost; None while it may come back.
 
     Args:
         now: by the monotonic clock.
         broken_at: when the connection broke.
-        is_denied: whether the port of that process refuses calls, or does not know them.
+        is_denied: whether its machine denies that it is there.
         word: of the coordinator.
         timeout_s: after so long it is lost in any case.
     """
@@ -67,7 +72,7 @@ class Recovery:
 
     Args:
         call: calls the other end for a connection. If the other end calls, it only looks whether its port is there. Raises
-            ConnectionRefusedError or ConnectionResetError if it is not, and any OSError if nobody knows.
+            Denied if it is not, and any other error if nobody knows.
         word: of the coordinator.
         lost: called with the error once the other end is lost.
         timeout_s: see `verdict`.
@@ -76,7 +81,7 @@ class Recovery:
     def __init__(
         self,
         call: Callable[[Connection], None],
-        word: Callable[[], Word],
+        word: Callable[[], Liveness],
         lost: Callable[[ConnectionLost], None],
         timeout_s: float,
     ) -> None:
@@ -97,7 +102,7 @@ class Recovery:
             broken_at, is_denied = connection.broken_at, False
             try:
                 self._call(connection)
-            except (ConnectionRefusedError, ConnectionResetError):
+            except Denied:
                 is_denied = True
             except Exception as error:  # whatever it is, nobody must wait for ever
                 logger.debug("a connection does not come back yet: %r", error)
@@ -106,6 +111,7 @@ class Recovery:
             lost = verdict(time.monotonic(), broken_at, is_denied, self._word(), self._timeout_s)
             if lost is not None:
                 self._lost(lost)
+                connection.end(lost)  # its pair may not know it yet
             time.sleep(_AGAIN_S)
 
     def _is_over(self, connection: Connection) -> bool:

@@ -27,6 +27,7 @@ from ..coordinator.messages import (
     Bye,
     Decided,
     Gone,
+    Hears,
     Here,
     Member,
     Note,
@@ -43,7 +44,6 @@ from ..coordinator.messages import (
     Suspect,
     Terms,
     ToRegion,
-    Unheard,
     Ways,
     Welcome,
 )
@@ -60,7 +60,7 @@ from .following import FollowedMean, Following, copy_bytes, records_in
 from .letters import Introduction, Letters
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
 from .records import Record
-from .recovery import Word
+from .recovery import Liveness
 from .rules import Part, Standing
 from .stopping import StopAgreement
 from .view import View
@@ -149,7 +149,7 @@ class TcpLink:
         """Be a process of the run, with this connection to the coordinator."""
         self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
         self.run = welcome.run
-        wire.note_of, wire.word_of = self.note_of, self._word_of
+        wire.note_of, wire.liveness_of = self.note_of, self._liveness_of
         wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
         members = tuple(place.member for place in welcome.members)
         standing = Standing.JOINING if welcome.joins else Standing.MEMBER
@@ -363,12 +363,12 @@ class TcpLink:
             self._changed.wait_for(lambda: region in self._notes, wait_s)
             return self._notes.get(region)
 
-    def _word_of(self, region: int) -> Word:
+    def _liveness_of(self, region: int) -> Liveness:
         """What the coordinator knows of the process of a region."""
         member = self._paired.get(region)
         ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
         is_fresh = time.monotonic() - self._client.heard_at < _FRESH_S
-        return Word(self.has_coordinator and is_fresh, ended_at)
+        return Liveness(self.has_coordinator and is_fresh, ended_at)
 
     # ---- what the run asks, beside the engine ---------------------------------------------------------------------
 
@@ -760,7 +760,9 @@ class TcpLink:
                     self._feed(rules.Known(change))
             case Suspect():
                 self._suspect(message)
-            case Unheard(member=member):
+            case Hears(member=member, hears=True):
+                self._unheard.pop(member, None)
+            case Hears(member=member):
                 self._unheard[member] = time.monotonic()
             case Resumed():
                 self._tell_ways()

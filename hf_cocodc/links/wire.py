@@ -25,7 +25,7 @@ from .pairs import (
     side_by_side,
 )
 from .port import Port
-from .recovery import NotBack, Word
+from .recovery import Liveness, NotBack
 from .view import Throttle, View, Waits
 
 FIRST = 0
@@ -34,8 +34,6 @@ _MOST_ASKED = 64
 """What regions.connections may ask for."""
 _THREADS = 16
 """The most pairs that meet at the same time."""
-_DRAIN_S = 5.0
-"""The others may be frozen: then the kernel brings the rest, unless the connection breaks."""
 _LONG_S = 0.005
 """A shorter round trip belongs to one site."""
 _SOON = 0.25
@@ -96,7 +94,7 @@ class Wire:
         self._asked = connections
         self.address = address
         self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
-        self.word_of: Callable[[int], Word] = lambda region: Word()
+        self.liveness_of: Callable[[int], Liveness] = lambda region: Liveness()
         self.relay: tuple[str, int] | None = None
         self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
         self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
@@ -219,8 +217,12 @@ class Wire:
     def drain(self) -> None:
         """Wait until the others have received all: a path that breaks once this process has ended would cost them the rest."""
         with self._lock:
-            pairs = list(self._pairs.values())
-        side_by_side([partial(pair.drain, _DRAIN_S) for pair in pairs], _THREADS)
+            connections = [each for pair in self._pairs.values() for each in pair.connections]
+        for each in connections:
+            each.ask()
+        until = time.monotonic() + self.timeout_s
+        for each in connections:
+            each.drain(until)
 
     def close(self) -> None:
         """Close all connections, and listen no more."""
@@ -231,7 +233,7 @@ class Wire:
     def _pair(self, region: int) -> Pair:
         how = self.addresses, self.timeout_s, self._call_from, self._keys
         return Pair(
-            self.region, region, self._port, *how, word=lambda: self.word_of(region), relay=self.relay
+            self.region, region, self._port, *how, word=lambda: self.liveness_of(region), relay=self.relay
         )
 
     def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:

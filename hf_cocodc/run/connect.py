@@ -23,6 +23,7 @@ from ..links.base import Link
 from ..links.group import RegionGroup
 from ..links.lanes import LaneLink
 from ..links.lockstep import loopback
+from ..links.pacing import congestion_of
 from ..links.ranks import SharedLink
 from ..links.spreading import spread_all
 from ..links.stopping import StopAgreement
@@ -99,6 +100,7 @@ def connect(
             "finds a free one."
         )
     keys = secret_of(regions)
+    congestion_of(regions.congestion)  # refused before anybody waits
     name = regions.run or about.run or Path(sys.argv[0]).stem or "script"
     # of shards, each rank has its own; before the model is sharded, the leader has all of it
     frozen = " ".join(of_all(accelerator, frozen_digest(model))) if sharded and is_sharded(model) else None

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -180,6 +182,24 @@ def test_a_relay_that_ends_is_started_again(running: Running, monkeypatch: pytes
     wait_until(lambda: "relay: it has ended, and is started again" in running.said, 10.0)
     wait_until(lambda: _answers(running.port), 20.0)
     assert running.process._process.pid != first
+
+
+def test_a_relay_that_cannot_be_started_is_tried_again(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine may have too many processes for a while."""
+    monkeypatch.setattr(relaying, "_AGAIN_S", 0.1)
+    begin, failures = subprocess.Popen, [OSError(11, "Resource temporarily unavailable")] * 2
+
+    def start(*given: Any, **how: Any) -> subprocess.Popen[str]:
+        if failures:
+            raise failures.pop()
+        return begin(*given, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    os.kill(running.process._process.pid, signal.SIGKILL)
+    wait_until(lambda: not failures and _answers(running.port), 20.0)
+    assert "relay: it cannot be started yet: Resource temporarily unavailable" in running.said
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -4,6 +4,7 @@ from hf_cocodc.coordinator.messages import (
     Back,
     Beat,
     Gone,
+    Hears,
     Hello,
     Leave,
     Member,
@@ -80,6 +81,20 @@ def test_members_may_come_back_after_the_network_to_the_coordinator_was_down_for
         world.later(60.0)
         world.do(Came(3, world.back(1)))
         assert world.last(3) == Resumed(generation=1)
+
+
+def test_all_hear_which_connections_have_ended_and_who_has_called_again() -> None:
+    world = World()
+    world.meet(elastic=True)
+    back = world.back(1)
+    world.do(Ended(1))
+    assert world.last(2) == Hears(member=back.member, hears=False)
+    world.do(Came(3, back))
+    assert world.last(2) == Hears(member=back.member, hears=True)
+    world.later(0.1)
+    world.do(Came(4, back))  # before the coordinator knows that the earlier connection has ended
+    world.do(Ended(3))
+    assert world.last(2) == Hears(member=back.member, hears=True)
 
 
 def test_new_regions_of_a_run_that_has_died_begin_anew() -> None:

@@ -275,16 +275,16 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
         lasting.sockets[0].shutdown(socket.SHUT_RDWR)
         wait_until(lambda: lasting.ends[0]._socket is None)
         threading.Timer(0.3, lasting.mend).start()
-    lasting.ends[0].drain(0.0 if how == "cut" else PATIENCE_S)
+    lasting.ends[0].drain(time.monotonic() + (0.0 if how == "cut" else PATIENCE_S))
     assert not lasting.ends[0]._sent
 
 
 def test_draining_ends_with_the_time_or_the_connection(lasting: Lasting) -> None:
-    lasting.ends[0].drain(PATIENCE_S)
+    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
     send(lasting.ends[0], 1, 0, full(1))  # nobody asks for it
-    lasting.ends[0].drain(0.3)
+    lasting.ends[0].drain(time.monotonic() + 0.3)
     threading.Timer(0.3, lasting.ends[1].close).start()
-    lasting.ends[0].drain(PATIENCE_S)
+    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
     assert lasting.ends[0]._sent
 
 
@@ -298,6 +298,24 @@ def test_a_void_message_that_has_come_in_part_waits_no_longer(lasting: Lasting) 
         taken.wait(PATIENCE_S)
     send(lasting.ends[0], 2, 0, full(2))
     assert come(ask(lasting.ends[1], 2, 0)) == [2]
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_count_that_cannot_be_is_not_believed(lasting: Lasting, count: int) -> None:
+    """Fewer messages than it has acknowledged, or more than were sent: what follows would come in the place of others."""
+    for number in range(2):
+        asked = ask(lasting.ends[1], 1, 0)
+        send(lasting.ends[0], 1, 0, full(number)).wait(PATIENCE_S)
+        come(asked)
+    lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
+    one, other = lasting._connect()
+    other.sendall(struct.pack(">Q", count))
+    with pytest.raises(
+        ConnectionLost,
+        match=f"{count} messages have come, and that cannot be: it has had 2 before, and 2 were",
+    ):
+        lasting.ends[0].attach(one)
+    other.close()
 
 
 def test_a_goodbye_ends_both(lasting: Lasting) -> None:

@@ -20,7 +20,7 @@ from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links.connection import ConnectionLost
 from hf_cocodc.links.letters import Introduction, Whereabouts
-from hf_cocodc.links.recovery import NotBack, Recovery, Word, verdict
+from hf_cocodc.links.recovery import Liveness, NotBack, Recovery, verdict
 from hf_cocodc.links.view import View
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import at_once, connect, wait_until
@@ -34,23 +34,23 @@ NEVER = -math.inf
 @pytest.mark.parametrize(
     ("broken_s", "is_denied", "word", "lost"),
     [
-        (0.0, False, Word(True, NEVER), None),
+        (0.0, False, Liveness(True, NEVER), None),
         # a router refuses for a while: the region talks to the coordinator
-        (9.0, True, Word(True, NEVER), None),
-        (0.5, True, Word(False, NEVER), None),
-        (2.0, True, Word(False, NEVER), ConnectionLost),  # nobody else can say
-        (0.0, True, Word(True, 100.0), ConnectionLost),  # killed: the coordinator has lost it, too
-        (0.5, False, Word(True, 100.0), None),  # a router was started anew
-        (2.0, False, Word(True, 100.0), ConnectionLost),  # a killed region whose port nobody can look at
-        (2.0, False, Word(True, 101.5), None),
+        (9.0, True, Liveness(True, NEVER), None),
+        (0.5, True, Liveness(False, NEVER), None),
+        (6.0, True, Liveness(False, NEVER), ConnectionLost),  # nobody else can say
+        (0.0, True, Liveness(True, 100.0), ConnectionLost),  # killed: the coordinator has lost it, too
+        (4.5, False, Liveness(True, 100.0), None),  # a router was started anew
+        (6.0, False, Liveness(True, 100.0), ConnectionLost),  # a killed region whose port nobody can look at
+        (6.0, False, Liveness(True, 101.5), None),
         # the coordinator lost it long ago, and heard it again
-        (2.0, True, Word(True, 90.0), None),
-        (29.0, False, Word(True, NEVER), None),
-        (31.0, True, Word(True, NEVER), ConnectionLost),
-        (31.0, False, Word(False, NEVER), NotBack),
+        (2.0, True, Liveness(True, 90.0), None),
+        (29.0, False, Liveness(True, NEVER), None),
+        (31.0, True, Liveness(True, NEVER), ConnectionLost),
+        (31.0, False, Liveness(False, NEVER), NotBack),
     ],
 )
-def test_who_is_lost(broken_s: float, is_denied: bool, word: Word, lost: type | None) -> None:
+def test_who_is_lost(broken_s: float, is_denied: bool, word: Liveness, lost: type | None) -> None:
     error = verdict(100.0 + broken_s, 100.0, is_denied, word, timeout_s=30.0)
     assert (None if error is None else type(error)) is lost
 
@@ -69,7 +69,7 @@ def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
             raise failures.pop()
         again.broken_at = math.inf
 
-    recovery = Recovery(call, Word, pytest.fail, 30.0)
+    recovery = Recovery(call, Liveness, pytest.fail, 30.0)
     for _ in range(2):  # one thread is enough
         recovery.begin(connection)
     wait_until(lambda: math.isinf(connection.broken_at) and not recovery._under_way)
@@ -132,9 +132,11 @@ class Router:
 class Routed:
     """Two wires; whoever calls goes through a router."""
 
-    def __init__(self, caller: int = 0, timeout_s: float = 20.0, **settings: object) -> None:
+    def __init__(
+        self, caller: int = 0, timeout_s: float = 20.0, hidden: str = HOST, **settings: object
+    ) -> None:
         self._hidden = socket.socket()
-        self._hidden.bind((HOST, 0))
+        self._hidden.bind((hidden, 0))
         nowhere = self._hidden.getsockname()
         self.wires = [
             Wire(region, 2, timeout_s=timeout_s, announce=lambda port: [nowhere], **settings)  # type: ignore[arg-type]
@@ -230,24 +232,37 @@ def test_who_listens_between_two_regions_learns_nothing(monkeypatch: pytest.Monk
 def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_too() -> None:
     """While the coordinator hears it, it may come back."""
     with routed(timeout_s=60.0) as both:
-        word = Word(True, NEVER)
-        both.wires[0].word_of = lambda region: word
+        word = Liveness(True, NEVER)
+        both.wires[0].liveness_of = lambda region: word
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.close()
         with pytest.raises(TimeoutError):
             pending.operation.wait(0.7)
-        word = Word(True, time.monotonic())
+        word = Liveness(True, time.monotonic())
         with pytest.raises(
             RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
         ):
             view.wait([pending], "a piece", may_be_late=True)
 
 
+@pytest.mark.parametrize("hidden", [HOST, "127.0.0.2"])
+def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> None:
+    """Behind a router, a region announces an address that another machine has here: what refuses there says nothing of it."""
+    with routed(timeout_s=60.0, hidden=hidden) as both:
+        both.wires[1].liveness_of = lambda region: Liveness(True, time.monotonic())
+        view = both.wires[1].view([0, 1], 1)
+        pending = view.receive(0, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
+        both.router.is_blocked = True
+        both.router.cut()
+        with pytest.raises(ConnectionLost if hidden == HOST else TimeoutError):
+            pending.operation.wait(3.0)
+
+
 def test_a_region_that_nobody_reaches_again_is_lost_after_the_time_out() -> None:
     with routed(timeout_s=3.0) as both:
         for wire in both.wires:
-            wire.word_of = lambda region: Word(True, NEVER)
+            wire.liveness_of = lambda region: Liveness(True, NEVER)
         view = both.wires[0].view([0, 1], 1)
         pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
         both.router.is_blocked = True

@@ -20,7 +20,7 @@ from hf_cocodc.coordinator.relay import RelayProcess
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links import reaching
-from hf_cocodc.links.recovery import Word
+from hf_cocodc.links.recovery import Liveness
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import at_once, connect, wait_until
 from tests.secret import secret
@@ -207,7 +207,7 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         both = wires([first], [second], keys=keys)
         for wire in both:
             wire.relay = (HOST, port)
-            wire.word_of = lambda region: Word(answers=True)  # the coordinator hears both
+            wire.liveness_of = lambda region: Liveness(answers=True)  # the coordinator hears both
         connect(*both)
         assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
         speak(*both)

@@ -20,28 +20,30 @@ from hf_cocodc.settings import RegionConfig
 from tests.secret import secret
 
 SECONDS, NUMEL = 3, 1 << 18
+TIMEOUT_S = 60.0
+"""A router that passes no resets on leaves a broken path for the kernel to find: 30 to 40 seconds."""
 
 
 def main(coordinator: str, number: str, port: str = "0", announce: str = "") -> None:
     region = int(number)
     regions = RegionConfig(announce=announce or None)
     host, keys = own_address(coordinator, None), Keys.from_secret(secret())
-    client, terms = Client(coordinator, "run", keys, 0.5), Terms(count=2, timeout_s=30.0)
+    client, terms = Client(coordinator, "run", keys, 0.5), Terms(count=2, timeout_s=TIMEOUT_S)
     hello = Hello(
         region=region, join=False, host=host, machine="here", token=number, terms=terms, compared={}
     )
     try:
-        client.meet(hello, 30.0)
+        client.meet(hello, TIMEOUT_S)
         wire = Wire(
             region,
             2,
             host,
-            30.0,
+            TIMEOUT_S,
             keys=keys,
             port=int(port),
             announce=(lambda own: regions.addresses(own, lane=0)) if announce else None,
         )
-        link = TcpLink(client, terms, wire, {}, timeout_s=30.0)
+        link = TcpLink(client, terms, wire, {}, timeout_s=TIMEOUT_S)
         told = []
         for second in range(SECONDS):
             flat = torch.full((NUMEL,), float(region + second))
