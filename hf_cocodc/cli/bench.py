@@ -1,13 +1,11 @@
 """`hf-cocodc bench`: measure the cost of each part, compared with the best that the hardware can do."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..methods import METHODS
 from ..parts.rules import CODECS
 from ..settings import RegionConfig
 from .checks import (
@@ -64,7 +62,6 @@ def register(subparsers: Any) -> None:
         "--only", nargs="+", metavar="CODEC", help=f"codecs to measure: {', '.join(CODECS)} (default: all)"
     )
     _add_link(benches)
-    _add_wan(benches)
 
 
 def _add_link(benches: Any) -> None:
@@ -90,7 +87,11 @@ def _add_link(benches: Any) -> None:
     link.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
     link.add_argument("--repeat", type=int, default=5, help="number of transfers (default: 5)")
     link.add_argument("--rate-mbit", type=float, help="rate of the link in Mbit/s, if you know it")
-    _add_rate_limit(link)
+    link.add_argument(
+        "--rate-limit",
+        type=float,
+        help="highest rate at which a region sends, in Mbit/s, like regions.rate_limit (default: no limit)",
+    )
     add_coordinator(link, "address of the coordinator of both ends (see hf-cocodc coordinator)")
     add_secret(link)
     link.add_argument(
@@ -103,52 +104,6 @@ def _add_link(benches: Any) -> None:
     link.add_argument("--interface", help="network interface of the link, for example wg0")
     link.add_argument(
         "--run", dest="run_name", help="name of this measurement, if the coordinator has several at once"
-    )
-
-
-def _add_wan(benches: Any) -> None:
-    wan = _add(
-        benches,
-        "wan",
-        "training over an emulated link on this machine",
-        _wan,
-        "The regions are network namespaces. A link with the given round trip, rate and packet loss connects them; TCP is the "
-        "kernel's own. Needs Linux; needs root only if the kernel allows no user namespaces. Takes some minutes; --steps and "
-        "--methods make it shorter.",
-    )
-    wan.add_argument("--regions", type=int, default=2, help="number of regions (default: 2)")
-    wan.add_argument("--rtt-ms", type=float, default=100, help="round trip of the link in ms (default: 100)")
-    wan.add_argument(
-        "--rate-mbit",
-        type=float,
-        default=1000,
-        help="rate between each two regions in each direction, in Mbit/s (default: 1000)",
-    )
-    wan.add_argument("--loss", type=float, default=0, help="probability that a packet is lost (default: 0)")
-    wan.add_argument(
-        "--congestion",
-        help="TCP congestion control, for example cubic or bbr (default: the setting of this machine)",
-    )
-    _add_rate_limit(wan)
-    wan.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help=f"methods to train with: {', '.join(METHODS)} (default: all of them)",
-    )
-    wan.add_argument(
-        "--steps", type=int, default=240, help="inner steps of each region, for each method (default: 240)"
-    )
-    wan.add_argument(
-        "--sync-interval", type=int, default=20, help="sync_interval (H) of every method (default: 20)"
-    )
-
-
-def _add_rate_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rate-limit",
-        type=float,
-        help="highest rate at which a region sends, in Mbit/s, like regions.rate_limit (default: no limit)",
     )
 
 
@@ -184,13 +139,6 @@ def _connections(text: str) -> int | None:
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise InputError(f"--connections {text} must lie in 1 .. 64, or be auto.")
     return int(text)
-
-
-def _rate_limit(value: float | None) -> float | None:
-    """The limit in Mbit/s; None for no limit."""
-    if value is not None:
-        check("--rate-limit", value, 0.01)
-    return value
 
 
 def _outer(options: argparse.Namespace) -> Iterator[Any]:
@@ -233,8 +181,9 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         raise InputError(
             f"--region {ends.region} of --regions {options.regions} does not exist: regions are numbered from 0. Lower --region."
         )
-    if options.rate_mbit is not None:
-        check("--rate-mbit", options.rate_mbit, 0.01)
+    for name, value in (("--rate-mbit", options.rate_mbit), ("--rate-limit", options.rate_limit)):
+        if value is not None:
+            check(name, value, 0.01)
     from ..bench import link
 
     keys = None if ends.coordinator is None else secret_of(ends)
@@ -247,7 +196,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         codec=options.codec,
         connections=_connections(options.connections),
         repeat=options.repeat,
-        rate_limit=_rate_limit(options.rate_limit),
+        rate_limit=options.rate_limit,
         encrypt=options.encrypt if ends.coordinator is None else keys is not None,
     )
     here = options.regions if ends.coordinator is None else 1
@@ -261,24 +210,3 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
         found = link.measure_here(trial, options.regions)
         setting = {"over": "loopback"}
     yield link.report(trial, found, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6)
-
-
-def _wan(options: argparse.Namespace) -> Iterator[Any]:
-    from ..emulation import training as wan
-
-    check("--regions", options.regions, 2, 100)
-    check("--rtt-ms", options.rtt_ms, 0, 60_000)
-    check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
-    check("--loss", options.loss, 0, 0.99)
-    plan = wan.Plan(
-        regions=options.regions,
-        rtt_s=options.rtt_ms / 1e3,
-        rate=options.rate_mbit * 1e6,
-        loss=options.loss,
-        congestion=options.congestion,
-        methods=options.methods or wan.Plan.methods,
-        steps=options.steps,
-        sync_interval=options.sync_interval,
-        rate_limit=_rate_limit(options.rate_limit),
-    )
-    yield from wan.measure(plan, lambda words: print(words, file=sys.stderr, flush=True))

@@ -18,8 +18,6 @@ import torch
 
 from hf_cocodc.bench.report import Report, write
 from hf_cocodc.bench.workers import PORT, coordinator_in_region_0, run, serve
-from hf_cocodc.emulation.privileges import obstacle
-from hf_cocodc.emulation.wan import INTERFACE, Wan
 from hf_cocodc.planning.course import MEASURED, WARM_UP, mean
 from hf_cocodc.planning.flights import LinkFigures
 from hf_cocodc.planning.forecast import Subject, codecs_of
@@ -27,6 +25,8 @@ from hf_cocodc.planning.speeds import Speeds, measure
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import OuterConfig, RegionConfig
 
+from .emulation.privileges import obstacle
+from .emulation.wan import INTERFACE, Wan
 from .workload import model_of
 
 PROGRAM = "tests.benchmarks.plan"

@@ -21,11 +21,11 @@ from statistics import median
 from typing import Any
 
 from hf_cocodc.bench.report import Report, write
-from hf_cocodc.emulation.privileges import obstacle
-from hf_cocodc.emulation.wan import Wan
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant
+from .emulation.privileges import obstacle
+from .emulation.wan import Wan
 
 RESULTS = Path(__file__).parent / "results"
 PATIENCE_S = 240

@@ -17,7 +17,6 @@ from hf_cocodc.cli import train
 from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import CocodcError, InputError
-from hf_cocodc.methods import METHODS
 from hf_cocodc.parts import rules
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
@@ -83,7 +82,7 @@ def test_the_package_is_a_program_with_a_name() -> None:
         (["train", "x.yaml", "--fast"], "usage: hf-cocodc train RECIPE"),
         (["simulate", "x.yaml", "--fast"], "usage: hf-cocodc simulate "),
         (["coordinator", "--fast", "5"], "usage: hf-cocodc coordinator "),
-        (["bench", "wan", "--fast"], "usage: hf-cocodc bench wan "),
+        (["bench", "link", "--fast"], "usage: hf-cocodc bench link "),
     ],
 )
 def test_an_unknown_option_prints_the_usage_of_its_command(
@@ -308,7 +307,7 @@ def test_a_refusal_is_short(
     assert len(capsys.readouterr().err) < 2500
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "wan", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["bench", "link", "--help"]])
 def test_help_lists_the_exit_codes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """All that an error of this package can have."""
 
@@ -327,7 +326,6 @@ def test_help_lists_the_exit_codes(words: list[str], capsys: pytest.CaptureFixtu
     [
         (["bench", "link", "--help"], rules.CODECS),
         (["bench", "codec", "--help"], rules.CODECS),
-        (["bench", "wan", "--help"], METHODS),
         (["recipe", "new", "--help"], newer.known()),
     ],
 )

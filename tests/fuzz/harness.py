@@ -32,7 +32,6 @@ STARTS = (
     "hf_cocodc.bench.codec.measure",
     "hf_cocodc.bench.link.take_part",
     "hf_cocodc.bench.link.measure_here",
-    "hf_cocodc.emulation.training.measure",
 )
 """What runs, writes or listens: everything before it is validation."""
 

@@ -212,7 +212,6 @@ WORDS = [
         "coordinator",
         "bench",
         "outer",
-        "wan",
         "--help",
         "-h",
         "--version",
@@ -326,13 +325,6 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         **dict.fromkeys(("--megabytes", "--regions", "--region", "--rate-mbit", "--rate-limit"), NUMBERS),
         **dict.fromkeys(("--codec", "--interface", "--run"), NAMES),
         **{"--connections": [*NUMBERS, "auto"], "--coordinator": ADDRESSES, "--secret-file": FILES},
-    },
-    "bench wan": {
-        "--json": FILES,
-        **dict.fromkeys(
-            ("--regions", "--rtt-ms", "--rate-mbit", "--loss", "--rate-limit", "--steps"), NUMBERS
-        ),
-        **{"--sync-interval": NUMBERS, "--methods": NAMES, "--congestion": NAMES},
     },
 }
 

@@ -25,7 +25,7 @@ FLOORS = (
     ("run",),
     ("integrations", "views"),
     ("training", "bench"),
-    ("doctor", "emulation", "planning", "train"),
+    ("doctor", "planning", "train"),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -92,11 +92,6 @@ def test_only_integrations_and_what_stands_on_them_import_transformers() -> None
     for module in MODULES:
         if FLOOR_OF[place(module)] < FLOOR_OF["integrations"]:
             assert not {name for name in imports(module) if name.split(".")[0] == "transformers"}, module
-
-
-def test_the_emulation_is_used_by_the_command_line_alone() -> None:
-    """The WAN emulator and what is measured over it can be removed without touching anything else but the CLI."""
-    assert {place(module) for module in MODULES if "emulation" in uses(module)} == {"cli"}
 
 
 LONG = {

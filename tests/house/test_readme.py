@@ -85,7 +85,7 @@ def test_every_command_of_the_readme_is_one() -> None:
         "plan",
         "doctor",
         "report",
-        *(f"bench {what}" for what in ("link", "codec", "outer", "wan")),
+        *(f"bench {what}" for what in ("link", "codec", "outer")),
     }
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_cocodc.emulation.wan import Wan
 from hf_cocodc.run.journal import read
+from tests.benchmarks.emulation.wan import Wan
 from tests.processes import faults_worker
 from tests.processes.coming_worker import HURRY
 from tests.processes.coordinators import CoordinatorProcess

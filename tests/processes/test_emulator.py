@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.emulation.privileges import obstacle
-from hf_cocodc.emulation.wan import Wan
+from tests.benchmarks.emulation.privileges import obstacle
+from tests.benchmarks.emulation.wan import Wan
 from tests.processes.launching import ROOT
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -61,7 +61,7 @@ print(json.dumps({"rtt_s": min(times), "control": control, "start": start}))
 """
 OWNER = """
 import subprocess, time
-from hf_cocodc.emulation.wan import Wan
+from tests.benchmarks.emulation.wan import Wan
 with Wan(2) as wan:
     process = wan.popen(0, ["sh", "-c", "echo inside; sleep 600 & sleep 600"], stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -70,8 +70,8 @@ with Wan(2) as wan:
 """
 PLAIN = """
 import json, os, subprocess, sys
-from hf_cocodc.emulation.privileges import may_administer, obstacle
-from hf_cocodc.emulation.wan import Wan
+from tests.benchmarks.emulation.privileges import may_administer, obstacle
+from tests.benchmarks.emulation.wan import Wan
 from tests.processes.test_emulator import talk
 assert not may_administer()
 missing = obstacle()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.emulation.privileges import obstacle
-from hf_cocodc.emulation.wan import Wan
+from tests.benchmarks.emulation.privileges import obstacle
+from tests.benchmarks.emulation.wan import Wan
 from tests.processes.faults import Regions
 from tests.processes.faults_worker import POINTS, Task
 

@@ -31,10 +31,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import InputError, LinkError
+from hf_cocodc.errors import InputError, LinkError
+
 from . import hub
 from .hub import INTERFACE, SYSCTL, Counters
 from .privileges import as_administrator, inside, obstacle
@@ -113,7 +115,7 @@ class Wan:
         }
         # A new session keeps Ctrl-C from the hub: it must outlive its parent to clean up.
         self._hub = subprocess.Popen(
-            as_administrator([sys.executable, "-m", hub.__name__, json.dumps(spec)]),
+            as_administrator([sys.executable, str(Path(hub.__file__)), json.dumps(spec)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

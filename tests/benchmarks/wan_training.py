@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
-from ..bench import link
-from ..bench.report import Report
-from ..bench.workers import PORT, Company, coordinator_in_region_0, run, serve
-from ..errors import InputError, nearest, shown
-from ..methods import METHODS
-from ..recipes.files import shipped
-from ..recipes.recipe import Recipe
-from ..resolve import from_config
-from ..settings import OuterConfig, RegionConfig
-from ..tensors.threads import cores
-from .wan import INTERFACE, Wan
+from hf_cocodc.bench import link
+from hf_cocodc.bench.report import Report
+from hf_cocodc.bench.workers import PORT, Company, coordinator_in_region_0, run, serve
+from hf_cocodc.errors import InputError, nearest, shown
+from hf_cocodc.methods import METHODS
+from hf_cocodc.recipes.files import shipped
+from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.resolve import from_config
+from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.tensors.threads import cores
+
+from .emulation.wan import INTERFACE, Wan
 
 MODEL = {
     "model_type": "llama",
@@ -109,7 +110,7 @@ def settings_of(method: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _OF_THE_LINK}
 
 
-def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Report]:
+def measure(plan: Plan, progress: Callable[[str], object]) -> Iterator[Report]:
     """Measure first the link alone, then training over it.
 
     Args:
@@ -234,7 +235,7 @@ class _Region:
 
     def train(self, phase: str) -> dict[str, Any]:
         """Train with a method, or without a link; return the figures of all regions together."""
-        from ..run.outer_optimizer import OuterOptimizer
+        from hf_cocodc.run.outer_optimizer import OuterOptimizer
 
         plan = self._plan
         model, optimizer, scheduler = self._model()
@@ -329,8 +330,8 @@ class _Region:
 
 def _bytes_of(split: str, region: int, regions: int) -> torch.Tensor:
     """A region's part of the Python standard library's source, as a flat tensor of bytes."""
-    from ..run.shards import region_shard
-    from ..training.data import python_stdlib
+    from hf_cocodc.run.shards import region_shard
+    from hf_cocodc.training.data import python_stdlib
 
     documents = region_shard(python_stdlib(split).shuffle(seed=0), region, regions)
     return torch.frombuffer(bytearray("\0".join(documents["text"]).encode()), dtype=torch.uint8)
