@@ -117,7 +117,7 @@ def _add(
 
 
 def _report(options: argparse.Namespace) -> int:
-    from ..bench.report import content
+    from ..tools.bench.report import content
 
     if options.json is not None:
         check_writable("--json", options.json)
@@ -147,7 +147,7 @@ def _outer(options: argparse.Namespace) -> Iterator[Any]:
     for count in options.threads or ():
         check("--threads", count, 1, 1024)
     check_memory("--millions", options.millions, options.millions * 1e6 * _OUTER_BYTES)
-    from ..bench import outer
+    from ..tools.bench import outer
 
     yield outer.measure(options.millions * 10**6, options.repeat, options.threads or ())
 
@@ -156,7 +156,7 @@ def _codec(options: argparse.Namespace) -> Iterator[Any]:
     check("--millions", options.millions, 1)
     check("--repeat", options.repeat, 1)
     check_memory("--millions", options.millions, options.millions * 1e6 * _CODEC_BYTES)
-    from ..bench import codec
+    from ..tools.bench import codec
 
     yield codec.measure(options.millions * 10**6, options.repeat, options.only)
 
@@ -184,7 +184,7 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     for name, value in (("--rate-mbit", options.rate_mbit), ("--rate-limit", options.rate_limit)):
         if value is not None:
             check(name, value, 0.01)
-    from ..bench import link
+    from ..tools.bench import link
 
     keys = None if ends.coordinator is None else secret_of(ends)
     if options.encrypt and ends.coordinator is not None and keys is None:

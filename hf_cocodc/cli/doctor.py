@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(
             "--wait waits for the doctors of other regions: it needs --region and --coordinator."
         )
-    from ..doctor.examine import Patient, examine
-    from ..doctor.findings import WRONG, lines
+    from ..tools.doctor.examine import Patient, examine
+    from ..tools.doctor.findings import WRONG, lines
 
     def tell(words: str) -> None:
         if sys.stderr.isatty():

@@ -39,8 +39,8 @@ def show(recipe: Recipe, planned: "Sequence[Launch]", machine: int, resumes: boo
     Raises:
         InputError: a folder cannot be written, or another run has it.
     """
-    from ..doctor.facts import disk
     from ..run.lock import refuse_held, region_lock
+    from ..tools.doctor.facts import disk
     from ..training.launch import log_name
 
     for each in planned:

@@ -20,9 +20,9 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     Returns:
         The figures of the summary; None if there is none.
     """
-    from ..views.journals import NAME
-    from ..views.runs import read_run
-    from ..views.summary import summarise
+    from ..tools.report.journals import NAME
+    from ..tools.report.runs import read_run
+    from ..tools.report.summary import summarise
 
     journals = [folder / "cocodc" / NAME for folder in folders]
     run = read_run(output.resolve().name, journals, beside=output)
@@ -36,7 +36,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     summary = summarise(run)
     print("\n".join(summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
-        from ..views.pictures import plot_run
+        from ..tools.report.pictures import plot_run
 
         plot_run(run, output / "run.png")
         print(f"picture               {output / 'run.png'}")

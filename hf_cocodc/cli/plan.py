@@ -72,10 +72,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
     recipe = recipe_of(options)
-    from ..bench.report import content
-    from ..planning import choice, measured, speeds, table, written
-    from ..planning.flights import LinkFigures
-    from ..planning.forecast import Subject, codecs_of
+    from ..tools.bench.report import content
+    from ..tools.plan import choice, measured, speeds, table, written
+    from ..tools.plan.flights import LinkFigures
+    from ..tools.plan.forecast import Subject, codecs_of
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried

@@ -48,9 +48,9 @@ def run(options: argparse.Namespace) -> int:
             f"--seconds {window[0]:g} {window[1]:g}: FROM must be at least 0, and less than TO. Both are finite."
         )
     check_writable("-o", options.output)
-    from ..views.journals import unreadable
-    from ..views.page import page
-    from ..views.runs import load
+    from ..tools.report.journals import unreadable
+    from ..tools.report.page import page
+    from ..tools.report.runs import load
 
     runs = load(options.folders)
     damaged = [sentence for each in runs for sentence in unreadable(each.journals)]

@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from hf_cocodc.bench.report import Report, write
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.tools.bench.report import Report, write
 
 RESULTS = Path(__file__).parent / "results"
 REGIONS, LEAST = 4, 2

@@ -21,9 +21,9 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from hf_cocodc.bench.report import Report, write
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.tools.bench.report import Report, write
 
 from . import workload
 from .elastic_region import H

@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hf_cocodc.bench.report import Report, write
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.connection import Connection
 from hf_cocodc.coordinator.messages import Alive, Back, Member, Place, Terms, to_plain
 from hf_cocodc.coordinator.secret import Keys
-from hf_cocodc.doctor.facts import parts_of
 from hf_cocodc.parts.guard import WARM_UP
+from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.doctor.facts import parts_of
 from tests.processes.strangers import ports_of, strangers
 from tests.secret import secret
 

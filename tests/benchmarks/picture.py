@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_cocodc.bench.report import read
+from hf_cocodc.tools.bench.report import read
 
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd")
 BAR = 0.38

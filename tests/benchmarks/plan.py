@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_cocodc.bench.report import Report, write
-from hf_cocodc.bench.workers import PORT, coordinator_in_region_0, run, serve
-from hf_cocodc.planning.course import MEASURED, WARM_UP, mean
-from hf_cocodc.planning.flights import LinkFigures
-from hf_cocodc.planning.forecast import Subject, codecs_of
-from hf_cocodc.planning.speeds import Speeds, measure
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.workers import PORT, coordinator_in_region_0, run, serve
+from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean
+from hf_cocodc.tools.plan.flights import LinkFigures
+from hf_cocodc.tools.plan.forecast import Subject, codecs_of
+from hf_cocodc.tools.plan.speeds import Speeds, measure
 
 from .emulation.privileges import obstacle
 from .emulation.wan import INTERFACE, Wan

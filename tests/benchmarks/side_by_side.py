@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hf_cocodc.bench.report import Report, write
+from hf_cocodc.tools.bench.report import Report, write
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant

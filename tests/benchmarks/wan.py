@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_cocodc.bench.report import Report, write
 from hf_cocodc.cli.checks import check
 from hf_cocodc.errors import CocodcError
 from hf_cocodc.methods import METHODS
+from hf_cocodc.tools.bench.report import Report, write
 
 from .wan_training import Plan, measure
 

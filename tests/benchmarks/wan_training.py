@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from hf_cocodc.bench import link
-from hf_cocodc.bench.report import Report
-from hf_cocodc.bench.workers import PORT, Company, coordinator_in_region_0, run, serve
 from hf_cocodc.errors import InputError, nearest, shown
 from hf_cocodc.methods import METHODS
 from hf_cocodc.recipes.files import shipped
@@ -18,6 +15,9 @@ from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.tensors.threads import cores
+from hf_cocodc.tools.bench import link
+from hf_cocodc.tools.bench.report import Report
+from hf_cocodc.tools.bench.workers import PORT, Company, coordinator_in_region_0, run, serve
 
 from .emulation.wan import INTERFACE, Wan
 

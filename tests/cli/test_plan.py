@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.bench.report import Report, read, write
 from hf_cocodc.cli.main import main
 from hf_cocodc.methods import METHODS
-from hf_cocodc.planning import choice, speeds, written
-from hf_cocodc.planning.flights import MSS, MTU
 from hf_cocodc.recipes.recipe import Recipe
-from tests.planning.test_choice import SPEEDS
+from hf_cocodc.tools.bench.report import Report, read, write
+from hf_cocodc.tools.plan import choice, speeds, written
+from hf_cocodc.tools.plan.flights import MSS, MTU
+from tests.tools.plan.test_choice import SPEEDS
 
 LINK = ["--rtt-ms", "50", "--rate-mbit", "60"]
 PLAN = ["plan", "quickstart/diloco", *LINK, "--step-s", "0.1"]

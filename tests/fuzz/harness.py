@@ -22,16 +22,16 @@ PATIENCE_S = 120
 STARTS = (
     "hf_cocodc.training.launch.sole_writer",
     "hf_cocodc.cli.dry.show",
-    "hf_cocodc.planning.speeds.measure",
+    "hf_cocodc.tools.plan.speeds.measure",
     "hf_cocodc.training.simulation.run_in_lockstep",
-    "hf_cocodc.doctor.examine.examine",
+    "hf_cocodc.tools.doctor.examine.examine",
     "hf_cocodc.coordinator.server.serve",
     "hf_cocodc.coordinator.client.Connection",
     "hf_cocodc.coordinator.connection.Connection",
-    "hf_cocodc.bench.outer.measure",
-    "hf_cocodc.bench.codec.measure",
-    "hf_cocodc.bench.link.take_part",
-    "hf_cocodc.bench.link.measure_here",
+    "hf_cocodc.tools.bench.outer.measure",
+    "hf_cocodc.tools.bench.codec.measure",
+    "hf_cocodc.tools.bench.link.take_part",
+    "hf_cocodc.tools.bench.link.measure_here",
 )
 """What runs, writes or listens: everything before it is validation."""
 

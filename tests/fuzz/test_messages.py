@@ -23,9 +23,6 @@ from hf_cocodc.coordinator.cipher import Altered, Cipher
 from hf_cocodc.coordinator.entrance import Entrance, key_id
 from hf_cocodc.coordinator.messages import PROTOCOL, Member
 from hf_cocodc.coordinator.secret import Keys
-from hf_cocodc.doctor import others
-from hf_cocodc.doctor.findings import lines
-from hf_cocodc.doctor.told import places
 from hf_cocodc.errors import CheckpointError, InputError, LinkError
 from hf_cocodc.links.letters import from_plain as whereabouts
 from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
@@ -37,6 +34,9 @@ from hf_cocodc.run.frames import Frames
 from hf_cocodc.run.parcel import check_files
 from hf_cocodc.run.trees import put_together
 from hf_cocodc.settings import RegionConfig
+from hf_cocodc.tools.doctor import others
+from hf_cocodc.tools.doctor.findings import lines
+from hf_cocodc.tools.doctor.told import places
 from tests.secret import secret
 
 ADDRESS = "127.0.0.1:29400"

@@ -23,9 +23,9 @@ FLOORS = (
     ("auto", "links"),
     ("engine",),
     ("run",),
-    ("integrations", "views"),
-    ("training", "bench"),
-    ("doctor", "planning", "train"),
+    ("integrations",),
+    ("training",),
+    ("tools", "train"),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -92,6 +92,11 @@ def test_only_integrations_and_what_stands_on_them_import_transformers() -> None
     for module in MODULES:
         if FLOOR_OF[place(module)] < FLOOR_OF["integrations"]:
             assert not {name for name in imports(module) if name.split(".")[0] == "transformers"}, module
+
+
+def test_the_command_line_alone_uses_the_tools() -> None:
+    """What measures, forecasts, examines and draws can be removed without touching what trains."""
+    assert {place(module) for module in MODULES if "tools" in uses(module)} == {"cli"}
 
 
 LONG = {

@@ -17,10 +17,10 @@ TESTS = (
     "parts/test_own.py",
     "integrations/test_matrix.py",
     "training/test_starter.py",
-    "planning/test_choice.py",
+    "tools/plan/test_choice.py",
 )
 """Whose tests of each method run with it."""
-WHOLE = ("planning", "cli/test_plan.py")
+WHOLE = ("tools/plan", "cli/test_plan.py")
 """What goes through all methods in each test."""
 
 

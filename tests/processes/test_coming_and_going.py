@@ -17,7 +17,7 @@ from hf_cocodc.coordinator.messages import AskLeave
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.unread import merged
-from hf_cocodc.views.runs import read_run
+from hf_cocodc.tools.report.runs import read_run
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.donor_worker import silent

@@ -20,8 +20,8 @@ from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.journal import read
-from hf_cocodc.views.runs import read_run
-from hf_cocodc.views.summary import summarise
+from hf_cocodc.tools.report.runs import read_run
+from hf_cocodc.tools.report.summary import summarise
 from tests.toys import Blocks, batch, llama, params_of
 
 STEPS = 40

@@ -16,8 +16,8 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.export import SAVED
 from hf_cocodc.run.journal import read
-from hf_cocodc.views.runs import read_run
-from hf_cocodc.views.summary import summarise
+from hf_cocodc.tools.report.runs import read_run
+from hf_cocodc.tools.report.summary import summarise
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")
 STEPS, STEP_S = 4, 0.5

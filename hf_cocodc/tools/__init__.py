@@ -1,0 +1,1 @@
+"""What commands measure, forecast, examine and draw. Nothing but the command line imports it."""

@@ -1,0 +1,120 @@
+"""The costs of codecs: the error, and the time to encode and to decode, against a copy of the same values."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError, nearest, shown
+from ...links.base import drive
+from ...parts import codecs
+from ...parts.choose import CODECS
+from ...parts.codecs.base import Codec, CodecState, Message, Reply
+from ...parts.fragments import Fragment
+from .report import Report, Row
+
+KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
+"""Codecs by their names in recipes."""
+
+_SIDE = 1000
+_NOTES = (
+    "GB/s: 10^9 bytes of fp32 per second. Encoding ends with the last byte to send; decoding starts there.",
+    "vs copy: the speed against one plain copy of the fp32 values, measured in turn with the codec; 1 is the speed of memory.",
+    "CPU s per GB: on all cores, for encoding and decoding. Training on the same cores loses this time.",
+    "A codec can fill a link of encode GB/s divided by times smaller: 4 GB/s and 4 times smaller fill 8 Gbit/s.",
+    f"relative error: |decoded - values| / |values| of normal values in matrices of {_SIDE} x {_SIDE}. Such values are the worst "
+    "case for topk (no few large values) and lowrank (no few directions). Error feedback returns the error in later rounds.",
+)
+
+
+def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Report:
+    """Measure codecs: one row per codec.
+
+    Args:
+        numel: number of fp32 values, at least 1.
+        repeat: number of measurements, at least 1; the report has their medians.
+        only: names of codecs; None for all that a recipe can name.
+
+    Raises:
+        InputError: a codec is unknown.
+    """
+    for name in only or ():
+        if name not in KNOWN:
+            raise InputError(f"--only {shown(name)} is not a codec.{nearest(name, list(KNOWN))}")
+    num_matrices, rest = divmod(numel, _SIDE * _SIDE)
+    shapes = ((_SIDE, _SIDE),) * num_matrices + ((rest,),) * (rest > 0)
+    fragment = Fragment(0, tuple(f"p{i}" for i in range(len(shapes))), shapes, numel)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    samples: dict[str, list[float]] = {}
+    rows = [_row(name, KNOWN[name](), fragment, values, repeat, samples) for name in only or KNOWN]
+    setting = {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}
+    return Report("codecs", setting, rows, _NOTES, samples=samples)
+
+
+def _row(
+    name: str,
+    codec: Codec,
+    fragment: Fragment,
+    values: Tensor,
+    repeat: int,
+    samples: dict[str, list[float]],
+) -> Row:
+    """The row of a codec. The single seconds join `samples`."""
+    target, state, memory = torch.empty_like(values), codec.init(fragment), dict[int, tuple[Tensor, Tensor]]()
+    copies, encodes, decodes, busy = [], [], [], []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        target.copy_(values)
+        copies.append(time.perf_counter() - start)
+        start = time.process_time()
+        encode, decode, mean = _transfer(codec, fragment, values, state, memory)
+        busy.append(time.process_time() - start)
+        encodes.append(encode)
+        decodes.append(decode)
+    # Leave out the first measurement, which allocates memory.
+    measured = {"copy": copies[1:], "encode": encodes[1:], "decode": decodes[1:], "CPU": busy[1:]}
+    samples.update({f"{name}, {what} s": seconds for what, seconds in measured.items()})
+    copy, encode, decode, cpu = map(median, measured.values())
+    gigabytes, num_bytes = 4e-9 * len(values), codec.wire_bytes(fragment, 0, 2)
+    return {
+        "codec": name,
+        "bits per value": 8 * num_bytes / len(values),
+        "times smaller": 4 * len(values) / num_bytes,
+        "encode GB/s": gigabytes / encode,
+        "decode GB/s": gigabytes / decode,
+        "encode vs copy": copy / encode,
+        "decode vs copy": copy / decode,
+        "CPU s per GB": cpu / gigabytes,
+        "relative error": ((mean - values).norm() / values.norm()).item(),
+    }
+
+
+def _transfer(
+    codec: Codec,
+    fragment: Fragment,
+    values: Tensor,
+    state: CodecState,
+    memory: dict[int, tuple[Tensor, Tensor]],
+) -> tuple[float, float, Tensor]:
+    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean.
+
+    `memory` holds the buffers (payload, mean) of the first message, the second, ...; later transfers reuse them, as a link does.
+    """
+    encoded, turns = 0.0, count()
+
+    def exchange(message: Message) -> Reply:
+        nonlocal encoded
+        coder, numel, turn = message.coder, message.values.numel(), next(turns)
+        if turn not in memory:
+            memory[turn] = torch.empty(coder.num_bytes(numel), dtype=torch.uint8), torch.empty(numel)
+        payload, mean = memory[turn]
+        coder.encode(message.values, out=payload)
+        encoded = time.perf_counter()
+        return Reply(coder.decode(payload, numel, out=mean), lambda: mean)
+
+    start = time.perf_counter()
+    mean = drive(codec.converse(values, fragment, state), exchange).mean
+    return encoded - start, time.perf_counter() - encoded, mean

@@ -1,0 +1,302 @@
+"""The cost of a link: the time of one mean over it, against the least that its rate and its round trip allow."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ...coordinator.addresses import own_address
+from ...coordinator.client import Client
+from ...coordinator.secret import Keys, new_secret
+from ...coordinator.server import serve_in_thread
+from ...errors import InputError, LinkError, nearest, shown
+from ...links.base import Parcel
+from ...links.tcp import TcpLink
+from ...links.trailer import Trailer
+from ...links.wire import Wire
+from ...parts.codecs.base import Codec
+from ...parts.fragments import Fragment
+from ...tensors.flat import digest
+from ...tensors.threads import cores
+from .codec import KNOWN
+from .report import Report, Row
+from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, serve, start_here
+
+ROUND_TRIPS = 5
+RUN = "bench link"
+"""Name of a measurement at a coordinator, where none is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The transfers of a measurement; equal in all regions.
+
+    Attributes:
+        megabytes: size of the flat fp32 tensor whose mean the regions compute, in 10^6 bytes.
+        codec: name of its codec on the link.
+        connections: TCP connections to each other region; None chooses by the round trip.
+        repeat: number of transfers.
+        rate_limit: the most Mbit/s that a region sends; None for no limit.
+        encrypt: whether the regions share a secret, and so encrypt what they send.
+
+    Raises:
+        InputError: a value is out of range or unknown.
+    """
+
+    megabytes: float = 64.0
+    codec: str = "fp32"
+    connections: int | None = None
+    repeat: int = 5
+    rate_limit: float | None = None
+    encrypt: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.001 <= self.megabytes < math.inf:
+            raise InputError(f"--megabytes {self.megabytes:g} must be at least 0.001 and finite.")
+        if self.codec not in KNOWN:
+            raise InputError(f"--codec {shown(self.codec)} is not known.{nearest(self.codec, list(KNOWN))}")
+        if self.repeat < 1:
+            raise InputError(f"--repeat {self.repeat} must be at least 1.")
+
+    def fragment(self) -> Fragment:
+        """The tensor as a fragment: a matrix, because some codecs need one."""
+        columns = 1000
+        rows = max(round(self.megabytes * 1e6 / 4 / columns), 1)
+        return Fragment(0, ("matrix",), ((rows, columns),), rows * columns)
+
+    def make_codec(self) -> Codec:
+        """The codec without error feedback, which does not affect the link."""
+        return KNOWN[self.codec]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The results of a measurement.
+
+    Attributes:
+        regions: number of regions.
+        connections: TCP connections for payloads between two regions.
+        bytes_sent: payload bytes that region 0 sent for one mean, to all other regions together.
+        seconds: the time of each mean, in order, in the slowest region.
+        round_trip_s: seconds to send a small message to all other regions and receive theirs, in the slowest region.
+    """
+
+    regions: int
+    connections: int
+    bytes_sent: int
+    seconds: list[float]
+    round_trip_s: float
+
+
+class Took(NamedTuple):
+    """What one region measured: seconds, and the checksum of the mean that it received, if any."""
+
+    seconds: float
+    digest: int = -1
+
+
+def measure_here(trial: Trial, regions: int) -> Figures:
+    """Measure between `regions` processes on this machine, over the loopback interface.
+
+    Raises:
+        LinkError: a process failed.
+    """
+    secret = _secret_for(trial)
+    with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
+        spec = {"coordinator": served.address, "interface": None, "alone": False, "secret": secret}
+        return measure_between(trial, regions, start_here, spec)
+
+
+def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
+    """Measure between `regions` processes.
+
+    Args:
+        trial: the transfers.
+        regions: number of regions.
+        start: starts the process of a region.
+        spec: more values for `_one_end`: coordinator, interface, alone (whether region 0 must serve the coordinator), secret.
+
+    Raises:
+        LinkError: a process failed.
+    """
+    common = {"secret": _secret_for(trial), **spec, "trial": dataclasses.asdict(trial), "regions": regions}
+    num_threads = max(cores() // regions, 1)
+    [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
+    return Figures(**found)
+
+
+def _secret_for(trial: Trial) -> str | None:
+    return new_secret() if trial.encrypt else None
+
+
+def take_part(
+    trial: Trial,
+    coordinator: str,
+    region: int,
+    regions: int,
+    interface: str | None = None,
+    run: str | None = None,
+    keys: Keys | None = None,
+) -> Figures:
+    """Measure as one end of the link; every region calls this at about the same time.
+
+    Args:
+        trial: the transfers, equal in every region.
+        coordinator: HOST:PORT of a coordinator that all regions reach.
+        region: this region's number.
+        regions: number of regions.
+        interface: network interface of the link; by default the one that reaches the coordinator.
+        run: name of the measurement, if the coordinator has several at once.
+        keys: of the coordinator's secret.
+
+    Returns:
+        The figures, the same in every region.
+
+    Raises:
+        HandshakeError: another region has a different `trial`.
+        LinkError: the coordinator or a region failed, or did not answer in time.
+    """
+    host = own_address(coordinator, interface)
+    link = _link(trial, Client(coordinator, run or RUN, keys), region, regions, host, keys)
+    try:
+        found = _measure(link, trial)
+    except BaseException as error:
+        link.close(f"{type(error).__name__}: {error}")
+        raise
+    link.close()
+    return found
+
+
+def _link(trial: Trial, client: Client, region: int, regions: int, host: str, keys: Keys | None) -> TcpLink:
+    """Meet the other regions, and connect to them."""
+    rate = None if trial.rate_limit is None else trial.rate_limit * 1e6 / 8
+    wire = Wire(
+        region,
+        trial.connections,
+        host,
+        TIMEOUT_S,
+        rate,
+        keys=keys,
+    )
+    compared = dataclasses.asdict(trial)
+    hello = hello_of(region, regions, host, compared)
+    try:
+        client.meet(hello, TIMEOUT_S)
+    except BaseException:
+        client.close()
+        wire.close()
+        raise
+    return TcpLink(client, hello.terms, wire, compared, timeout_s=TIMEOUT_S)
+
+
+def _measure(link: TcpLink, trial: Trial) -> Figures:
+    fragment, codec = trial.fragment(), trial.make_codec()
+    state = codec.init(fragment)
+    outer_grad = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(link.region))
+    round_trips = []
+    for _ in range(ROUND_TRIPS):
+        start = time.perf_counter()
+        for _ in range(2):  # what a region says in the second one, it says once it has heard the first one
+            link.gather(Took(0.0), "a round trip")
+        round_trips.append(time.perf_counter() - start)
+    told = link.gather(Took(statistics.median(round_trips)), "the round trips")
+    round_trip_s = max(each.seconds for each in told)
+    seconds, bytes_sent = [], 0
+    for number in range(1, trial.repeat + 1):
+        what = f"transfer {number} of {trial.repeat}"
+        link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
+        start = time.perf_counter()
+        converse = partial(codec.converse, outer_grad, fragment, state)
+        arrival = link.mean(Parcel(converse, fragment.numel, Trailer, what)).wait()
+        took = time.perf_counter() - start
+        state, bytes_sent = arrival.result.state, arrival.bytes_sent
+        told = link.gather(Took(took, digest(arrival.result.mean)), what)
+        if len({each.digest for each in told}) > 1:
+            raise LinkError(
+                f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
+                f"{trial.codec!r} or in the link; please report it."
+            )
+        seconds.append(max(each.seconds for each in told))
+        link.give(arrival.result.mean)
+    return Figures(
+        regions=link.num_regions,
+        connections=link.view.connections,
+        bytes_sent=bytes_sent,
+        seconds=seconds,
+        round_trip_s=round_trip_s,
+    )
+
+
+def report(
+    trial: Trial,
+    found: Figures,
+    setting: Row,
+    rate: float | None = None,
+    rtt_s: float | None = None,
+) -> Report:
+    """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
+
+    Args:
+        trial: the transfers.
+        found: the figures.
+        setting: where they were measured.
+        rate: bits per second that a region can send to each other region; None takes the best transfer as the floor.
+        rtt_s: round trip of the link; None takes the measured one.
+    """
+    bits = found.bytes_sent * 8 / (found.regions - 1)
+    rtt = found.round_trip_s if rtt_s is None else rtt_s
+    fastest = min(found.seconds)
+    floor = bits / rate + rtt if rate is not None else fastest
+    names = {"first": found.seconds[0]}
+    if len(found.seconds) > 1:
+        names[f"median of {len(found.seconds) - 1} more"] = statistics.median(found.seconds[1:])
+    if len(found.seconds) > 2:
+        names["best"] = fastest
+    rows = [
+        {
+            "transfer": name,
+            "seconds": seconds,
+            "floor s": floor,
+            "ratio": seconds / floor,
+            "Mbit/s": bits / seconds / 1e6,
+            "MB sent": found.bytes_sent / 1e6,
+            "RTT ms": 1e3 * found.round_trip_s,
+        }
+        for name, seconds in names.items()
+    ]
+    notes = [
+        "In the first transfer, the connections are in slow start; for later transfers they are warm.",
+        "floor: the payload bytes to each other region at the link's rate, plus one round trip."
+        if rate is not None
+        else "floor: the best transfer, because the link's rate is unknown. Give the rate with --rate-mbit.",
+        "RTT: the time of a small message to all other regions and one back from each, over the link.",
+    ]
+    setting = {
+        "regions": found.regions,
+        "megabytes": trial.megabytes,
+        "codec": trial.codec,
+        "connections": found.connections,
+        "rate_limit": trial.rate_limit,
+        **setting,
+    }
+    return Report("one mean over a link", setting, rows, notes, samples={"seconds": found.seconds})
+
+
+def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One region of `measure_between`."""
+    region, regions, address = spec["region"], spec["regions"], spec["coordinator"]
+    keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
+    with coordinator_in_region_0(address, region, regions, keys) if spec["alone"] else nullcontext():
+        found = take_part(Trial(**spec["trial"]), address, region, regions, spec["interface"], keys=keys)
+    yield dataclasses.asdict(found)
+
+
+if __name__ == "__main__":
+    serve(_one_end)

@@ -1,0 +1,245 @@
+"""The cost of an outer step for the training thread: the engine's own sends and landings, against a copy of the same bytes."""
+
+import dataclasses
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.synchronizer import Synchronizer
+from ...links.base import Arrival, Handle, Parcel
+from ...links.lockstep import LockstepHub, LockstepLink
+from ...parts.codecs.base import Result
+from ...parts.schedules import every
+from ...resolve import from_config
+from ...settings import OuterConfig
+from .report import Report, Row
+
+_NOTES = (
+    "bytes per param: the least that must be read and written; a merge that needs norms reads its inputs twice.",
+    "times the copy: time divided by that of a plain copy that reads and writes as many bytes, timed just before.",
+    "send: takes the snapshot and the outer gradient, and checks that it is finite. land: merges, and writes the local params. "
+    "Both are whole calls of Synchronizer.step, in the training thread, for a transfer that has already ended.",
+    "outer step: new global params and outer state from the mean; in the link's thread, by one thread, while training goes on. "
+    "land at once: a landing without overlap: the training thread waits and takes the outer step itself.",
+    "SGD: torch.optim.SGD with Nesterov momentum, tensor by tensor. It moves the global params and no local ones.",
+)
+_COPIED = 24
+_INTERVAL = 500
+"""Inner steps between two sends, nearly all of them idle."""
+_WHOLE: dict[str, Any] = {"fragment_pattern": "whole", "num_fragments": 1}
+_LANDINGS: dict[str, tuple[OuterConfig, int]] = {
+    "land, replace (diloco)": (OuterConfig(method="diloco"), 8),
+    "land, mix (streaming)": (OuterConfig(method="streaming", mixing_alpha=0.5, **_WHOLE), 12),
+    "land, compensate (cocodc)": (OuterConfig(method="cocodc", **_WHOLE), 28),
+}
+"""Methods, and bytes per parameter of their landings: new global params 4 read, local params 4 written; a merge reads 4 more;
+compensation reads the snapshot, 4, and reads all three once more."""
+_STEP_BYTES = 20
+"""Bytes per parameter of an outer step: outer gradient 4, momentum 8, global params 8."""
+_SGD: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> Report:
+    """One row for each part of a send and a landing, and rows for comparison (a copy, SGD).
+
+    Args:
+        numel: approximate number of parameters of the model; at least 1.
+        repeat: number of measurements, at least 1; the report has their medians.
+        threads: numbers of threads to measure with; by default one, and as many as torch has.
+    """
+    shapes = llama_like(numel)
+    clock = _Clock(sum(math.prod(shape) for shape in shapes))
+    before = torch.get_num_threads()
+    counts = list(dict.fromkeys(threads or (1, before)))
+    rows: list[Row] = []
+    samples: dict[str, list[float]] = {}
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            rows += [{"threads": count, **row} for row in _rows(shapes, clock, repeat)]
+            samples |= {f"{what}, {count} thread(s), s": each for what, each in clock.samples.items()}
+    finally:
+        torch.set_num_threads(before)
+    setting = {"parameters": clock.numel, "tensors": len(shapes), "repeat": repeat, "threads": counts}
+    return Report("outer step", setting, rows, _NOTES, samples=samples)
+
+
+def _rows(shapes: Sequence[tuple[int, ...]], clock: "_Clock", repeat: int) -> list[Row]:
+    """The rows for one number of threads."""
+    clock.copies.clear()
+    rows: list[Row] = []
+    for what, (config, bytes_per_param) in _LANDINGS.items():
+        rounds = _rounds(config, shapes, clock, repeat, overlap_steps=1)
+        if not rows:  # up to the merge all methods do the same
+            at_once = _rounds(config, shapes, clock, repeat, overlap_steps=0)
+            rows.append(clock.row("idle step", None, [each.idle for each in rounds]))
+            rows.append(clock.row("send", 16, [each.send for each in rounds]))
+            rows.append(clock.row("outer step", _STEP_BYTES, [each.step for each in rounds]))
+            # a send, and a landing that reads and writes what an outer step does, and writes local params
+            rows.append(
+                clock.row("send and land at once", 16 + _STEP_BYTES + 4, [each.send for each in at_once])
+            )
+        rows.append(clock.row(what, bytes_per_param, [each.landing for each in rounds]))
+    rows += [
+        clock.row(f"SGD, {name}", _STEP_BYTES, _sgd(shapes, clock, repeat, kind))
+        for name, kind in _SGD.items()
+    ]
+    copies = [_Sample(seconds, seconds) for seconds in clock.copies]
+    return [clock.row("copy", _COPIED, copies), *rows]
+
+
+def llama_like(numel: int) -> list[tuple[int, ...]]:
+    """Shapes of a Llama with about `numel` parameters, which is 53 times the square of its width.
+
+    It has only two blocks, so that its tensors are not much smaller than those of a model that is worth training.
+    """
+    width = max(16, 16 * round(math.sqrt(numel / 53) / 16))
+    heads, hidden, vocabulary = width // 4, 8 * width // 3, 16 * width
+    block = [
+        *((width, width), (heads, width), (heads, width), (width, width)),
+        *((hidden, width), (hidden, width), (width, hidden), (width,), (width,)),
+    ]
+    return [(vocabulary, width), *2 * block, (width,), (vocabulary, width)]
+
+
+class _Sample(NamedTuple):
+    """Seconds of a call, and of the copy that was timed just before it."""
+
+    seconds: float
+    copy_s: float
+
+
+class _Clock:
+    """Times calls, each of them after a plain copy."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.copies: list[float] = []
+        self.samples: dict[str, list[float]] = {}
+        self._source = torch.ones(_COPIED // 8 * numel)
+        self._target = torch.zeros_like(self._source)
+
+    def time(self, call: Callable[[], Any]) -> _Sample:
+        self.copies.append(_seconds(lambda: self._target.copy_(self._source)))
+        return _Sample(_seconds(call), self.copies[-1])
+
+    def row(self, what: str, bytes_per_param: int | None, samples: Sequence[_Sample]) -> Row:
+        self.samples[what] = [sample.seconds for sample in samples]
+        seconds, copy_s = (median(each) for each in zip(*samples, strict=True))
+        row: Row = {"what": what, "ms": 1e3 * seconds}
+        if bytes_per_param is None:
+            return row | {"bytes per param": None, "GB/s": None, "times the copy": None}
+        return row | {
+            "bytes per param": bytes_per_param,
+            "GB/s": 1e-9 * bytes_per_param * self.numel / seconds,
+            "times the copy": seconds / copy_s * _COPIED / bytes_per_param,
+        }
+
+
+class _Round(NamedTuple):
+    """What happens in `_INTERVAL` inner steps; an idle step is the mean of many."""
+
+    idle: _Sample
+    send: _Sample
+    step: _Sample
+    landing: _Sample
+
+
+class _Answered(LockstepLink):
+    """The link of a single region whose mean is there at once. Its own thread does the work of a link's thread."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__(LockstepHub(1), region=0, num_regions=1)
+        self._mean = torch.empty(numel)
+        self._thread: threading.Thread | None = None
+        self.seconds = 0.0
+        """Time that the thread worked for the last transfer."""
+
+    def mean(self, parcel: Parcel) -> Handle:
+        then = parcel.then
+        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
+
+        def work() -> None:
+            self.seconds = 0.0 if then is None else _seconds(lambda: then(arrival))
+
+        self._thread = threading.Thread(target=work)
+        self._thread.start()
+        return _Handle(self, arrival)
+
+    def rest(self) -> None:
+        """Wait until the thread has done its work."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def refresh(self, grad: Tensor) -> None:
+        """Set the next mean; a landing has overwritten the last one."""
+        self._mean.copy_(grad)
+
+
+class _Handle:
+    def __init__(self, link: _Answered, arrival: Arrival) -> None:
+        self._link, self._arrival = link, arrival
+
+    def wait(self) -> Arrival:
+        self._link.rest()
+        return self._arrival
+
+
+def _rounds(
+    config: OuterConfig,
+    shapes: Sequence[tuple[int, ...]],
+    clock: _Clock,
+    repeat: int,
+    overlap_steps: int,
+) -> list[_Round]:
+    """Rounds of a method on a model of these shapes; without checksums, which the link's thread computes."""
+    model = nn.Module()
+    model.params = nn.ParameterList(_tensors(shapes, scale=0.02))
+    params = [param.detach() for param in model.parameters()]
+    link, grad = _Answered(clock.numel), 1e-3 * torch.randn(clock.numel)
+    method = dataclasses.replace(from_config(config), schedule=every(_INTERVAL, overlap_steps))
+    synchronizer = Synchronizer(model, method, link, digest_interval=sys.maxsize)
+
+    def idle() -> None:
+        for _ in range(_INTERVAL - 2):
+            synchronizer.step(1e-3)
+
+    rounds = []
+    synchronizer.step(1e-3)
+    for _ in range(repeat + 2):
+        quiet = clock.time(idle)
+        link.refresh(grad)
+        send = clock.time(lambda: synchronizer.step(1e-3))
+        link.rest()
+        step = _Sample(link.seconds, send.copy_s)
+        torch._foreach_mul_(params, 1.001)  # an inner step, for the merge to keep
+        landing = clock.time(lambda: synchronizer.step(1e-3))
+        rounds.append(_Round(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, step, landing))
+    return rounds[2:]  # in the first rounds memory is newly allocated
+
+
+def _sgd(
+    shapes: Sequence[tuple[int, ...]], clock: _Clock, repeat: int, kind: dict[str, bool]
+) -> list[_Sample]:
+    params = [nn.Parameter(tensor) for tensor in _tensors(shapes, scale=0.02)]
+    for param in params:
+        param.grad = 1e-3 * torch.randn_like(param)
+    sgd = torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True, **kind)
+    return [clock.time(sgd.step) for _ in range(repeat + 1)][1:]  # the first step allocates the momentum
+
+
+def _tensors(shapes: Sequence[tuple[int, ...]], scale: float) -> list[Tensor]:
+    return [scale * torch.randn(shape) for shape in shapes]
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -1,0 +1,69 @@
+"""Lines about the coordinator, and about the secret that it shares with the regions."""
+
+import time
+
+from ...coordinator.addresses import is_loopback
+from ...coordinator.client import status
+from ...coordinator.connection import NobodyAnswers
+from ...coordinator.secret import Keys
+from ...errors import CocodcError, InputError, MeetingError
+from .facts import parts_of
+from .findings import OK, WARN, WRONG, Finding
+
+SLOW_S = 2.0
+"""Seconds for a connection to the coordinator after which doctor warns."""
+NEW_SECRET = "hf-cocodc secret new secret; export HF_COCODC_SECRET=$(cat secret)"
+
+
+def begin(address: str) -> str:
+    """The command that begins the coordinator at an address."""
+    host, port = parts_of(address)
+    secret = "" if is_loopback(host) else " --secret-file secret"
+    return f"hf-cocodc coordinator --host {host} --port {port}{secret}    # there"
+
+
+def reach(address: str, keys: Keys | None, timeout_s: float = 10.0) -> tuple[list[Finding], bool]:
+    """Whether the coordinator answers and has the same secret: the lines, and whether it does."""
+    found = [secret(address, keys)]
+    host, port = parts_of(address)
+    began = time.monotonic()
+    try:
+        status(address, keys, timeout_s=timeout_s)
+    except InputError as error:
+        return [*found, Finding("coordinator", WRONG, str(error), f"getent hosts {host}")], False
+    except NobodyAnswers as error:
+        command = f"{begin(address)}; try it from here: nc -vz {host} {port}"
+        return [*found, Finding("coordinator", WRONG, str(error), command)], False
+    except MeetingError as error:  # another secret, or another version
+        command = begin(address) + ", anew, with the secret of all regions"
+        if keys is None:
+            command = f"scp {host}:secret secret; export HF_COCODC_SECRET=$(cat secret)"
+        return [*found, Finding("coordinator", WRONG, str(error), command)], False
+    took_s = time.monotonic() - began
+    if took_s > SLOW_S:
+        words = f"answers at {address}, but only after {took_s:.1f} s: its machine or the way there is busy."
+        return [*found, Finding("coordinator", WARN, words, f"ping {host}")], True
+    return [*found, Finding("coordinator", OK, f"answers at {address} in {1000 * took_s:.3g} ms")], True
+
+
+def gone(address: str, error: CocodcError) -> Finding:
+    """The line about a coordinator that has answered before."""
+    words = f"{error} It answered before: what it would say now was not looked at."
+    return Finding("coordinator", WRONG, words, begin(address))
+
+
+def secret(address: str, keys: Keys | None) -> Finding:
+    """Whether there is a secret where one is needed."""
+    if keys is None and not is_loopback(parts_of(address)[0]):
+        return Finding(
+            "secret",
+            WARN,
+            "none: whoever reaches the coordinator can end or change the run. Give every region and the coordinator the same.",
+            NEW_SECRET,
+        )
+    words = (
+        "none, and the coordinator is on this machine"
+        if keys is None
+        else "given: all that is sent is encrypted"
+    )
+    return Finding("secret", OK, words)

@@ -1,0 +1,199 @@
+"""Looks at a machine for a recipe, in the order in which a run would find out."""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from ...coordinator.hello import in_recipe
+from ...coordinator.secret import secret_of
+from ...errors import CocodcError, InputError, shown
+from ...links.pacing import congestion_of
+from ...recipes.recipe import Recipe, facts_of_data
+from ...resolve import settings
+from ...run.samples import spread_samples
+from ...training import building
+from ...training.data import load_text
+from ...training.preflight import on_meta, preflight
+from . import coordinator, facts, others, place, way
+from .findings import OK, WRONG, Finding, unknown
+from .needs import Needs, needs
+
+
+@dataclasses.dataclass(frozen=True)
+class Patient:
+    """The part of a run that this machine will have.
+
+    Attributes:
+        recipe: the run; its regions section has the coordinator, and the number of regions.
+        region: that trains here; None if all do.
+        run: name of the run.
+        wait_s: seconds to wait for the doctors of other regions.
+    """
+
+    recipe: Recipe
+    region: int | None
+    run: str
+    wait_s: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of regions with which the run begins."""
+        return self.recipe.regions.count or 1
+
+    @property
+    def regions_here(self) -> int:
+        """Number of regions that train on this machine."""
+        return self.count if self.region is None else 1
+
+
+def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
+    """All lines about this machine, as they are found.
+
+    Args:
+        patient: what shall run here.
+        tell: called with a line of text before something that takes long.
+    """
+    machine = facts.machine()
+    yield place.versions(machine)
+    yield place.devices(machine, patient.regions_here, bool(patient.recipe.training.get("use_cpu")))
+    data = None
+    if None in machine.unmet.values():
+        yield unknown("recipe", "not looked at: packages are missing")
+    else:
+        data = yield from _recipe(patient, machine, tell)
+    yield from _network(patient, machine, data, tell)
+
+
+def _recipe(
+    patient: Patient, machine: facts.Machine, tell: Callable[[str], None]
+) -> Generator[Finding, None, str | None]:
+    """The lines about what the recipe builds and loads; returns what the data is, as `dataset` does."""
+    recipe, here = patient.recipe, patient.regions_here
+    tell("building the model without its weights")
+    try:
+        preflight(recipe, here)
+    except InputError as error:
+        yield Finding("recipe", WRONG, str(error), _mended(str(error)))
+        return None
+    yield Finding("recipe", OK, "its model, tokenizer, arguments and trackers can be built")
+    need = _needs(patient)
+    yield from place.memory(machine, need, here, bool(recipe.training.get("use_cpu")))
+    folder = building.output_dir(recipe)
+    yield place.disk(facts.disk(folder), folder, need, here)
+    tell("loading the data")
+    line, data = dataset(recipe)
+    yield line
+    yield from held_out(recipe)
+    return data
+
+
+def _mended(message: str) -> str:
+    """The command that mends a recipe: with the first --set that a message names; of several ways out it is the simplest."""
+    named = re.search(r"--set [\w.]+=[\w.-]*\w", message)
+    if named is not None:
+        return f"hf-cocodc train RECIPE {named[0]}"
+    return "hf-cocodc recipe keys    # then correct the recipe, or add --set KEY=VALUE"
+
+
+def _needs(patient: Patient) -> Needs | None:
+    try:
+        model = on_meta(patient.recipe)
+    except InputError:
+        return None
+    return needs(patient.recipe, model, max(patient.count, patient.recipe.regions.max or 1))
+
+
+def dataset(recipe: Recipe) -> tuple[Finding, str | None]:
+    """The line about the training data; and words that are equal in two regions if the data is. None: there is no data."""
+    try:
+        text = _load(recipe, recipe.data.split)
+    except InputError as error:
+        return Finding("data", WRONG, str(error), _splits(recipe, "data.split")), None
+    if recipe.data.streaming:
+        return unknown("data", "a stream is not read: look that all regions name the same"), "a stream"
+    words = f"{len(text)} documents, fingerprint {spread_samples(text)}"
+    return Finding("data", OK, f"{words}: must be equal in all regions"), words
+
+
+def held_out(recipe: Recipe) -> list[Finding]:
+    """A line if the held-out text is missing that the run will evaluate on: a region loads it after it has packed the other."""
+    strategy = recipe.training.get("eval_strategy", "no")
+    if strategy == "no" and not recipe.training.get("eval_on_start"):
+        return []
+    try:
+        _load(recipe, recipe.data.eval_split)
+    except InputError as error:
+        words = f"data.eval_split={shown(recipe.data.eval_split)}, on which the run evaluates: {error}"
+        command = _splits(recipe, "data.eval_split")
+        return [Finding("data", WRONG, words, f"{command}, or training.eval_strategy=no")]
+    return []
+
+
+def _load(recipe: Recipe, split: str) -> Any:
+    data = recipe.data
+    return load_text(data.builtin, data.path, data.name, split, data.text_column, data.streaming)
+
+
+def _splits(recipe: Recipe, key: str) -> str:
+    """The command that shows which splits there are."""
+    data = recipe.data
+    names = [shlex.quote(each) for each in (data.path, data.name) if each is not None]
+    show = "import sys, datasets; print(datasets.get_dataset_split_names(*sys.argv[1:]))"
+    listed = f'python -c "{show}" {" ".join(names)}    # then ' if names else ""
+    return f"{listed}hf-cocodc train RECIPE --set {key}=SPLIT"
+
+
+def _network(
+    patient: Patient, machine: facts.Machine, data: str | None, tell: Callable[[str], None]
+) -> Iterator[Finding]:
+    regions = patient.recipe.regions
+    if max(patient.count, regions.max or 1) == 1 or regions.coordinator is None:
+        yield from way.all_here()
+        return
+    try:
+        keys = secret_of(regions)
+    except InputError as error:
+        yield Finding("secret", WRONG, str(error), coordinator.NEW_SECRET)
+        return
+    try:
+        network = facts.network(regions.coordinator, regions.interface)
+    except CocodcError as error:
+        yield Finding("network", WRONG, str(error), "ip -brief address")
+        return
+    except OSError as error:
+        words = (
+            f"no way to the coordinator at {regions.coordinator}: {error.strerror or error}. Correct regions.coordinator "
+            "(--coordinator)."
+        )
+        yield Finding("network", WRONG, words, "ip route; resolvectl status")
+        return
+    yield way.interface(network, regions.interface)
+    yield way.packets(network)
+    yield way.port(network, regions.port)
+    yield way.address(network, regions.coordinator, regions.announced)
+    try:
+        chosen = congestion_of(regions.congestion) or network.congestion
+        yield way.congestion(dataclasses.replace(network, congestion=chosen), regions.rate_limit)
+    except InputError as error:
+        yield Finding("congestion", WRONG, str(error), "sysctl net.ipv4.tcp_allowed_congestion_control")
+    yield way.buffers(network)
+    yield way.clock(network)
+    tell("calling the coordinator")
+    found, is_there = coordinator.reach(regions.coordinator, keys)
+    yield from found
+    if not is_there or data is None or patient.region is None or network.address is None:
+        return
+    # every region names its defaults alike; which region this is does not matter, nor what the environment says of it
+    alike = dataclasses.replace(regions, region=0, join=None).resolved({})
+    compared = {**settings(patient.recipe.outer), **alike.compared}
+    mine = {
+        "versions": machine.versions,
+        "settings": {in_recipe(name): value for name, value in compared.items()}
+        | {"regions.may_differ": ",".join(regions.allowed)},
+        "facts": facts_of_data(patient.recipe),
+        "data": data,
+    }
+    board = others.Board(regions.coordinator, keys, patient.run, patient.region)
+    yield from others.compare(board, patient.count, mine, network.address, patient.wait_s, tell, regions)

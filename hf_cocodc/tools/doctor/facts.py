@@ -1,0 +1,274 @@
+"""What this machine says of itself: packages, devices, memory, disk, network. Only reads; what it does not say is None."""
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import platform
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+from ... import __version__
+from ...coordinator.addresses import is_loopback, own_address
+from ...links.pacing import can_pace
+from ...tensors.threads import cores
+
+T = TypeVar("T")
+SYSCTL = Path("/proc/sys/net/ipv4")
+_PACKAGE = "hf-cocodc"
+_SHOWN = ("torch", "transformers", "accelerate", "datasets")
+_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14  # Linux
+_TIME_ERROR = 5
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU or its like: name, bytes free now, bytes in all."""
+
+    name: str
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Of this machine.
+
+    Attributes:
+        versions: of the packages that matter, and of Python.
+        unmet: requirements of this package that the installed packages do not meet, with what is installed.
+        devices: that torch can use.
+        accelerator: of another kind, of which no memory is known here.
+        unused: devices of the driver that torch cannot use.
+        available: bytes of memory that are free now.
+        total: bytes of memory.
+        cores: of the processor, for this process.
+    """
+
+    versions: Mapping[str, str]
+    unmet: Mapping[str, str | None] = field(default_factory=dict)
+    devices: Sequence[Device] = ()
+    accelerator: str | None = None
+    unused: int = 0
+    available: int
+    total: int
+    cores: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Of the folder of a run: the nearest folder that exists, whether it can be written to, bytes free, bytes in all."""
+
+    folder: Path
+    is_writable: bool
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How this machine reaches the others.
+
+    Attributes:
+        address: of this machine, which it announces; None if nobody asks for it.
+        interface: with this address.
+        is_up: whether the interface is.
+        mtu: bytes of a packet on the interface.
+        path_mtu: bytes of a packet on the way to the coordinator, as far as the kernel has heard.
+        probes_mtu: whether the kernel finds the MTU of a path that swallows large packets.
+        congestion: TCP congestion control of new connections.
+        known: congestion controls that this kernel can use now.
+        send_buffer: largest bytes of a socket's buffer for sending.
+        receive_buffer: for receiving.
+        ports: first and last of those that the kernel gives to who asks for none.
+        rtt_s: seconds of a round trip to the coordinator; None on its own machine.
+        is_synchronised: whether the clock is, by the kernel.
+        paces: whether the kernel keeps a rate limit.
+    """
+
+    address: str | None = None
+    interface: str | None = None
+    is_up: bool | None = None
+    mtu: int | None = None
+    path_mtu: int | None = None
+    probes_mtu: bool | None = None
+    congestion: str | None = None
+    known: Sequence[str] = ()
+    send_buffer: int | None = None
+    receive_buffer: int | None = None
+    ports: tuple[int, int] | None = None
+    rtt_s: float | None = None
+    is_synchronised: bool | None = None
+    paces: bool | None = None
+
+
+def machine() -> Machine:
+    """Starts CUDA, if there is a GPU: only so its free memory is known."""
+    kind = torch.accelerator.current_accelerator()
+    devices = []
+    if kind is not None and kind.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            devices.append(Device(torch.cuda.get_device_name(index), free, total))
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    memory = psutil.virtual_memory()
+    shown = {_PACKAGE: __version__, **{name: _version(name) or "none" for name in _SHOWN}}
+    return Machine(
+        versions={**shown, "Python": platform.python_version()},
+        unmet=_unmet(),
+        devices=devices,
+        accelerator=None if kind is None or kind.type in ("cpu", "cuda") else kind.type,
+        unused=0 if devices or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else cards,
+        available=memory.available,
+        total=memory.total,
+        cores=cores(),
+    )
+
+
+def _unmet() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    try:
+        needs = metadata.requires(_PACKAGE) or ()
+    except metadata.PackageNotFoundError:  # a folder with the source, which nobody has installed
+        return {}
+    for text in needs:
+        need = Requirement(text)
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(need.name)
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            found[f"{need.name}{need.specifier}"] = version
+    return found
+
+
+def _version(package: str) -> str | None:
+    """The version that is installed; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def disk(folder: Path) -> Disk:
+    """Of the disk that will hold `folder`."""
+    there = folder.absolute()
+    while not there.is_dir() and there != there.parent:
+        there = there.parent
+    usage = psutil.disk_usage(str(there))
+    return Disk(folder=there, is_writable=os.access(there, os.W_OK), free=usage.free, total=usage.total)
+
+
+def network(coordinator: str | None, interface: str | None) -> Network:
+    """How this machine reaches the coordinator, and how others reach it.
+
+    Raises:
+        InputError: the interface does not exist.
+    """
+    address = None if coordinator is None else own_address(coordinator, interface)
+    names = psutil.net_if_addrs()
+    there = [name for name, each in names.items() if address in [one.address for one in each]]
+    name = interface if interface is not None or not there else there[0]
+    stats = psutil.net_if_stats().get(name) if name is not None else None
+    return Network(
+        address=address,
+        interface=name,
+        is_up=None if stats is None else stats.isup,
+        mtu=None if stats is None else stats.mtu,
+        path_mtu=None if coordinator is None else _path_mtu(coordinator),
+        probes_mtu=_read("tcp_mtu_probing", lambda text: text != "0"),
+        congestion=_read("tcp_congestion_control", str),
+        known=_read("tcp_available_congestion_control", str.split) or (),
+        send_buffer=_read("tcp_wmem", lambda text: int(text.split()[2])),
+        receive_buffer=_read("tcp_rmem", lambda text: int(text.split()[2])),
+        ports=_read("ip_local_port_range", lambda text: (int(text.split()[0]), int(text.split()[1]))),
+        rtt_s=_rtt_s(coordinator) if coordinator is not None and leads_away(coordinator, address) else None,
+        is_synchronised=_is_synchronised(),
+        paces=can_pace(),
+    )
+
+
+def _read(name: str, understand: Callable[[str], T]) -> T | None:
+    """A setting of the kernel; None where there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return understand((SYSCTL / name).read_text().strip())
+    return None
+
+
+def _path_mtu(coordinator: str) -> int | None:
+    if sys.platform != "linux":
+        return None
+    host, port = parts_of(coordinator)
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        if family != socket.AF_INET:
+            return None
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+            probe.connect(address)  # sends nothing
+            return probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    return None
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    """Host and port of a coordinator, as the settings have checked it.
+
+    >>> parts_of("[::1]:29650")
+    ('::1', 29650)
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def leads_away(coordinator: str, address: str | None) -> bool:
+    """Whether the way to the coordinator says something of the way to other regions: not on the machine of one for several.
+
+    >>> leads_away("10.0.0.1:29650", "10.0.0.2"), leads_away("10.0.0.1:29650", "10.0.0.1")
+    (True, False)
+    """
+    host, port = parts_of(coordinator)
+    with contextlib.suppress(OSError):
+        there = {each[4][0] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        return is_loopback(host) or address not in there
+    return True
+
+
+def _rtt_s(coordinator: str) -> float | None:
+    """The shortest time of three connections to the coordinator; None if it does not answer within a second each."""
+    best = None
+    with contextlib.suppress(OSError):
+        for _ in range(3):
+            began = time.perf_counter()
+            socket.create_connection(parts_of(coordinator), timeout=1.0).close()
+            took = time.perf_counter() - began
+            best = took if best is None else min(best, took)
+    return best
+
+
+def _is_synchronised() -> bool | None:
+    """What the kernel says of its clock."""
+    if sys.platform != "linux":
+        return None
+    with contextlib.suppress(OSError, AttributeError):
+        words = ctypes.create_string_buffer(struct.pack("i", 0), 512)  # struct timex: modes = 0 only asks
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(words)
+        return None if state < 0 else state != _TIME_ERROR
+    return None
+
+
+def is_private(address: str) -> bool:
+    """Whether an address is known only inside a network (10.x, 192.168.x, ...)."""
+    with contextlib.suppress(ValueError):
+        found = ipaddress.ip_address(address)
+        return found.is_private and not found.is_loopback
+    return False

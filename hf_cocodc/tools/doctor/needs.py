@@ -1,0 +1,104 @@
+"""What a run will take: memory of the device and of the host, and room on the disk."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...engine.memory import forecast
+from ...methods import Method
+from ...parts.schedules import AgreedStats, Land, Send
+from ...recipes.recipe import Recipe
+from ...resolve import from_config
+from ...tensors.flat import tensors_in
+from ...tensors.pools import HOST
+
+_EVENTS = 400
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a region of one rank takes, at least: what a batch takes comes on top.
+
+    Attributes:
+        params: parameters that are trained.
+        training: weights, gradients and, with Adam, the state of the inner optimizer.
+        outer_on_device: outer state and transfers, on the device of the model.
+        outer_on_host: the same, in the memory of the host.
+        checkpoint: of one checkpoint on the disk.
+        checkpoints: how many will be there at once; None if nobody knows.
+    """
+
+    params: int
+    training: int
+    outer_on_device: int
+    outer_on_host: int
+    checkpoint: int
+    checkpoints: int | None
+
+
+def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
+    """What the run of a recipe takes.
+
+    Args:
+        recipe: the run.
+        model: on the meta device, with its adapter.
+        num_regions: number of regions M, the largest one.
+    """
+    method = from_config(recipe.outer)
+    fragments = method.fragments(model)
+    device = _META if recipe.outer.device == "model" else HOST
+    found = forecast(model, fragments, method, num_regions, device)
+    flying = most_in_flight(method, len(fragments))
+    outer = {where: each.kept + each.per_transfer * flying + each.staged for where, each in found.items()}
+    weights = sum(param.nbytes for param in model.parameters())
+    trained = [param for param in model.parameters() if param.requires_grad]
+    size, params = sum(param.nbytes for param in trained), sum(param.numel() for param in trained)
+    optim = str(recipe.training.get("optim", "adamw_torch"))
+    has_adam = "adam" in optim or "muon" in optim  # Muon has half of it
+    states = 1 + len(tensors_in(method.outer.init(torch.zeros(1))))
+    return Needs(
+        params=params,
+        training=weights + size * (3 if has_adam else 1),
+        outer_on_device=outer.get(_META, 0),
+        outer_on_host=outer.get(HOST, 0),
+        # the local weights, the inner optimizer's state, the global params with the outer state, the global model
+        checkpoint=size + (2 * size if has_adam else 0) + 4 * params * states + size,
+        checkpoints=_checkpoints(recipe),
+    )
+
+
+def most_in_flight(method: Method, num_fragments: int) -> int:
+    """Transfers that are in flight at the same time, at most, as long as the schedule has no measured times.
+
+    >>> from hf_cocodc.settings import OuterConfig
+    >>> most_in_flight(from_config(OuterConfig(method="streaming", overlap_steps=30)), 4)
+    2
+    """
+    state, step, flying, most = method.schedule.init(num_fragments), 0, 0, 0
+    for _ in range(_EVENTS):
+        step = method.schedule.next_event(step, state)
+        events, state = method.schedule.events(step, AgreedStats(), state)
+        flying += sum(isinstance(event, Send) for event in events)
+        most = max(most, flying)
+        flying -= sum(isinstance(event, Land) and event.sent_at > 0 for event in events)
+    return most
+
+
+def _checkpoints(recipe: Recipe) -> int | None:
+    """Checkpoints that a region keeps at once, with the one that it writes."""
+    training = recipe.training
+    if training.get("save_strategy", "steps") == "no":
+        return 0
+    limit, steps = training.get("save_total_limit"), training.get("max_steps", -1)
+    every = training.get("save_steps", 500)
+    saves = None
+    if training.get("save_strategy", "steps") == "steps" and steps > 0:
+        if 0 < every < 1:  # a share of the run
+            every = math.ceil(steps * every)
+        saves = math.ceil(steps / every) if every > 0 else 1  # the last step is always saved
+    if limit:
+        return limit + 1 if saves is None else min(limit + 1, saves)
+    return saves

@@ -1,0 +1,333 @@
+"""Lines about the other regions: their doctors tell each other at the coordinator what they have found, and call each other."""
+
+import contextlib
+import dataclasses
+import json
+import platform
+import shlex
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...coordinator.addresses import listen_at, named
+from ...coordinator.client import relay_at, told_by_doctors
+from ...coordinator.hello import Difference, differences, may_differ
+from ...coordinator.secret import Keys
+from ...errors import CocodcError, MeetingError, short
+from ...settings import RegionConfig
+from .coordinator import gone
+from .facts import parts_of
+from .findings import OK, WARN, WRONG, Finding
+from .told import Told, places
+from .way import ANNOUNCE
+
+_REACH_S = 3.0
+_AGAIN_S = 0.5
+_LATE_S = 2.0
+"""Seconds between two clocks from which on it is a warning."""
+_SAME_VERSIONS = ("hf-cocodc", "torch")
+_SHOWN = 3
+"""Differences between two recipes that a line names."""
+_ALL_AT_ONCE = (
+    "hf-cocodc doctor RECIPE --region N --coordinator HOST:PORT --wait 300    # in all regions at once"
+)
+
+
+class Answering:
+    """Listens while a doctor waits for others, and tells who calls what time it is here.
+
+    Args:
+        address: of this machine.
+        regions: which port and which addresses the run will have.
+    """
+
+    def __init__(self, address: str, regions: RegionConfig) -> None:
+        self._listener = listen_at("" if regions.announced else address, regions.port or 0)
+        port = self._listener.getsockname()[1]
+        places = regions.addresses(port, lane=0) if regions.announced else ((address, port),)
+        self.address = ",".join(named(*each) for each in places)
+        threading.Thread(target=self._answer, name="hf_cocodc-doctor", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError), caller:
+                caller.sendall(f"{time.time():.6f}\n".encode())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._listener.close()
+
+
+def call(place: tuple[str, int]) -> tuple[float, float]:
+    """Call another doctor: seconds of the round trip, and how far its clock is ahead of this one.
+
+    TCP needs one round trip to connect; the answer, with the time there, left half of one later.
+
+    Raises:
+        OSError: it does not answer.
+        ValueError: something else answers.
+    """
+    began = time.perf_counter()
+    with socket.create_connection(place, timeout=_REACH_S) as connection:
+        took, at = time.perf_counter() - began, time.time()
+        connection.settimeout(_REACH_S)
+        said = connection.recv(64)
+    return took, float(said.decode("ascii")) - (at + took / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """Where the doctors of a run tell each other what they have found.
+
+    Attributes:
+        coordinator: HOST:PORT.
+        keys: of its secret.
+        run: name of the run.
+        region: whose doctor this is.
+    """
+
+    coordinator: str
+    keys: Keys | None
+    run: str
+    region: int
+
+    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
+        """Tell what was found here; returns what the doctors of all regions have told. Raises like `told_by_doctors`."""
+        return told_by_doctors(self.coordinator, self.keys, self.run, self.region, dict(told))
+
+    def relay(self) -> str | None:
+        """HOST:PORT of the coordinator's relay; None if there is none, or this machine does not reach it."""
+        host = parts_of(self.coordinator)[0]
+        try:
+            port = relay_at(self.coordinator, self.keys)
+            if port is None:
+                return None
+            socket.create_connection((host, port), _REACH_S).close()
+        except (OSError, CocodcError):
+            return None
+        return named(host, port)
+
+
+def compare(
+    board: Board,
+    count: int,
+    mine: Mapping[str, Any],
+    address: str,
+    wait_s: float,
+    tell: Callable[[str], None],
+    regions: RegionConfig,
+) -> Iterator[Finding]:
+    """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
+
+    Args:
+        board: of the run.
+        count: number of regions.
+        mine: versions, settings, facts and data, as in `Told`. JSON can express it.
+        address: of this machine, which the others reach.
+        wait_s: seconds for which to wait for doctors of the other regions, to call them.
+        tell: called with a line while it waits.
+        regions: settings of the run.
+    """
+    try:
+        answering = Answering(address, regions)
+    except OSError as error:
+        where = named(address, regions.port or 0).removesuffix(":0")
+        words = f"this machine cannot listen on {where}: {error.strerror or error}."
+        command = "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address; or another regions.port"
+        yield Finding("regions", WRONG, words, command)
+        return
+    with contextlib.closing(answering):
+        known = json.loads(json.dumps(dict(mine)))  # as the others read it
+        calls = answering.address if wait_s else ""
+        own = Told(host=platform.node(), calls=calls, token=uuid.uuid4().hex, beats=0, **known)
+        yield from _Round(board, count, own).run(wait_s, tell)
+
+
+class _Round:
+    """One doctor's talk with the others."""
+
+    def __init__(self, board: Board, count: int, own: Told) -> None:
+        self._board, self._own = board, own
+        self._others = [other for other in range(count) if other != board.region]
+        self._told: dict[int, Told] = {}
+        self._first_beat: dict[str, int] = {}
+        self._called: dict[str, tuple[float, float] | str] = {}
+        self._foreign: dict[int, Finding] = {}
+
+    def run(self, wait_s: float, tell: Callable[[str], None]) -> Iterator[Finding]:
+        until = time.monotonic() + wait_s
+        said, called = "", wait_s > 0
+        open_ = list(self._others)  # regions about which nothing was said yet
+        try:
+            while True:
+                self._hear(self._tell())
+                if called:
+                    self._call()
+                for other in [each for each in open_ if self._is_done(each)]:
+                    open_.remove(other)
+                    yield from self._about(other, called)
+                if not open_ or time.monotonic() >= until:
+                    break
+                words = f"waits for the doctor of region {', '.join(map(str, open_))}"
+                if words != said:
+                    tell(words)
+                    said = words
+                time.sleep(min(_AGAIN_S, max(until - time.monotonic(), 0)))
+            if called:
+                self._tell()  # those that wait hear that they were called
+        except CocodcError as error:
+            yield gone(self._board.coordinator, error)
+            open_ = [other for other in open_ if other in self._told]
+        except KeyboardInterrupt:
+            for other in open_:
+                yield from self._about(other, called)
+            raise
+        for other in open_:
+            yield from self._about(other, called)
+
+    def _tell(self) -> dict[int, Any]:
+        """Tell what is known here; returns what all have told."""
+        reached = tuple(token for token, each in self._called.items() if not isinstance(each, str))
+        missed = tuple(token for token, each in self._called.items() if isinstance(each, str))
+        self._own = dataclasses.replace(self._own, beats=self._own.beats + 1, reached=reached, missed=missed)
+        return self._board.tell(dataclasses.asdict(self._own))
+
+    def _hear(self, told: Mapping[int, Any]) -> None:
+        for other in self._others:
+            self._foreign.pop(other, None)
+            if other not in told:
+                continue
+            try:
+                self._told[other] = Told.read(other, told[other])
+            except MeetingError as error:
+                command = "hf-cocodc --version    # in every region"
+                self._foreign[other] = Finding(f"region {other}", WRONG, str(error), command)
+
+    def _is_there(self, other: Told) -> bool:
+        """Whether another doctor runs now: its words have changed while this one listens."""
+        return other.beats > self._first_beat.setdefault(other.token, other.beats)
+
+    def _call(self) -> None:
+        for other in self._told.values():
+            if (
+                not self._is_there(other)
+                or not other.calls
+                or not isinstance(self._called.get(other.token, ""), str)
+            ):
+                continue
+            for place in places(other.calls):
+                try:
+                    self._called[other.token] = call(place)
+                    break
+                except OSError as error:
+                    self._called[other.token] = error.strerror or str(error)
+                except ValueError:
+                    self._called[other.token] = "something else answers there"
+
+    def _is_done(self, region: int) -> bool:
+        """Whether both doctors have tried, and one has reached the other."""
+        other = self._told.get(region)
+        if other is None:
+            return False
+        called, token = self._called.get(other.token), self._own.token
+        have_tried = called is not None and token in (*other.reached, *other.missed)
+        return have_tried and (not isinstance(called, str) or token in other.reached)
+
+    def _about(self, region: int, called: bool) -> list[Finding]:
+        """The lines about another region."""
+        topic, other = f"region {region}", self._told.get(region)
+        if region in self._foreign:
+            return [self._foreign[region]]
+        if other is None:
+            words = "its doctor has told nothing at this coordinator yet: nothing was compared."
+            return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
+        found = compared(topic, self._own, other)
+        return found + self._about_call(topic, other) if called else found
+
+    def _about_call(self, topic: str, other: Told) -> list[Finding]:
+        result = self._called.get(other.token)
+        if result is None:
+            words = "its doctor no longer runs: it was not called. Start them at the same time."
+            return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
+        calls_back = self._own.token in other.reached
+        if isinstance(result, str) and calls_back:
+            return [
+                Finding(topic, OK, f"does not answer at {other.calls} ({result}), but calls this machine")
+            ]
+        if isinstance(result, str) and (relay := self._board.relay()):
+            words = f"neither of the two reaches the other one ({result}): the relay at {relay} carries what they send"
+            return [Finding(topic, OK, words)]
+        if isinstance(result, str):
+            words = (
+                f"does not answer at {other.calls} ({result}), and does not reach this machine at {self._own.calls}: firewalls, "
+                "or NAT. One of the two must reach the other one: open a port of one in its firewall and its router; or start "
+                "the coordinator with --relay."
+            )
+            return [Finding(topic, WRONG, words, ANNOUNCE)]
+        took, ahead = result
+        words = f"answers at {other.calls} in {1000 * took:.3g} ms"
+        if not calls_back:
+            words += "; it does not reach this machine, and one way is enough"
+        if abs(ahead) > _LATE_S:
+            words += f"; its clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this one"
+            return [Finding(topic, WARN, words, "timedatectl set-ntp true    # on both")]
+        return [Finding(topic, OK, words)]
+
+
+def compared(topic: str, own: Told, other: Told) -> list[Finding]:
+    """Lines about what another region has. What must be equal is what regions compare before step 1, and what the data holds."""
+    allowed = [name for name in own.settings["regions.may_differ"].split(",") if name]
+    found, beside = [], []
+    for name in _SAME_VERSIONS:
+        theirs, ours = (each.versions.get(name, "none").split("+")[0] for each in (other, own))
+        if theirs == ours:
+            continue
+        words = f"has {name} {theirs}, this machine {ours}"
+        if may_differ(name, allowed):
+            found.append(Finding(topic, WARN, f"{words}: regions.may_differ allows it"))
+        else:
+            command = f"pip install {shlex.quote(f'{name}=={theirs}')}"
+            found.append(Finding(topic, WRONG, f"{words}. Regions need the same.", command))
+    for name in sorted(own.versions.keys() - set(_SAME_VERSIONS)):
+        theirs, ours = other.versions.get(name, "none"), own.versions[name]
+        if theirs != ours:
+            beside.append(Finding(topic, WARN, f"has {name} {theirs}, this machine {ours}"))
+    named = differences({**own.settings, "facts": own.facts}, {**other.settings, "facts": other.facts})
+    fine = [each for each in named if each.free and may_differ(each.field, allowed)]
+    wrong = [each for each in named if each not in fine]
+    if fine:
+        found.append(Finding(topic, WARN, f"{_in_words(fine)}: regions.may_differ allows it"))
+    if wrong:
+        command = "scp RECIPE HOST:    # one recipe for all regions"
+        if all(each.free for each in wrong):
+            names = ",".join([*allowed, *(short(each.field) for each in wrong)])
+            command += f"; or in all: --set {shlex.quote(f'regions.may_differ={names}')}"
+        found.append(Finding(topic, WRONG, f"another recipe: {_in_words(wrong)}.", command))
+    elif own.data != other.data:
+        words = f"other data: {other.data} there, {own.data} here."
+        if any(each.field.startswith("data.") for each in fine):
+            words += " By regions.may_differ they may train on other data: look that this is meant."
+            found.append(Finding(topic, WARN, words))
+        else:
+            words += " Regions divide one dataset: it must be equal everywhere."
+            found.append(Finding(topic, WRONG, words, "rsync -a FOLDER/ HOST:FOLDER/    # that of data.path"))
+    same = f"{other.host}: same versions of this package and torch, settings and data"
+    return [*(found or [Finding(topic, OK, same)]), *beside]
+
+
+def _in_words(found: Sequence[Difference]) -> str:
+    """The first differences between two recipes, and how many more there are."""
+    said = [
+        f"{short(each.field)} is {short(each.theirs)} there, {short(each.mine)} here"
+        for each in found[:_SHOWN]
+    ]
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(said) + more

@@ -1,0 +1,162 @@
+"""Lines about the way to the other regions: interface, packets, ports, address, TCP and clock."""
+
+from collections.abc import Sequence
+
+from ...coordinator.addresses import is_loopback
+from ...links.pacing import NOT_KEPT
+from .facts import Network, is_private, parts_of
+from .findings import OK, WARN, WRONG, Finding, unknown
+
+_SMALL_BUFFER = 4 << 20
+_PACKET = 1500
+_LONG_S = 0.005
+"""Round trips below this belong to one site: there every congestion control and every buffer will do."""
+
+
+def all_here() -> list[Finding]:
+    """Of a run whose regions all train on this machine: nothing of this counts."""
+    return [Finding("network", OK, "all regions train on this machine, over the loopback")]
+
+
+ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
+
+
+def interface(network: Network, wanted: str | None) -> Finding:
+    """Whether the interface of the link is there, and up."""
+    if network.interface is None:
+        return unknown("interface")
+    chosen = "regions.interface" if wanted is not None else "the way to the coordinator"
+    words = f"{network.interface} ({network.address}), by {chosen}"
+    if network.is_up is False:
+        return Finding("interface", WRONG, f"{words}: it is down.", f"ip link set {network.interface} up")
+    return Finding("interface", OK, words)
+
+
+def packets(network: Network) -> Finding:
+    """Whether large packets go through."""
+    if network.mtu is None:
+        return unknown("MTU")
+    words = f"{network.mtu} bytes on {network.interface}"
+    path = network.path_mtu
+    if path is not None and path < min(network.mtu, 65_535):
+        words += f", {path} on the way to the coordinator"
+        if network.probes_mtu is False:
+            return Finding(
+                "MTU",
+                WARN,
+                f"{words}: a path that swallows large packets without a word stops transfers.",
+                "sysctl -w net.ipv4.tcp_mtu_probing=1",
+            )
+    tunnel = (network.interface or "").startswith(("wg", "tun", "tailscale", "zt"))
+    if tunnel and network.mtu >= _PACKET:
+        return Finding(
+            "MTU",
+            WARN,
+            f"{words}: a tunnel adds 60 to 80 bytes to each packet, which then has to be cut in two.",
+            f"ip link set {network.interface} mtu 1420",
+        )
+    return Finding("MTU", OK, words)
+
+
+def port(network: Network, chosen: int | None) -> Finding:
+    """Where this region listens."""
+    if chosen is not None:
+        return Finding(
+            "port", OK, f"listens on {chosen}: a firewall must let other regions in there, or theirs this one"
+        )
+    if network.ports is None:
+        return unknown("port")
+    first, last = network.ports
+    words = (
+        f"listens on any free port of {first} .. {last}; regions.port chooses one, for a firewall or a router"
+    )
+    return Finding("port", OK, words)
+
+
+def address(network: Network, coordinator: str, announced: Sequence[str] = ()) -> Finding:
+    """Whether other regions can reach the address that this machine announces."""
+    host = parts_of(coordinator)[0]
+    if announced:
+        return Finding("NAT", OK, f"announces {', '.join(announced)} (regions.announce)")
+    if network.address is None:
+        return unknown("NAT")
+    if is_loopback(network.address) and not is_loopback(host):
+        return Finding(
+            "NAT",
+            WRONG,
+            f"this machine would announce {network.address}, which no other machine reaches. Name the interface that they reach.",
+            "hf-cocodc train RECIPE --set regions.interface=NAME    # ip -brief address",
+        )
+    if is_loopback(network.address):
+        return Finding("NAT", OK, f"announces {network.address}: all regions must run on this machine")
+    if is_private(network.address) and not is_private(host) and not is_loopback(host):
+        return Finding(
+            "NAT",
+            WARN,
+            f"this machine announces {network.address}, a private address, but the coordinator is at {host}: behind NAT it can "
+            "call other regions, and they cannot call it. One way is enough; where another region is behind NAT too, map a port "
+            "in the router of one of them, and announce it.",
+            ANNOUNCE,
+        )
+    return Finding("NAT", OK, f"announces {network.address}")
+
+
+def congestion(network: Network, rate_limit: float | None) -> Finding:
+    """Whether TCP keeps a long link full after a loss."""
+    topic = "congestion"
+    if network.congestion is None:
+        return unknown(topic)
+    words = f"TCP {network.congestion}"
+    if rate_limit is not None:
+        words += f", with regions.rate_limit={rate_limit:g} Mbit/s"
+        if network.paces is False:
+            return Finding(topic, WARN, f"{words}; {NOT_KEPT}")
+        return Finding(topic, OK, words)
+    if network.congestion == "bbr":
+        return Finding(topic, OK, words)
+    if network.rtt_s is not None and network.rtt_s < _LONG_S:
+        return Finding(topic, OK, f"{words}; a round trip is short ({1000 * network.rtt_s:.1f} ms)")
+    load = "" if "bbr" in network.known else "modprobe tcp_bbr; "
+    return Finding(
+        topic,
+        WARN,
+        f"{words} needs seconds to recover from a loss on a long link: bbr does not. Or set regions.rate_limit to nine tenths of "
+        "the link's rate.",
+        f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr",
+    )
+
+
+def buffers(network: Network) -> Finding:
+    """Whether a connection can keep enough bytes on the way."""
+    topic = "buffers"
+    if network.send_buffer is None or network.receive_buffer is None:
+        return unknown(topic)
+    least = min(network.send_buffer, network.receive_buffer)
+    words = f"sockets send up to {network.send_buffer / 1e6:.3g} MB, receive up to {network.receive_buffer / 1e6:.3g} MB"
+    if network.rtt_s:
+        words += f"; a round trip to the coordinator takes {1000 * network.rtt_s:.3g} ms"
+    if network.rtt_s and network.rtt_s >= _LONG_S:
+        words += f", so a connection carries at most {8e-6 * least / 2 / network.rtt_s:.3g} Mbit/s"
+    is_long = network.rtt_s is None or network.rtt_s >= _LONG_S
+    if least < _SMALL_BUFFER and is_long:
+        return Finding(
+            topic,
+            WARN,
+            f"{words}. More connections make up for it in part.",
+            "sysctl -w net.ipv4.tcp_wmem='4096 65536 16777216' net.ipv4.tcp_rmem='4096 131072 16777216'",
+        )
+    return Finding(topic, OK, words)
+
+
+def clock(network: Network) -> Finding:
+    """Whether the clock of this machine is right: the journals of regions are laid side by side."""
+    if network.is_synchronised is None:
+        return unknown("clock")
+    if not network.is_synchronised:
+        return Finding(
+            "clock",
+            WARN,
+            "the kernel says that nobody keeps it right. Training does not need it, but times in journals and logs do.",
+            "timedatectl set-ntp true    # or run chronyd",
+        )
+    return Finding("clock", OK, "synchronised")

@@ -1,0 +1,231 @@
+"""The choice of settings: for a method and a codec, those that reach a utilisation with the least staleness."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...errors import InputError, shown
+from ...methods import METHODS
+from ...newer import known
+from ...parts.rules import CODECS, mixing_alpha
+from ...resolve import from_config
+from ...resolve import settings as _settings
+from ...settings import OuterConfig
+from .forecast import Forecast, Subject
+
+LOSSY = ("int4", "topk", "topk_2bit", "lowrank")
+"""Codecs that need error feedback."""
+CAREFUL = ("fp32", "bf16", "int8", "fp4")
+"""Codecs that are chosen unasked, the most exact first: Streaming DiLoCo found no difference down to 4-bit floats (2501.18512).
+Others are chosen only where the recipe or the method's paper has them."""
+SEARCHES = 4
+"""Most searches for one method and codec."""
+LONGEST = 5000
+"""Most inner steps of a round that are tried."""
+
+
+def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
+    """The recipe's settings with each method and codec that go together: the six, and the recipe's own.
+
+    Another method than the recipe's has its paper's defaults, apart from sync_interval and what belongs to no method.
+
+    Raises:
+        InputError: the recipe has a method or a codec of a user's own, which is not forecast.
+    """
+    for name, ours in (("method", list(known())), ("codec", list(CODECS))):
+        given = getattr(recipe, name)
+        if given is not None and given not in ours:
+            raise InputError(
+                f"outer.{name}={shown(given)} is not one of this package's, and only those are planned. Plan with one of them: "
+                f"--set outer.{name}={ours[0]} --set outer.options=null."
+            )
+    for method in dict.fromkeys((*METHODS, str(recipe.method))):
+        base = recipe
+        if method != recipe.method:
+            general = {
+                name: getattr(recipe, name) for name in ("weights", "digest_interval", "guard", "device")
+            }
+            interval = max(_interval(recipe), _fragments(OuterConfig(method=method)))
+            base = OuterConfig(method=method, sync_interval=interval, **general)
+        takes = settings(base)
+        own = takes["codec"]
+        for codec in CODECS:
+            if codec == "fp16" != own:
+                continue  # as large as bf16
+            if codec in LOSSY and codec != own and "error_feedback" not in takes:
+                continue
+            changed = base if codec == own else _with_codec(base, codec)
+            try:
+                from_config(changed)
+            except InputError:
+                continue
+            yield changed
+
+
+def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
+    feedback = codec in LOSSY if "error_feedback" in settings(config) else None
+    rank = config.rank if codec == "lowrank" else None
+    return dataclasses.replace(config, codec=codec, error_feedback=feedback, rank=rank)
+
+
+def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
+    """The settings with this method and codec that reach a utilisation; None if none do.
+
+    Where packets get lost, one trial leads the search. If the mean of more trials is below the target, the search aims higher.
+
+    `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
+    regions after at most sync_interval and the overlap, and this sum is made small. A method that is a round late has the
+    shortest round in any case, as its staleness is that round. The overlap is then as short as possible; so is the number of
+    fragments.
+    """
+    aim = target
+    for _ in range(SEARCHES):
+        found = _search(subject, config, aim)
+        if found is None:
+            return None
+        forecast = subject.forecast(found)
+        missing = target - forecast.course.utilization
+        if missing <= 0:
+            return forecast
+        aim = min(aim + missing, (1 + aim) / 2)
+    return None
+
+
+def _search(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
+    longest = max(_longest(subject), _interval(config))
+
+    def at(interval: int) -> OuterConfig | None:
+        return _with_interval(subject, config, interval, target)
+
+    is_late = from_config(config).schedule.back_to_back
+    first = _fragments(config) if is_late else _interval(config)
+    shortest = _smallest(first, longest, lambda each: at(each) is not None)
+    if shortest is None:
+        return None
+    tried = [shortest]
+    if shortest > _interval(config):
+        # on a link that is full transfers need much overlap; in a round that is a little longer, far less
+        tried += [min(shortest + shortest * tenth // 10, longest) for tenth in range(1, 11)]
+    reaching = [found for found in map(at, tried) if found is not None]
+    return min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness)
+
+
+def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
+    """The settings to use, of the recipe's method, among those that reach the target.
+
+    A round that need not be longer counts first, then staleness, then how exact the codec is.
+    """
+    mine = [each for each in found if each.config.method == recipe.method]
+    first = min(mine, default=None, key=lambda each: _order(each, recipe))
+    return first if first is not None and first.shown["codec"] in _codecs_of(first, recipe) else None
+
+
+def foremost(found: Sequence[Forecast], recipe: OuterConfig, count: int) -> list[Forecast]:
+    """The settings that matter most, in the order of `found`: the best of each method, then more of the recipe's method."""
+    ordered = sorted(found, key=lambda each: (each.config.method != recipe.method, *_order(each, recipe)))
+    methods = [each.config.method for each in ordered]
+    bests = [each for place, each in enumerate(ordered) if methods.index(each.config.method) == place]
+    chosen = [*bests, *(each for each in ordered if each not in bests)][:count]
+    return [each for each in found if each in chosen]
+
+
+def _order(forecast: Forecast, recipe: OuterConfig) -> tuple[bool, int, int, int]:
+    """What counts first, second and so on between settings of one method: less is better."""
+    codecs, codec = _codecs_of(forecast, recipe), forecast.shown["codec"]
+    is_exact = codec in codecs
+    interval = max(forecast.shown["sync_interval"], _interval(recipe))
+    return not is_exact, interval, forecast.course.staleness, codecs.index(codec) if is_exact else 0
+
+
+def _codecs_of(forecast: Forecast, recipe: OuterConfig) -> list[str]:
+    """The codecs that are chosen for its method, the most exact first."""
+    method = forecast.config.method
+    own = recipe if method == recipe.method else OuterConfig(method=method)
+    return list(dict.fromkeys((*CAREFUL, settings(own)["codec"])))
+
+
+def _with_interval(subject: Subject, config: OuterConfig, interval: int, target: float) -> OuterConfig | None:
+    """The settings with this `sync_interval` that reach the target with the least staleness; None if none do."""
+    config = dataclasses.replace(config, sync_interval=interval)
+    counts = [_fragments(config)]
+    if settings(config).get("fragment_pattern", "whole") != "whole":
+        counts += [counts[0] * factor for factor in (2, 4) if counts[0] * factor <= subject.num_blocks]
+    reaching = []
+    for count in counts:
+        if count > interval:
+            continue
+        cut = config if count == counts[0] else dataclasses.replace(config, num_fragments=count)
+        found = _with_overlap(subject, cut, target)
+        if found is not None:
+            reaching.append((subject.course(found).staleness, count, found))
+    return min(reaching, key=lambda each: each[:2])[2] if reaching else None
+
+
+def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
+    """The settings with the least overlap that reaches the target, if the method lets one choose."""
+    shown = settings(config)
+    overlap = shown.get("overlap_steps")
+    may_overlap = isinstance(overlap, int) and overlap > 0 and not from_config(config).schedule.back_to_back
+    if not may_overlap:
+        tried = [config]
+        if (
+            shown.get("sends_per_interval", 0) is None
+        ):  # as often as the link allows may be more than training affords
+            tried.append(dataclasses.replace(config, sends_per_interval=_fragments(config), utilization=None))
+        return next((each for each in tried if subject.course(each).utilization >= target), None)
+
+    alpha = config.mixing_alpha
+    if alpha == mixing_alpha(
+        None, overlap or 0
+    ):  # it followed from the overlap, and follows from the new one
+        alpha = None
+
+    def with_overlap(steps: int) -> OuterConfig:
+        return dataclasses.replace(config, overlap_steps=steps, mixing_alpha=alpha)
+
+    def reaches(steps: int) -> bool:
+        return subject.course(with_overlap(steps)).utilization >= target
+
+    steps = _smallest(0, shown["sync_interval"] - 1, reaches)
+    return None if steps is None else with_overlap(steps)
+
+
+def _smallest(first: int, last: int, holds: Callable[[int], bool]) -> int | None:
+    """The smallest number in first .. last for which something holds, as for all larger ones; None if there is none."""
+    if first > last:
+        return None
+    if holds(first):
+        return first
+    low, step = first, 1  # does not hold for low
+    while low + step < last and not holds(low + step):
+        low, step = low + step, 2 * step
+    high = min(low + step, last)
+    if high == last and not holds(last):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def settings(config: OuterConfig) -> dict[str, Any]:
+    """All settings of a method, as numbers and texts."""
+    return _settings(config)
+
+
+def _interval(config: OuterConfig) -> int:
+    return int(settings(config)["sync_interval"])
+
+
+def _fragments(config: OuterConfig) -> int:
+    """The number of fragments; 1 of a method that does not let one choose it."""
+    return int(settings(config).get("num_fragments", 1))
+
+
+def _longest(subject: Subject) -> int:
+    """The longest round that is tried: two fit into the run, if the recipe says how long it is."""
+    steps = subject.recipe.training.get("max_steps", -1)
+    return min(max(steps // 2, 1), LONGEST) if steps > 0 else LONGEST

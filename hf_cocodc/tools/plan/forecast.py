@@ -1,0 +1,184 @@
+"""The forecast of one run: a recipe's model, a method with its settings, a link, and the times of a step and of this machine."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...engine.memory import forecast as memory_of
+from ...engine.stepping import steps_ahead
+from ...links.base import drive
+from ...links.exchange import num_pieces
+from ...methods import Method
+from ...parts.blocks import find_blocks
+from ...parts.codecs.base import Message, Reply, swaps_whole
+from ...parts.fragments import Fragment
+from ...parts.schedules import every
+from ...recipes.recipe import Recipe
+from ...resolve import from_config, settings
+from ...settings import OuterConfig
+from ...tensors.pools import HOST
+from ..report.summary import data_parallel_bytes
+from .course import Course, Part, Work, course, mean
+from .flights import LinkFigures
+from .layers import SerialLine, layered
+from .speeds import Speeds
+from .tcp import LIMIT, TRIALS, Codes, TcpLine, wanted_connections
+
+_SIDE, _LOW_RANK = 64, 4
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of a run.
+
+    Attributes:
+        config: the settings of the outer optimizer.
+        shown: all of them, with the method's defaults.
+        course: how the training goes; where packets get lost, in the mean of some trials.
+        worst: utilisation of the worst trial.
+        device_bytes: on the device of the model, beyond the training itself.
+        host_bytes: on the host, beyond the training itself.
+    """
+
+    config: OuterConfig
+    shown: dict[str, Any]
+    course: Course
+    worst: float
+    device_bytes: int
+    host_bytes: int
+
+
+class Subject:
+    """What is planned: forecasts of a model on a link, with any method.
+
+    Args:
+        recipe: the run.
+        model: on the meta device.
+        link: between the regions.
+        step_s: seconds of an inner step.
+        regions: number of regions M.
+        speeds: of this machine.
+
+    Attributes:
+        connections: TCP connections to each other region.
+        limit: the most payload bytes per second that a region should send.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: Any, link: LinkFigures, step_s: float, regions: int, speeds: Speeds
+    ) -> None:
+        self.recipe, self.model, self.link = recipe, model, link
+        self.step_s, self.regions, self.speeds = step_s, regions, speeds
+        self.num_params = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        self.num_blocks = max(len(find_blocks(model)), 1)
+        given = recipe.regions.rate_limit
+        wanted = LIMIT * link.rate / 8
+        self.limit = wanted if given is None else min(given * 1e6 / 8, wanted)
+        asked = recipe.regions.connections
+        self.connections = asked if isinstance(asked, int) else wanted_connections(link, self.limit)
+        self._fragments: dict[tuple, tuple[Fragment, ...]] = {}
+        self._courses: dict[tuple[str, int], list[Course]] = {}
+
+    def fragments(self, config: OuterConfig, method: Method) -> tuple[Fragment, ...]:
+        """The fragments of the model."""
+        found = settings(config)
+        key = tuple(found.get(name) for name in ("fragment_pattern", "num_fragments", "split_rows"))
+        if key not in self._fragments:
+            self._fragments[key] = method.fragments(self.model)
+        return self._fragments[key]
+
+    def course(self, config: OuterConfig) -> Course:
+        """How a training with these settings goes; where packets get lost, the first trial. A search asks for it again and again.
+
+        Raises:
+            InputError: the settings contradict each other.
+        """
+        return self._played(config, 1)[0]
+
+    def trials(self, config: OuterConfig) -> list[Course]:
+        """Several trainings with these settings, in which other packets get lost; one if none get lost."""
+        return self._played(config, TRIALS if self.link.loss else 1)
+
+    def _played(self, config: OuterConfig, trials: int) -> list[Course]:
+        key = repr(config), trials
+        if key not in self._courses:
+            self._courses[key] = self._play(config, trials)
+        return self._courses[key]
+
+    def _play(self, config: OuterConfig, trials: int) -> list[Course]:
+        method = from_config(config)
+        shown: dict[str, Any] = settings(config)
+        messages, scatters = _conversation(config, self.regions)
+        codec = str(shown["codec"])
+        at_once = not steps_ahead(method, HOST, num_lanes=1)
+        works, codes = [], {}
+        for fragment in self.fragments(config, method):
+            num_bytes = max(method.codec.wire_bytes(fragment, r, self.regions) for r in range(self.regions))
+            encodes, decodes = (1 + 1 / self.regions, 2.0) if scatters else (1.0, float(self.regions))
+            payload = num_bytes / max(self.regions - 1, 1) / messages
+            step_s = self.speeds.step * fragment.numel
+            codes[num_bytes] = Codes(
+                messages=messages,
+                scatters=scatters,
+                encode_s=encodes * self.speeds.encode.get(codec, 0.0) * fragment.numel,
+                decode_s=decodes * self.speeds.decode.get(codec, 0.0) * fragment.numel,
+                piece_bytes=math.ceil(payload / num_pieces(int(payload), self.connections)),
+                step_s=0.0 if at_once else step_s,
+            )
+            land_s = self.speeds.landing(method) * fragment.numel + (step_s if at_once else 0.0)
+            works.append(Work([Part(num_bytes)], self.speeds.send * fragment.numel, land_s))
+        where = (self.link, self.connections, self.regions - 1, self.limit, codes)
+        lines = [TcpLine(*where, seed) for seed in range(trials)]
+        interval = shown["sync_interval"]
+        return [course(method.schedule, interval, works, line, self.step_s) for line in lines]
+
+    def forecast(self, config: OuterConfig) -> Forecast:
+        """The forecast of a run with these settings."""
+        method, trials = from_config(config), self.trials(config)
+        found = mean(trials)
+        device = HOST if config.device == "host" else torch.device("meta")
+        memory = memory_of(self.model, self.fragments(config, method), method, self.regions, device)
+        taken = {
+            where: each.kept + each.per_transfer * found.in_flight + each.staged
+            for where, each in memory.items()
+        }
+        on_host = taken.pop(HOST)
+        worst = min(each.utilization for each in trials)
+        return Forecast(config, settings(config), found, worst, sum(taken.values()), on_host)
+
+    def data_parallel(self) -> Course:
+        """Data-parallel training of the same model over the same link, at its best.
+
+        fp32 gradients travel in a ring while the backward pass goes on; no codec, no restart of connections.
+        """
+        num_bytes = data_parallel_bytes(self.num_params, 1, self.regions) / self.num_blocks
+        layers = layered([range(self.num_blocks)], self.num_blocks, round(num_bytes), self.step_s)
+        rate = self.link.goodput
+        if self.link.rtt_s:
+            rate = min(rate, self.connections * self.link.window_of_loss / self.link.rtt_s)
+        latency_s = (self.regions - 1) * self.link.rtt_s
+        return course(every(1), 1, layers, SerialLine(rate, latency_s), self.step_s)
+
+
+def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
+    """Messages of a transfer, and whether they scatter: asked of the codec itself, about a small matrix."""
+    changes = {"rank": _LOW_RANK} if settings(config)["codec"] == "lowrank" else {}
+    codec = from_config(OuterConfig(**{**vars(config), **changes})).codec
+    fragment = Fragment(0, ("matrix",), ((_SIDE, _SIDE),), _SIDE * _SIDE)
+    values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
+    said: list[Message] = []
+
+    def answer(message: Message) -> Reply:
+        said.append(message)
+        return Reply(message.values.clone(), message.values.clone)
+
+    drive(codec.converse(values, fragment, codec.init(fragment)), answer)
+    return len(said), not all(swaps_whole(message.coder, regions) for message in said)
+
+
+def codecs_of(configs: Sequence[OuterConfig]) -> list[str]:
+    """The names of the codecs of these settings, each once."""
+    return list(dict.fromkeys(str(settings(config)["codec"]) for config in configs))

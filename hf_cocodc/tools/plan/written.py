@@ -1,0 +1,96 @@
+"""Writes the recipe of a plan, and reads what `bench link` has measured."""
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import InputError, short
+from ...recipes.files import read_chain, read_recipe
+from ...recipes.reading import override_key
+from ...recipes.recipe import Recipe
+from ...recipes.writing import Notes, notes_of, written
+from ..bench.report import read
+from .flights import MSS, MTU
+from .forecast import Forecast, Subject
+
+_CHOSEN = (
+    "method",
+    "sync_interval",
+    "num_fragments",
+    "fragment_pattern",
+    "overlap_steps",
+    "codec",
+    "error_feedback",
+)
+_HEAD = "# Written by `hf-cocodc plan`:"
+_LINK_TITLE = "one mean over a link"
+
+
+def recipe_of(
+    path: str | os.PathLike, overrides: Sequence[str], chosen: Forecast, subject: Subject, head: str
+) -> str:
+    """A complete recipe with the settings of a plan, as YAML; other settings are those of the recipe that was planned.
+
+    Comments of that recipe, and of those that it extends, stay with their keys.
+
+    Args:
+        path: that recipe.
+        overrides: changes to it, each "section.key=value".
+        chosen: the settings.
+        subject: what was planned.
+        head: lines for the beginning of the file. Those of an earlier plan, which the recipe comes from, go.
+
+    Raises:
+        InputError: the recipe cannot be read any more.
+    """
+    content, _ = read_recipe(path)
+    for override in overrides:
+        override_key(content, override)
+    before = content.get("outer") or {}
+    given = chosen.config.given()
+    kept = {name: getattr(chosen.config, name) for name in before if name not in given}
+    kept = {name: value for name, value in kept.items() if value is not None}
+    shown = {name: chosen.shown[name] for name in _CHOSEN if name in chosen.shown}
+    outer = {"method": chosen.config.method, **kept, **given, **shown}
+    content["outer"] = {name: outer[name] for name in before if name in outer} | outer
+    content["regions"] = {
+        **(content.get("regions") or {}),
+        "count": subject.regions,
+        "connections": subject.connections,
+        "rate_limit": float(f"{subject.limit * 8 / 1e6:.4g}"),
+    }
+    Recipe.from_dict(content)
+    notes = functools.reduce(
+        lambda base, each: notes_of(each[0]).over(base), reversed(read_chain(path)), Notes((), {}, ())
+    )
+    mine = [_HEAD, *(f"# {line}" for line in head.splitlines()), ""]
+    return written(content, notes._replace(head=(*mine, *_without_plan(notes.head))))
+
+
+def _without_plan(head: tuple[str, ...]) -> tuple[str, ...]:
+    """The lines at the beginning of a recipe without those of an earlier plan, which end with an empty line."""
+    return head[head.index("") + 1 :] if head[:1] == (_HEAD,) and "" in head else head
+
+
+def link_of(path: Path) -> dict[str, float]:
+    """What a file of `bench link --json` says of the link: `rtt_ms`, and `rate_mbit` of a region to all others together.
+
+    The rate is that of the fastest transfer without its round trip, with headers.
+
+    Raises:
+        InputError: the file cannot be read, or holds no such measurement.
+    """
+    try:
+        [report] = [each for each in read(path) if each["title"] == _LINK_TITLE]
+        fastest = min(report["rows"], key=lambda row: row["seconds"])
+        rtt_s = float(fastest["RTT ms"]) / 1e3
+        rest_s = max(float(fastest["seconds"]) - rtt_s, float(fastest["seconds"]) / 10)
+        rate = float(fastest["MB sent"]) * 8 / rest_s * MTU / MSS
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--link {short(path)} cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise InputError(
+            f"--link {short(path)} holds no measurement of a link. Make it with: hf-cocodc bench link --json {short(path)}."
+        ) from error
+    return {"rtt_ms": 1e3 * rtt_s, "rate_mbit": rate}

@@ -1,0 +1,165 @@
+"""Finds the journals of runs in folders that people name, and reads them: also damaged ones, and those of a run that trains."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, short
+from ...run.journal import BEGINNINGS, lines_of
+from .events import wrong_with
+
+Events = list[dict[str, Any]]
+NAME = "journal.jsonl"
+_MOST_NAMED = 20
+"""So many damaged lines of a journal are named."""
+_UNKNOWN = 0
+"""The number of regions by a journal whose `start` is damaged."""
+
+
+@dataclass
+class RegionJournal:
+    """What one region has written about a run.
+
+    Attributes:
+        path: the journal.
+        region: the region's number.
+        events: in order; the first is a start or a resume.
+        given_up: events of inner steps that were made again after a resume, one list for each.
+        damaged: a sentence for each line that cannot be read, the first ones of many.
+        num_damaged: how many lines cannot be read.
+    """
+
+    path: Path
+    region: int
+    events: Events
+    given_up: list[Events] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    num_damaged: int = 0
+
+    @cached_property
+    def start(self) -> dict[str, Any]:
+        """The newest beginning: its settings count."""
+        return next(event for event in reversed(self.events) if event["kind"] in BEGINNINGS)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the region has come to the end of its run."""
+        return any(event["kind"] == "finish" for event in self.events)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the region's training has ended, in whatever way."""
+        return self.has_finished or self.events[-1]["kind"] == "error"
+
+
+def find(folder: Path) -> list[Path]:
+    """The journals in the output folder of a run, or in that of a region; a file is a journal itself.
+
+    Raises:
+        InputError: there is none.
+    """
+    if folder.is_file():
+        return [folder]
+    for place in (folder / "cocodc" / NAME, folder / NAME):
+        if place.is_file():
+            return [place]
+    found = sorted(folder.glob(f"region-*/cocodc/{NAME}"), key=_order)
+    if found:
+        return found
+    if not folder.is_dir():
+        raise InputError(
+            f"{short(folder)} is not there. Name the output folder of a run (training.output_dir)."
+        )
+    inside = folder / "simulated"
+    if inside.is_dir():
+        raise InputError(f"{short(folder)} has no journal of its own; name {short(inside)}.")
+    raise InputError(
+        f"{short(folder)} has no journal (region-*/cocodc/{NAME}). Name the output folder of a run (training.output_dir), or "
+        "that of one region. A run writes its journal once its regions have met."
+    )
+
+
+def _order(path: Path) -> tuple[int, str]:
+    digits = path.parts[-3].rpartition("-")[2]
+    return (int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 9 else 10**9, str(path))
+
+
+def read_journal(path: Path) -> RegionJournal | None:
+    """Read a journal, and what was given up before its resumes. Lines that cannot be read are named, not used.
+
+    Returns:
+        None if no line can be read.
+
+    Raises:
+        InputError: the file cannot be read, or nothing says of which region it is.
+    """
+    events, damaged = _lines(path)
+    if not events:
+        return None
+    first = next((place for place, event in enumerate(events) if event["kind"] in BEGINNINGS), None)
+    if first is None:
+        named = re.search(r"region-(\d{1,5})$", str(path.parent.parent))
+        if named is None:
+            raise InputError(
+                f"{short(path)} has no line that says of which region it is (its `start` is damaged or missing). Put it into "
+                f"region-N/cocodc/{NAME}, where N is the number of the region."
+            )
+        region = int(named[1])
+        num_fragments = 1 + max((event["fragment"] for event in events if event["kind"] == "send"), default=0)
+        start = {"region": region, "num_regions": _UNKNOWN, "num_fragments": num_fragments}
+        outer = {"method": "unknown"}
+        first, events = 0, [{**events[0], "kind": "start", **start, "outer": outer}, *events]
+    events = events[first:]
+    region = events[0]["region"]
+    earlier = [_lines(each)[0] for each in _given_up(path)]
+    named_lines = damaged[:_MOST_NAMED]
+    if damaged[_MOST_NAMED:]:
+        named_lines.append(f"{short(path)}: {len(damaged) - _MOST_NAMED} more lines are damaged")
+    return RegionJournal(path, region, events, [each for each in earlier if each], named_lines, len(damaged))
+
+
+def _given_up(path: Path) -> list[Path]:
+    """The files with lines that left this journal because its run made their inner steps again.
+
+    A file that begins as a new journal does is that of an earlier run, and all files before it are of runs before this one.
+    """
+    pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{1,6}}){re.escape(path.suffix)}")
+    found = {int(match[1]): each for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))}
+    ours: list[Path] = []
+    for number in sorted(found, reverse=True):
+        try:
+            with found[number].open("rb") as file:
+                first = [event for _, event in lines_of(file.readline(2**20)) if isinstance(event, dict)]
+        except OSError:
+            continue
+        if first and (first[0].get("kind") == "start" or "from_region" in first[0]):
+            break
+        ours.append(found[number])
+    return ours[::-1]
+
+
+def _lines(path: Path) -> tuple[Events, list[str]]:
+    """The events of a file, and a sentence for each line that is none."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"{short(path)} cannot be read: {error.strerror}. Let this user read it, or leave it out."
+        ) from error
+    events: Events = []
+    damaged: list[str] = []
+    for number, found in lines_of(raw):
+        wrong = found if isinstance(found, str) else wrong_with(found)
+        if isinstance(found, dict) and wrong is None:
+            events.append(found)
+        else:
+            damaged.append(f"{short(path)}, line {number}: {wrong}")
+    return events, damaged
+
+
+def unreadable(journals: Sequence[RegionJournal]) -> list[str]:
+    """The sentences about damaged lines of several journals."""
+    return [sentence for journal in journals for sentence in journal.damaged]

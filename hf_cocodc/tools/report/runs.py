@@ -1,0 +1,260 @@
+"""Runs: the journals of their regions, on one axis of time. Every figure of a run, and every picture, is made from this."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, short
+from ...run.journal import BEGINNINGS
+from .clocks import offsets
+from .events import figure
+from .journals import NAME, Events, RegionJournal, find, read_journal
+from .members import Change, attended, changes, num_regions, spans
+from .story import Story, blame, sections, story_of
+from .tokens import Spans, tokens_at, trained
+
+_EQUAL = 1e-4
+"""All regions find the same mean: its norms are equal but for this."""
+
+
+@dataclass
+class Run:
+    """One run.
+
+    Attributes:
+        name: for headings and legends.
+        journals: one per region, by number; without what is `outside`.
+        stories: what each region did; in the same order.
+        shifts: for each section of each journal, what to add to its times for the common axis (`clocks.offsets`).
+        in_steps: time stood still, and the axis of the stories shows inner steps.
+        found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
+        outside: what processes have written that were to join the run and have not come in: it is no part of the run.
+        empty: journals without a line that can be read.
+    """
+
+    name: str
+    journals: list[RegionJournal]
+    stories: list[Story]
+    shifts: list[list[float]]
+    in_steps: bool
+    found: list[Change]
+    outside: list[RegionJournal] = field(default_factory=list)
+    empty: list[Path] = field(default_factory=list)
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return self.journals[0].start
+
+    @property
+    def method(self) -> str:
+        return short(self.start["outer"]["method"], 60)
+
+    @property
+    def regions(self) -> list[int]:
+        """Numbers of the regions whose journals are here."""
+        return [journal.region for journal in self.journals]
+
+    @cached_property
+    def end(self) -> float:
+        """The last moment of which a journal tells."""
+        return max((story.end for story in self.stories), default=0.0)
+
+    @cached_property
+    def step(self) -> int:
+        """The inner step that some region has reached."""
+        return max(event["step"] for journal in self.journals for event in journal.events)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether a region has come to the end of the run."""
+        return any(journal.has_finished for journal in self.journals)
+
+    @cached_property
+    def attendance(self) -> dict[int, list[tuple[int, int]]]:
+        """The inner steps from which, and to which, each region took part."""
+        return spans(attended(self._events, self.found), self.step)
+
+    @cached_property
+    def num_regions(self) -> int:
+        """See `members.num_regions`."""
+        return num_regions(self._events, self.found)
+
+    @property
+    def _events(self) -> list[Events]:
+        return [journal.events for journal in self.journals]
+
+    @cached_property
+    def trained(self) -> Spans:
+        """The inner steps from which, and to which, each region trained."""
+        return trained(self.attendance, (event for events in self._events for event in events))
+
+    def tokens(self, step: int) -> int | None:
+        """Tokens on which all regions together had trained at an inner step; None if unknown."""
+        starts = {journal.region: journal.start for journal in self.journals}
+        return tokens_at(step, starts, self.trained)
+
+    def times_of(self, kind: str) -> Iterator[float]:
+        """When events of a kind happened, on the common axis."""
+        for journal, shifts in zip(self.journals, self.shifts, strict=True):
+            for section, shift in zip(sections(journal.events), shifts, strict=True):
+                yield from (event["time_s"] + shift for event in section if event["kind"] == kind)
+
+
+def load(folders: Sequence[Path]) -> list[Run]:
+    """The runs in some folders. Folders with regions of one run make one run.
+
+    Raises:
+        InputError: a folder has no journal, or those of two different runs; or a journal is named twice.
+    """
+    groups: list[tuple[str, list[RegionJournal], list[Path]]] = []
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        paths = find(folder)
+        for path in paths:
+            other = seen.setdefault(path.resolve(), folder)
+            if other is not folder:
+                raise InputError(f"{short(path)} is named twice: by {short(other)} and by {short(folder)}.")
+        read = [(path, read_journal(path)) for path in paths]
+        journals = [journal for _, journal in read if journal is not None]
+        empty = [path for path, journal in read if journal is None]
+        if not journals:
+            raise InputError(
+                f"{short(paths[0])} has no line that can be read. Name the folder of another run."
+            )
+        _refuse_mixture(folder, journals)
+        for _, others, more in groups:
+            if _belong_together(others, journals):
+                others += journals
+                more += empty
+                break
+        else:
+            groups.append((_name(folder), journals, empty))
+    names = [name for name, _, _ in groups]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    return [run_of(name, group[1], group[2]) for name, group in zip(names, groups, strict=True)]
+
+
+def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> Run:
+    """The run of these journals, and of those of its other regions that lie in the output folder `beside`.
+
+    Raises:
+        InputError: no line of `paths` can be read.
+    """
+    journals = [journal for path in paths if (journal := read_journal(path)) is not None]
+    if not journals:
+        raise InputError(f"{', '.join(map(short, paths))}: no line can be read.")
+    known = {path.resolve() for path in paths}
+    for path in sorted(beside.glob(f"region-*/cocodc/{NAME}")) if beside is not None else ():
+        if path.resolve() not in known:
+            with contextlib.suppress(InputError):  # what cannot be read may be of another run
+                other = read_journal(path)
+                if other is not None and _names([other]) & _names(journals):
+                    journals.append(other)
+    return run_of(name, journals)
+
+
+def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] = ()) -> Run:
+    """The run of these journals."""
+    both = [_apart(journal) for journal in sorted(journals, key=lambda journal: journal.region)]
+    ordered = [inside for inside, _ in both if inside.events]
+    outside = [rest for _, rest in both if rest.events]
+    if not ordered:
+        ordered, outside = outside, []
+    in_steps = all(
+        journal.start.get("timing") == "none" or journal.events[-1]["time_s"] == 0 for journal in ordered
+    )
+    shifts = offsets(ordered) if not in_steps else [[0.0] * len(sections(each.events)) for each in ordered]
+    stories = [story_of(each, own, in_steps) for each, own in zip(ordered, shifts, strict=True)]
+    blame(stories)
+    found = changes([journal.events for journal in ordered])
+    return Run(name, ordered, stories, shifts, in_steps, found, outside, list(empty))
+
+
+def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:
+    """A journal as far as its region took part in the run, and the rest of it.
+
+    A process that joins a run takes part from its first `epoch` on. One that fails before may have tried for long.
+    """
+    inside: Events = []
+    outside: Events = []
+    for section in sections(journal.events):
+        joins = "from_region" in section[0] and "run" in section[0]
+        came_in = not joins or any(event["kind"] == "epoch" for event in section)
+        (inside if came_in else outside).extend(map(dict, section))
+    return replace(journal, events=inside), replace(journal, events=outside, damaged=[], num_damaged=0)
+
+
+def _name(folder: Path) -> str:
+    place = folder.resolve()
+    if place.is_file():
+        place = place.parent
+    while place.name == "cocodc" or place.name.startswith("region-"):
+        place = place.parent
+    return short(place.name or "run", 40)
+
+
+def _refuse_mixture(folder: Path, journals: Sequence[RegionJournal]) -> None:
+    """Raises InputError if the journals are not of the regions of one run."""
+    first = journals[0]
+    for place, other in enumerate(journals):
+        twin = next((each for each in journals[:place] if each.region == other.region), None)
+        why = f"both are of region {other.region}" if twin is not None else _difference(first, other)
+        if why is not None:
+            raise InputError(
+                f"{short(folder)} has journals of two different runs: {short((twin or first).path)} and {short(other.path)}: "
+                f"{why}. Move the older one away, or name the folders of the regions one by one."
+            )
+
+
+def _difference(one: RegionJournal, other: RegionJournal) -> str | None:
+    """Why two journals cannot be of the same run; None if they can."""
+    names = _names([one]), _names([other])
+    if names[0] & names[1]:
+        return None
+    if all(names):
+        said = [short(", ".join(sorted(each))) for each in names]
+        return f"the runs are {said[0]} and {said[1]}"
+    settings = one.start["outer"], other.start["outer"]
+    for name in settings[0].keys() & settings[1].keys():
+        if settings[0][name] != settings[1][name]:
+            return f"outer.{short(name)} is {short(settings[0][name])} in one and {short(settings[1][name])} in the other"
+    means = _means(one), _means(other)
+    common = sorted(means[0].keys() & means[1].keys(), key=lambda key: key[::-1])
+    apart = [key for key in common if not math.isclose(means[0][key], means[1][key], rel_tol=_EQUAL)]
+    if not common or len(apart) < len(common):
+        return None
+    fragment, step = apart[0]
+    norms = f"{means[0][apart[0]]:.4g} and {means[1][apart[0]]:.4g}"
+    which = f"fragment {fragment} sent at step {step}"
+    return f"the mean of {which} has the norms {norms}, but all regions of a run find the same one"
+
+
+def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJournal]) -> bool:
+    """Whether these are other regions of the same run: it has a name, or they landed the same means."""
+    if {journal.region for journal in some} & {journal.region for journal in others}:
+        return False
+    if _names(some) & _names(others):
+        return True
+    one, other = some[0], others[0]
+    return _difference(one, other) is None and bool(_means(one).keys() & _means(other).keys())
+
+
+def _names(journals: Sequence[RegionJournal]) -> set[str]:
+    """What their run was called. Regions agree on another name each time they meet: a resumed run has several."""
+    events = (event for journal in journals for event in journal.events if event["kind"] in BEGINNINGS)
+    return {event["run"] for event in events if "run" in event}
+
+
+def _means(journal: RegionJournal) -> dict[tuple[int, int], float]:
+    """The norm of the mean of each transfer that landed."""
+    found = {}
+    for event in journal.events:
+        norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
+        if norm is not None:
+            found[event["fragment"], event["sent_at"]] = norm
+    return found

@@ -1,0 +1,226 @@
+"""What a region did, and when: spans of time and transfers, from its journal."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ...run.journal import BEGINNINGS
+from .events import Event, figure
+from .journals import RegionJournal
+
+
+class Activity(Enum):
+    """What a region's training thread does. What is none of the others is training: inner steps, data, logs."""
+
+    TRAINING = "training"
+    FOR_A_REGION = "waiting for another region"
+    FOR_THE_LINK = "waiting for the link"
+    HANDLING = "sending and landing"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+
+
+class Span(NamedTuple):
+    """From `begin` to `end` a region was busy with something."""
+
+    begin: float
+    end: float
+    activity: Activity
+
+
+@dataclass
+class Flight:
+    """A transfer as one region saw it; times are on the common axis.
+
+    Attributes:
+        fragment: its number.
+        sent_at: inner step of the send.
+        landed_at: inner step of the landing; None while it is on its way.
+        sent: when the region sent it.
+        began: when the last region had come to it, and the link began to work; None if unknown.
+        arrived: when the mean was here; None if unknown.
+        landed: when the params had taken it in; None while it is on its way.
+        blocked_s: for so long training waited for it.
+        waited: from when to when training waited for it.
+        bytes_sent: by this region.
+        last: the region that came last to it; None if unknown.
+        late_s: so much of `blocked_s` would not have been, had another region not come later to it than this one.
+        is_void: whether it changed nothing.
+    """
+
+    fragment: int
+    sent_at: int
+    landed_at: int | None
+    sent: float
+    began: float | None = None
+    arrived: float | None = None
+    landed: float | None = None
+    blocked_s: float = 0.0
+    waited: tuple[float, float] = (0.0, 0.0)
+    bytes_sent: int = 0
+    last: int | None = None
+    late_s: float = 0.0
+    is_void: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The same in all regions."""
+        return self.fragment, self.sent_at
+
+
+@dataclass
+class Story:
+    """What one region did.
+
+    Attributes:
+        region: its number.
+        there: from when to when its process was in the run; times are on the common axis.
+        spans: what it did beside training, ordered by their beginnings; without landings until `blame` adds them.
+        flights: its transfers, ordered by their landings.
+    """
+
+    region: int
+    there: list[tuple[float, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        return self.there[-1][1] if self.there else 0.0
+
+
+def sections(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """The events of each process of a region: from one beginning to the next one."""
+    edges = [place for place, event in enumerate(events) if event["kind"] in BEGINNINGS]
+    return [events[a:b] for a, b in zip(edges, [*edges[1:], len(events)], strict=True)]
+
+
+def arrival_of(event: Event) -> float | None:
+    """When the mean of a landing was here, by the time of the journal; None if an older journal cannot say."""
+    rested, took, blocked = figure(event, "rested_s"), figure(event, "took_s"), figure(event, "blocked_s")
+    if rested is not None:
+        return event["time_s"] - rested
+    return event["time_s"] - (took or 0.0) + (blocked or 0.0) if blocked else None
+
+
+def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = False) -> Story:
+    """Tell what a region did.
+
+    Args:
+        journal: of the region.
+        offsets: for each of its `sections`, what to add to the time of its events for the common axis.
+        in_steps: inner steps instead of seconds, where time stands still.
+    """
+    story = Story(journal.region)
+    for section, offset in zip(sections(journal.events), offsets, strict=True):
+        _tell(story, section, _clock(section, offset, in_steps), in_steps)
+    story.flights.sort(key=lambda flight: flight.sent if flight.landed is None else flight.landed)
+    return story
+
+
+def _clock(section: Sequence[Event], offset: float, in_steps: bool) -> Callable[[Event], float]:
+    if in_steps:
+        return lambda event: float(event["step"])
+    return lambda event: event["time_s"] + offset
+
+
+def _tell(story: Story, section: Sequence[Event], at: Callable[[Event], float], in_steps: bool) -> None:
+    begin, end = at(section[0]), max(map(at, section))
+    story.there.append((begin, max(begin, end)))
+    sends: dict[tuple[int, int], Event] = {}
+    for event in section:
+        kind = event["kind"]
+        if kind == "send":
+            sends[event["fragment"], event["step"]] = event
+            story.spans += _held(event, at(event), in_steps)
+        elif kind in ("land", "void"):
+            flight = _flight(event, sends.pop((event["fragment"], event["sent_at"]), None), at, in_steps)
+            story.flights.append(flight)
+        elif kind in ("evaluate", "save") and not in_steps:
+            took = figure(event, "took_s")
+            took = took if took is not None else figure(event, "eval_runtime") or 0.0
+            doing = Activity.EVALUATING if kind == "evaluate" else Activity.SAVING
+            blocked = min(figure(event, "blocked_s") or 0.0, took)
+            since = at(event) - took
+            story.spans += _spans(
+                (since, since + blocked, Activity.FOR_THE_LINK), (since + blocked, at(event), doing)
+            )
+    for (fragment, step), event in sends.items():
+        story.flights.append(Flight(fragment, step, None, at(event)))
+
+
+def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_steps: bool) -> Flight:
+    landed = at(event)
+    blocked = figure(event, "blocked_s") or 0.0
+    bytes_sent = event.get("bytes_sent") or 0
+    sent = landed if send is None else min(at(send), landed)
+    if in_steps:
+        sent = float(event["sent_at"])
+    flight = Flight(
+        event["fragment"], event["sent_at"], event["step"], sent, landed=landed, blocked_s=blocked
+    )
+    flight.bytes_sent, flight.is_void = bytes_sent, event["kind"] == "void"
+    if in_steps:
+        return flight
+    took = max(figure(event, "took_s") or 0.0, blocked)
+    flight.waited = (landed - took, landed - took + blocked)
+    arrived, on_link = arrival_of(event), figure(event, "transfer_s") or 0.0
+    if (
+        arrived is None
+    ):  # an older journal: at the latest when it landed, at the earliest when it can have been here
+        arrived = min(event["time_s"], event["time_s"] - (landed - sent) + on_link)
+    flight.arrived = min(landed + arrived - event["time_s"], landed)
+    if send is not None:
+        flight.arrived = max(flight.arrived, sent)
+    flight.began = max(flight.arrived - on_link, sent if send is not None else -math.inf)
+    return flight
+
+
+def _held(event: Event, end: float, in_steps: bool) -> list[Span]:
+    """What a send took. It may have waited for the transfer before it."""
+    took, blocked = figure(event, "took_s") or 0.0, figure(event, "blocked_s") or 0.0
+    took = max(took, blocked)
+    edge = end - took + blocked
+    spans = (end - took, edge, Activity.FOR_THE_LINK), (edge, end, Activity.HANDLING)
+    return [] if in_steps else _spans(*spans)
+
+
+def _landing(flight: Flight) -> list[Span]:
+    """What a landing took: waiting for a late region, waiting for the link, and the landing itself."""
+    begin, end = flight.waited
+    if flight.began is None or flight.landed is None:
+        return []
+    edge = begin + flight.late_s
+    return _spans(
+        (begin, edge, Activity.FOR_A_REGION),
+        (edge, end, Activity.FOR_THE_LINK),
+        (end, flight.landed, Activity.HANDLING),
+    )
+
+
+def _spans(*found: tuple[float, float, Activity]) -> list[Span]:
+    return [Span(*each) for each in found if each[1] > each[0]]
+
+
+def blame(stories: Sequence[Story]) -> None:
+    """Find for every transfer the region that came last to it, from the sends of all; add what landings waited for to `spans`."""
+    sent: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for story in stories:
+        for flight in story.flights:
+            sent.setdefault(flight.key, []).append((flight.sent, story.region))
+    for story in stories:
+        for flight in story.flights:
+            came = sent[flight.key]
+            flight.last = max(came)[1] if len(came) > 1 else None
+            if flight.began is not None and flight.last != story.region:
+                flight.late_s = min(flight.blocked_s, max(flight.began - flight.sent, 0.0))
+            story.spans += _landing(flight)
+        story.spans.sort(key=lambda span: span.begin)
+
+
+def waits(story: Story) -> list[tuple[float, float, Flight]]:
+    """From when to when training waited for a transfer, and for which: the longest first."""
+    found = [(*flight.waited, flight) for flight in story.flights if flight.blocked_s > 0]
+    return sorted(found, key=lambda wait: wait[0] - wait[1])

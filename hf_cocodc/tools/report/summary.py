@@ -1,0 +1,263 @@
+"""The figures of a run. The summary of the command, its JSON and the page of a report all show these."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...run.unread import merged
+from .events import Event, figure
+from .journals import RegionJournal
+from .members import attended, periods, sentence
+from .runs import Run
+from .spending import union
+from .totals import totals
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a run, so far if it still trains; outer steps by fragment; `bytes_sent` and `blocked_s` are the largest of all
+    regions (see `totals.totals`).
+
+    `bytes_sent` holds the first parameters, where regions have begun from different ones; see `engine.account.Totals`.
+    `training_s` is the time in which a region was in the run, until its last inner step; `total_s` that until the last event,
+    evaluations included. A run that was stopped and resumed does not count what lies between.
+    `tokens` are those of all regions together; None if the journals do not say how many an inner step has.
+    `timing` says what the seconds are: "measured", "simulated", or "none".
+    `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
+    `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
+    `num_void` counts the transfers whose mean could not be believed: not finite, or far larger than all that went into it.
+    `unread` names the data that nobody read because its region was away.
+    `num_regions` began the run; where a run would end with a lost region, it was started or resumed with so many last.
+    `members` says how many regions took part from which inner step on; empty if there can have been no change.
+    `data_parallel_bytes` are those of `data_parallel_bytes`; 0 for one region, or if the number of parameters is unknown.
+    """
+
+    num_regions: int
+    inner_steps: int
+    outer_steps: tuple[int, ...]
+    perplexity_before: float | None
+    perplexity_after: float | None
+    loss_before: float | None
+    loss_after: float | None
+    evaluated: str
+    best_step: int | None
+    accuracy_before: float | None
+    accuracy_after: float | None
+    tokens: int | None
+    blocked_s: float
+    training_s: float
+    total_s: float
+    timing: str
+    bytes_sent: int
+    data_parallel_bytes: int
+    method: str
+    not_counted: Sequence[str]
+    members: str = ""
+    num_void: int = 0
+    unread: Sequence[str] = ()
+
+    def blocked(self) -> str:
+        """How long training waited for the link, in words."""
+        if self.timing == "none":
+            return "unknown (time was not simulated)"
+        return f"{self.blocked_s:.2f} s of {self.training_s:.1f} {self._unit}"
+
+    @property
+    def _unit(self) -> str:
+        return "s" if self.timing == "measured" else "s of simulated time"
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all regions in a second of training, as long as it took; None if unknown."""
+        known = self.tokens is not None and self.timing != "none" and self.training_s > 0
+        return self.tokens / self.training_s if known and self.tokens is not None else None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What is known, in words: names and values."""
+        times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
+        ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
+        sent = (
+            f"{amount(self.bytes_sent)}; data-parallel training would have sent {amount(self.data_parallel_bytes)} "
+            f"({ratio:.0f} times as much)"
+        )
+        each = "" if self.members else f" in each of {self.num_regions} region(s)"
+        void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
+        found = [
+            *self._held_out(),
+            ("method", self.method),
+            ("inner steps", f"{self.inner_steps}{each}"),
+            ("regions", self.members),
+            ("outer steps", self._outer_steps()),
+            ("tokens", "" if self.tokens is None else f"{self.tokens:,} of all regions{times}"),
+            ("total time", "" if self.timing == "none" else f"{self.total_s:.1f} {self._unit}"),
+            ("blocked on the link", self.blocked()),
+            ("sent by a region", sent if self.data_parallel_bytes else ""),
+            *(("not counted", words) for words in self.not_counted),
+            ("void", void if self.num_void else ""),
+            *(("read by nobody", words) for words in self.unread),
+        ]
+        return [row for row in found if row[1]]
+
+    def _held_out(self) -> list[tuple[str, str]]:
+        best = "" if self.best_step is None else f", the best: of step {self.best_step}"
+        weights = f" ({self.evaluated} weights{best})"
+        if self.perplexity_after is not None:
+            before = "" if self.perplexity_before is None else f"{_plain(self.perplexity_before, 2)} before, "
+            found = [("held-out perplexity", f"{before}{_plain(self.perplexity_after, 3)} after{weights}")]
+        elif self.loss_after is not None:
+            before = "" if self.loss_before is None else f"{_plain(self.loss_before, 3)} before, "
+            found = [("held-out loss", f"{before}{_plain(self.loss_after, 3)} after{weights}")]
+        else:
+            found = []
+        if self.accuracy_after is not None:
+            before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
+            found.append(("held-out accuracy", f"{before}{100 * self.accuracy_after:.1f} % after"))
+        return found
+
+    def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
+        """The summary as lines of text."""
+        places = [("global model", str(model)), *(("journal", str(journal)) for journal in journals)]
+        return [f"{name:<22}{value}" for name, value in [*self.rows(), *places]]
+
+    def _outer_steps(self) -> str:
+        total, least, most = sum(self.outer_steps), min(self.outer_steps), max(self.outer_steps)
+        if len(self.outer_steps) == 1:
+            return str(total)
+        times = str(most) if least == most else f"{least} to {most}"
+        return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
+
+
+def summarise(run: Run) -> Summary:
+    """The figures of a run."""
+    events = [journal.events for journal in run.journals]
+    ended = [journal for journal in run.journals if journal.has_finished]
+    # the one that has seen most changes was there longest
+    longest = max(ended or run.journals, key=lambda each: sum(e["kind"] == "epoch" for e in each.events))
+    held_out = _held_out(ended + [journal for journal in run.journals if not journal.has_finished])
+    best = next((event["step"] for journal in ended for event in _after_finish(journal, "best")), None)
+    shown = held_out.get(max(held_out, default=0) if best is None else best, {})
+    before = held_out.get(0, {})
+    shown = {} if shown is before else shown
+    landed, void = _transfers(events, "land"), _transfers(events, "void")
+    reached = [totals(each)[-1] for each in events]
+    members = attended(events, run.found)
+    return Summary(
+        num_regions=run.num_regions,
+        inner_steps=run.step,
+        outer_steps=tuple(landed[fragment] for fragment in range(run.start["num_fragments"])),
+        perplexity_before=before.get("eval_perplexity"),
+        perplexity_after=shown.get("eval_perplexity"),
+        loss_before=before.get("eval_loss"),
+        loss_after=shown.get("eval_loss"),
+        accuracy_before=figure(before, "eval_accuracy"),
+        accuracy_after=figure(shown, "eval_accuracy"),
+        evaluated=shown.get("weights", "global"),
+        blocked_s=max(each.blocked_s for each in reached),
+        training_s=_there(run, max(run.times_of("finish"), default=run.end)),
+        total_s=_there(run, run.end),
+        tokens=run.tokens(run.step),
+        best_step=best,
+        timing=run.start.get("timing", "measured"),
+        bytes_sent=round(max(each.bytes_sent for each in reached)),
+        data_parallel_bytes=sum(
+            data_parallel_bytes(run.start.get("num_params") or 0, until - since, len(regions))
+            for since, until, regions in periods(members, run.step)
+        ),
+        method=describe(run.start["outer"]),
+        not_counted=[words for each in events for words in _not_counted(each)],
+        members=sentence(run.found) if run.found else "",
+        num_void=void.total(),
+        unread=[each.words for each in merged(longest.events)],
+    )
+
+
+def _transfers(events: Sequence[Sequence[Event]], kind: str) -> Counter[int]:
+    """How many transfers of each fragment have ended so, in any region."""
+    found = {
+        (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == kind
+    }
+    return Counter(fragment for fragment, _ in found)
+
+
+def _there(run: Run, end: float) -> float:
+    """Seconds before `end` in which a region was in the run; 0 if time stood still."""
+    spans = union(span for story in run.stories for span in story.there)
+    return 0.0 if run.in_steps else sum(max(min(until, end) - since, 0.0) for since, until in spans)
+
+
+def _held_out(journals: Sequence[RegionJournal]) -> dict[int, Event]:
+    """The last evaluation at each inner step, of the first of these journals that has one."""
+    found: dict[int, Event] = {}
+    for journal in reversed(journals):
+        found |= {
+            event["step"]: event
+            for event in journal.events
+            if event["kind"] == "evaluate"
+            and (event.get("eval_loss") is not None or event.get("eval_perplexity") is not None)
+        }
+    return found
+
+
+def _after_finish(journal: RegionJournal, kind: str) -> list[Event]:
+    end = max(place for place, event in enumerate(journal.events) if event["kind"] == "finish")
+    return [event for event in journal.events[end:] if event["kind"] == kind]
+
+
+def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
+    """One sentence about a region that did not count at times; none about any other."""
+    region = str(run[0]["region"])
+    sat_out = sum(event["kind"] == "sit_out" for event in run)
+    fates = Counter(str(event["regions"].get(region)) for event in run if event["kind"] == "guard")
+    said = [f"sat {sat_out} transfers out"] if sat_out else []
+    said += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
+    said += [f"made {fates['void']} means void"] if fates["void"] else []
+    anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
+    said += [f"began anew after step {', '.join(anew)}"] if anew else []
+    return [f"region {region} {listed(said)}"] if said else []
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Parts of a sentence, joined.
+
+    >>> listed(["a", "b", "c"]), listed(["a"])
+    ('a, b, and c', 'a')
+    """
+    *first, last = parts
+    return f"{', '.join(first)}, and {last}" if first else last
+
+
+def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
+    """Bytes that a region would have sent with an fp32 gradient all-reduce over all regions at every step."""
+    return 2 * (num_regions - 1) * 4 * num_params * steps // num_regions
+
+
+def describe(outer: dict[str, Any]) -> str:
+    """A method and its settings, in one line."""
+    return f"{outer['method']}: " + ", ".join(
+        f"{name}={value}"
+        for name, value in outer.items()
+        if name not in ("method", "digest_interval") and not name.startswith("part.")
+    )
+
+
+def _plain(figure: float, digits: int) -> str:
+    """
+    >>> _plain(50.25, 3), _plain(2.5e200, 3)
+    ('50.250', '2.5e+200')
+    """
+    return f"{figure:.{digits}f}" if figure < 1e9 else f"{figure:.4g}"
+
+
+def amount(count: float) -> str:
+    """Bytes, with a unit.
+
+    >>> amount(1234567)
+    '1.235 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

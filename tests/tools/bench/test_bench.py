@@ -1,0 +1,215 @@
+"""Benchmarks: reports, and errors of the commands."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc import __version__
+from hf_cocodc.cli.main import main
+from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.tools.bench import link, workers
+from hf_cocodc.tools.bench.report import Report, read, write
+from tests.benchmarks.emulation import privileges
+from tests.processes.launching import ROOT
+from tests.secret import secret
+
+
+def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
+    """Numbers align right, texts left; a missing value is a dash; JSON has all figures and the machine."""
+    rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
+    samples = {"seconds": [0.012, 0.013]}
+    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"}, samples)
+    assert report.lines() == [
+        "a title: rate=1000, loss=0.0001",
+        "",
+        "what    seconds       MB",
+        "------------------------",
+        "a        0.0123      3.0",
+        "longer        -  12345.6",
+        "",
+        "A note.",
+    ]
+    write(tmp_path / "one.json", [report])
+    write(tmp_path / "two.json", [report, report])
+    for name, count in (("one", 1), ("two", 2)):
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        assert list(content) == ["hf_cocodc", "date", "machine", "reports"]
+        assert (content["hf_cocodc"], content["machine"]["system"]) == (__version__, os.uname().sysname)
+        assert datetime.datetime.fromisoformat(content["date"]).utcoffset() == datetime.timedelta(0)
+        found = read(tmp_path / f"{name}.json")
+        assert found == count * [{**content["reports"][0], "machine": content["machine"]}]
+        assert (found[0]["rows"], found[0]["notes"], found[0]["samples"]) == (rows, ["A note."], samples)
+    for wrong in ("[]", "{}", "nonsense"):
+        (tmp_path / "wrong.json").write_text(wrong)
+        with pytest.raises(ValueError):
+            read(tmp_path / "wrong.json")
+
+
+def test_kept_results_are_of_this_form() -> None:
+    """Those of tests/benchmarks: their version, date and machine are known."""
+    results = sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.json"))
+    assert len(results) >= 7
+    for path in results:
+        assert read(path)[0]["rows"], path.name
+
+
+def test_a_link_is_held_against_its_rate_and_round_trip() -> None:
+    """The floor is the payload for each other region at the rate plus one round trip; without a rate, the best transfer."""
+    found = link.Figures(
+        regions=3, connections=2, bytes_sent=10**6, seconds=[3.0, 1.0, 2.0], round_trip_s=0.1
+    )
+    rows = link.report(link.Trial(), found, {}, rate=4e6, rtt_s=0.2).rows
+    assert [row["transfer"] for row in rows] == ["first", "median of 2 more", "best"]
+    assert [row["seconds"] for row in rows] == [3.0, 1.5, 1.0]
+    assert {row["floor s"] for row in rows} == {1.2}
+    assert [row["Mbit/s"] for row in rows] == [4 / 3, 4 / 1.5, 4.0]
+    assert [row["ratio"] for row in link.report(link.Trial(), found, {}).rows] == [3.0, 1.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["link", "--codec", "fp23"], "--codec 'fp23' is not known. Did you mean 'fp32'?"),
+        (["link", "--connections", "many"], "--connections many must lie in 1 .. 64, or be auto."),
+        (["link", "--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
+        (["link", "--regions", "1"], "--regions 1 must lie in 2 .. 100."),
+        (["link", "--megabytes", "inf"], "--megabytes inf must be at least 0.001 and finite."),
+        (["link", "--megabytes", "0"], "--megabytes 0 must be at least 0.001 and finite."),
+        (["link", "--json", "."], "--json . cannot be written: Is a directory."),
+        (["codec", "--millions", "0"], "--millions 0 must be at least 1."),
+        (["outer", "--repeat", "0"], "--repeat 0 must be at least 1."),
+        (
+            ["link", "--encrypt", "--region", "0", "--coordinator", "localhost:1"],
+            "--encrypt between machines needs a secret",
+        ),
+        (["link", "--rate-mbit", "0"], "--rate-mbit 0 must be at least 0.01."),
+        (
+            ["link", "--region", "0"],
+            "--coordinator and --region need each other, and --interface, --run and --secret-file need both. Give",
+        ),
+        (["link", "--interface", "wg0"], "--interface, --run and --secret-file need both"),
+        (["link", "--run", "mine"], "--interface, --run and --secret-file need both"),
+        (["link", "--coordinator", "nowhere"], "must be HOST:PORT"),
+        (["link", "--repeat", "0"], "--repeat 0 must be at least 1."),
+        (["link", "--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
+        (["outer", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written: "),
+        (["outer", "--millions", "99999999"], "GB of memory are free. Lower --millions."),
+        (["codec", "--millions", "99999999"], "GB of memory are free. Lower --millions."),
+        (["link", "--megabytes", "1e9"], "GB of memory are free. Lower --megabytes."),
+        (["outer", "--threads", "99999"], "--threads 99999 must lie in 1 .. 1024."),
+        (["link", "--rate-mbit", "inf"], "--rate-mbit inf must be at least 0.01 and finite."),
+        (["link", "--regions", "9999"], "--regions 9999 must lie in 2 .. 100."),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One paragraph that names the value and the rule, and exit code 2."""
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_link_is_measured_between_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench link` starts the regions itself and reports the time of one mean."""
+    words = ["bench", "link", "--megabytes", "1", "--repeat", "1", "--rate-mbit", "1e6"]
+    assert main([*words, "--json", str(tmp_path / "link.json")]) == 0
+    assert "one mean over a link: regions=2, megabytes=1, codec=fp32" in capsys.readouterr().out
+    [found] = read(tmp_path / "link.json")
+    [row] = found["rows"]
+    assert found["samples"] == {"seconds": [row["seconds"]]}
+    assert (row["transfer"], row["MB sent"]) == ("first", 1.0)
+    assert row["floor s"] == pytest.approx(1e6 * 8 / 1e12 + row["RTT ms"] / 1e3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(privileges.obstacle() is not None, reason=str(privileges.obstacle()))
+def test_contestants_are_measured_side_by_side(tmp_path: Path) -> None:
+    """The program of tests/benchmarks with one row: table, JSON and picture."""
+    rows = ["--profiles", "fast", "--only", "DiLoCo int8", "--skip", "one-sync"]
+    short = ["--seconds", "1", "--steps", "20", "--pace", "0", "--output", str(tmp_path)]
+    found, picture = tmp_path / "training-2-regions.json", tmp_path / "share.png"
+    for words in (["side_by_side", *rows, *short], ["picture", str(found), "--output", str(picture)]):
+        command = [sys.executable, "-m", f"tests.benchmarks.{words[0]}", *words[1:]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    alone, ours = read(found)[0]["rows"]
+    assert (alone["contestant"], ours["contestant"]) == ("no link", "DiLoCo int8 (ours)")
+    assert alone["share"] == 1 and ours["share"] > 0
+    assert alone["MB sent"] < 0.1 < ours["MB sent"]
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_faults_are_tabled(tmp_path: Path) -> None:
+    """A row of the program of tests/benchmarks: what the others see, and the same bits as undisturbed. No README changes."""
+    documents = [ROOT / "README.md", ROOT / "tests" / "benchmarks" / "README.md"]
+    before = [path.read_text(encoding="utf-8") for path in documents]
+    rows = ["--only", "a trailer claims", "--by", "ours"]
+    command = [sys.executable, "-m", "tests.benchmarks.faults", *rows, "--quick", "--pace", "0"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| a ")]
+    assert lines == [
+        "| a trailer claims the weight 1e6 | `Weights lie between 0 and 1` | 0, the same bits | no API |",
+    ]
+    found = read(tmp_path / "faults.json")[0]["rows"]
+    assert [each["exit codes"] for each in found] == ["0 0 0"] * 2
+    assert [path.read_text(encoding="utf-8") for path in documents] == before
+
+
+def test_the_ends_of_a_real_link_find_each_other() -> None:
+    """Every end gets the same figures, encrypted or not; ends with different options fail and say so."""
+    keys = Keys.from_secret(secret("a long secret of ours"))
+    served, sealed = serve_in_thread(), serve_in_thread(secrets=[keys])
+
+    def meet(region: int, codec: str) -> link.Figures:
+        return link.take_part(link.Trial(megabytes=0.1, codec=codec, repeat=2), served.address, region, 2)
+
+    def encrypt(region: int) -> link.Figures:
+        trial = link.Trial(megabytes=0.1, codec="int8", repeat=1, encrypt=True)
+        return link.take_part(trial, sealed.address, region, 2, keys=keys)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(meet, (0, 1), ("int8", "int8"))
+        assert [each.bytes_sent for each in pool.map(encrypt, (0, 1))] == [one.bytes_sent] * 2
+        assert one == other
+        assert len(one.seconds) == 2
+        assert one.bytes_sent < 0.03e6
+        ends = [pool.submit(meet, region, codec) for region, codec in enumerate(("int8", "fp32"))]
+        for end in ends:
+            with pytest.raises(HandshakeError, match="disagree on codec"):
+                end.result()
+    served.close()
+    sealed.close()
+
+
+def test_a_process_that_fails_is_named_with_its_last_words() -> None:
+    """The other processes are ended, and the error message is the failed process's own."""
+    started = []
+
+    def start(
+        region: int, command: Sequence[str], env: Mapping[str, str], **streams: Any
+    ) -> subprocess.Popen:
+        does = "echo it broke >&2; exit 3" if region else "echo '{}'; exec sleep 600"
+        started.append(subprocess.Popen(["sh", "-c", does], **streams))
+        return started[-1]
+
+    found = workers.run("no.module", [{}, {}], start, num_threads=1)
+    with pytest.raises(LinkError, match="region 1 of the measurement failed: it broke"):
+        list(found)
+    assert started[0].returncode == -signal.SIGKILL

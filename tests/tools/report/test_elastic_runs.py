@@ -1,0 +1,85 @@
+"""The summary and the picture of a run that went on without a lost region, from journals written by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib.axes
+import pytest
+
+from hf_cocodc.run.journal import Journal
+from hf_cocodc.tools.report.pictures import plot_run
+from hf_cocodc.tools.report.runs import read_run
+from hf_cocodc.tools.report.summary import summarise
+
+STEPS = 800
+
+
+def a_journal(folder: Path, region: int, dies: bool) -> Path:
+    """Four regions for 800 steps. Region 1 is away from 310 to 480; region 3, if it `dies`, from 600 on."""
+    journal = Journal(folder / f"{region}.jsonl")
+    start = {"region": region, "num_regions": 4, "num_params": 1000, "num_fragments": 2, "max_steps": STEPS}
+    outer = {"method": "streaming", "sync_interval": 20, "digest_interval": 10}
+    journal.write("start", step=0, **start, outer=outer)
+    journal.write("epoch", step=0, epoch=0, members=[0, 1, 2, 3], why="")
+    epochs: dict[int, list[int]] = {310: [0, 2, 3], 480: [0, 1, 2, 3], **({600: [0, 1, 2]} if dies else {})}
+    for step in range(10, STEPS + 1, 10):
+        if region == 3 and dies and step > 600:
+            return folder / f"{region}.jsonl"
+        if region == 1 and 310 < step < 480:
+            continue
+        if region == 1 and step == 480:
+            journal.write("resume", step=470, **start, outer=outer)
+            journal.write("join", step=480, epoch=2, region=1, donor=0, base=470)
+        if step in epochs and not (region == 1 and step == 310):
+            number = list(epochs).index(step) + 1
+            journal.write("epoch", step=step, epoch=number, members=epochs[step], why="words")
+        loss = 2 + 3 * math.exp(-step / 150) + 0.05 * region + 0.02 * math.sin(step + region)
+        journal.write("log", step=step, loss=loss)
+        if step % 20 == 0:
+            fragment = step // 20 % 2
+            journal.write(
+                "land", step=step, fragment=fragment, sent_at=step - 5, blocked_s=0.0, bytes_sent=10
+            )
+    if region == 0:
+        journal.write("unread", step=480, region=1, from_step=300, to_step=480, samples=720)
+        journal.write("evaluate", step=STEPS, eval_loss=2.0, eval_perplexity=7.389)
+    journal.write("finish", step=STEPS, blocked_s=1.0 + region, bytes_sent=400 + region)
+    return folder / f"{region}.jsonl"
+
+
+def test_the_summary_says_who_was_there(tmp_path: Path) -> None:
+    """And takes its figures from the regions that have finished."""
+    paths = [a_journal(tmp_path, region, dies=True) for region in range(4)]
+    summary = summarise(read_run("run", paths))
+    lines = summary.lines(tmp_path, paths)
+    assert "inner steps           800" in lines
+    assert (
+        "regions               4, 3 from step 310 to 480 (region 1 lost), 4 from step 480 to 600 (region 1 back), "
+        "3 from step 600 (region 3 lost)"
+    ) in lines
+    assert "read by nobody        region 1's data of steps 301 to 480 (720 samples)" in lines
+    assert (summary.bytes_sent, summary.perplexity_after) == (402, 7.389)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_the_picture_has_a_strip_with_gaps(
+    dies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row per region, below the losses; also if the first region did not come to the end."""
+    bars: list[tuple[int, int, int]] = []
+    draw = matplotlib.axes.Axes.hlines
+
+    def hlines(axis: Any, rows: Any, begins: Any, ends: Any, **style: Any) -> Any:
+        if style["color"] == "#009e73":
+            bars.extend(zip(rows, begins, ends, strict=True))
+        return draw(axis, rows, begins, ends, **style)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "hlines", hlines)
+    paths = [a_journal(tmp_path, region, dies) for region in range(4)]
+    plot_run(read_run("run", paths[::-1] if dies else paths), tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    last = (3, 0, 600) if dies else (3, 0, 800)
+    assert bars == [(0, 0, 800), (1, 0, 310), (1, 480, 800), (2, 0, 800), last]

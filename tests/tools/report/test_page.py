@@ -1,0 +1,231 @@
+"""The page of a report: what it loads, what it makes of the text of others, what a browser shows of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from hf_cocodc.cli.main import main
+from tests.tools.report.made import a_run, write
+
+EVIL = "</title></style><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>$\\frac{$ \ud800\0"
+ALLOWED = {
+    *(
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "h3",
+        "p",
+        "div",
+        "details",
+        "summary",
+        "footer",
+    ),
+    *("table", "thead", "tbody", "tr", "th", "td", "ul", "li"),
+    *(
+        "svg",
+        "g",
+        "defs",
+        "path",
+        "use",
+        "text",
+        "tspan",
+        "clippath",
+        "rect",
+        "metadata",
+        "rdf:rdf",
+        "cc:work",
+    ),
+}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Page(HTMLParser):
+    """What a browser would find on a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has {name}"
+            if name in ("href", "xlink:href", "src", "srcset", "action", "data", "background"):
+                self.links.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_a_page_has_no_script_loads_nothing_and_shows_what_journals_say_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if a journal has HTML, or mathematics, in every place where it can have text; two runs side by side."""
+    a_run(tmp_path / "good", regions=3)
+    evil = {EVIL: EVIL, "hf_cocodc": EVIL, "batch": 4, "data.block_size": 8}
+    paths = a_run(tmp_path / "<b>bad", method=EVIL, timing=EVIL, run=EVIL, versions=evil, training=evil)
+    with paths[0].open("a") as file:
+        file.write(
+            f'<script>\n{{"kind": "error", "time_s": 99, "step": 80, "message": "{"<script>" * 99}"}}\n'
+        )
+    out = tmp_path / "page.html"
+    folders = [str(tmp_path / "good"), str(tmp_path / "<b>bad")]
+    assert main(["report", *folders, "-o", str(out), "--seconds", "5", "30"]) == 0
+    printed = capsys.readouterr()
+    assert "line 29: it is not JSON" in printed.err
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.tags <= ALLOWED, page.tags - ALLOWED
+    assert page.links and all(link.startswith("#") for link in page.links)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"} and "@import" not in text
+    assert "default-src 'none'; style-src 'unsafe-inline'" in text
+    assert "<script>alert(1)</script>" in page.words and "<b>bad" in page.words
+    for words in ("waiting for region 1", "Transfers, one by one", "From 5 s to 30 s", "outer.sync_interval"):
+        assert words in page.words
+    for axis in (
+        "tokens of all regions",
+        "time since the start (seconds)",
+        "staleness (inner steps)",
+        "outer gradient",
+    ):
+        assert axis in page.words
+    assert len(text) < 3e6
+
+
+def test_a_report_that_cannot_be_written_is_refused_in_one_paragraph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 2, and before the journals are read."""
+    a_run(tmp_path / "a")
+    for arguments, words in (
+        ([tmp_path / "b", "-o", tmp_path / "x.html"], "b is not there"),
+        ([tmp_path / "a", "-o", tmp_path / "no" / "x.html"], "-o .*x.html cannot be written"),
+        ([tmp_path / "a", "-o", tmp_path / "x.html", "--seconds", "5", "4"], "--seconds 5 4"),
+    ):
+        assert main(["report", *map(str, arguments)]) == 2
+        said = capsys.readouterr().err
+        assert re.search(words, said) and said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.slow
+def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: Path) -> None:
+    """18,000 steps, 4 regions, 24 fragments: a few megabytes, and pictures that are no solid bars."""
+    import matplotlib.image
+
+    size = {"regions": 4, "fragments": 24, "steps": 18_000, "interval": 100, "overlap": 5}
+    paths = a_run(tmp_path / "run", **size, step_s=2.0, link_s=6.0, late=3)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 0
+    assert out.stat().st_size < 6e6
+    from hf_cocodc.tools.report.pictures import plot_run
+    from hf_cocodc.tools.report.runs import read_run
+
+    plot_run(read_run("run", paths), tmp_path / "run.png")
+    seen = matplotlib.image.imread(tmp_path / "run.png")[..., :3]
+    assert min(share(seen, colour) for colour in ("#d55e00", "#d5dee8", "#56b4e9", "#f0e442")) > 0.002
+    assert share(seen, "#ffffff") > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 5, 102, 115])
+def test_numbers_that_nobody_would_write_are_drawn_or_refused(seed: int, tmp_path: Path) -> None:
+    """Without a traceback, and without a warning of matplotlib."""
+    from hf_cocodc.tools.report.pictures import plot_run
+    from hf_cocodc.tools.report.runs import read_run
+
+    chance = random.Random(seed)
+    values = [
+        0,
+        1e9,
+        9e9,
+        2**52,
+        1e299,
+        -1e299,
+        1e-300,
+        1e29,
+        None,
+        0.5,
+        99_998,
+        7,
+        [],
+        [1, 2],
+        "x" * 5000,
+        "$a$",
+        True,
+    ]
+    paths = a_run(tmp_path / "run", steps=40, regions=chance.choice([1, 2, 3]), seed=seed)
+    for path in paths:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        for _ in range(10):
+            event = chance.choice(events[1:])
+            event[chance.choice(list(event))] = chance.choice(values)
+            event[chance.choice(["norms", "members", "took_s", "rested_s"])] = chance.choice(values)
+        write(path.parent.parent, events)
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
+    plot_run(read_run("run", paths), tmp_path / "run.png")
+
+
+def share(pixels: object, colour: str) -> float:
+    """The share of the pixels that have a colour."""
+    import numpy as np
+
+    wanted = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return float((np.abs(np.asarray(pixels) - wanted).max(axis=-1) < 0.02).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
+def test_a_browser_shows_the_report_of_a_real_run(tmp_path: Path) -> None:
+    """Trained by the command, over gloo: every chart is painted, and the browser refuses nothing."""
+    import matplotlib.image
+
+    run = tmp_path / "run"
+    sets = [
+        "training.max_steps=24",
+        "training.eval_steps=12",
+        "training.save_steps=12",
+        "training.logging_steps=2",
+    ]
+    sets += ["outer.sync_interval=8", "model.config.hidden_size=32", "model.config.intermediate_size=64"]
+    sets += [f"training.output_dir={run}"]
+    arguments = [part for each in sets for part in ("--set", each)]
+    command = [sys.executable, "-m", "hf_cocodc"]
+    subprocess.run(
+        [*command, "train", "quickstart/streaming", *arguments], check=True, capture_output=True, timeout=600
+    )
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    subprocess.run([*command, "report", str(run), "-o", str(page)], check=True, timeout=120)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1120,5000"]
+    options += [
+        "--enable-logging=stderr",
+        f"--screenshot={picture}",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    shot = [str(CHROMIUM), *options, page.as_uri()]
+    found = subprocess.run(shot, check=True, capture_output=True, text=True, timeout=120)
+    assert "Refused" not in found.stderr and "CONSOLE" not in found.stderr
+    seen = matplotlib.image.imread(picture)[..., :3]
+    assert seen.shape[:2] == (5000, 1120)
+    colours = ("#d5dee8", "#009e73", "#0072b2", "#f0e442", "#222222", "#b5b5b5")
+    assert all(share(seen, colour) > 2e-5 for colour in colours), {
+        colour: share(seen, colour) for colour in colours
+    }
+    assert "saving" in page.read_text() and "held out" in page.read_text()

@@ -1,0 +1,271 @@
+"""Journals of runs, put together: one axis of time, who waited for whom, and what cannot be one run."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cocodc.errors import InputError
+from hf_cocodc.tools.report.journals import read_journal
+from hf_cocodc.tools.report.runs import load, read_run
+from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, spent
+from hf_cocodc.tools.report.story import Activity, story_of
+from hf_cocodc.tools.report.summary import summarise
+from hf_cocodc.tools.report.timeline import windows
+from tests.tools.report.made import a_resumed_run, a_run, write
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("dated", [True, False], ids=["clocks apart", "no clocks"])
+def test_regions_are_on_one_axis_whatever_their_clocks_say(dated: bool, tmp_path: Path) -> None:
+    """The mean of a transfer was here at the same moment in all regions."""
+    paths = a_run(tmp_path, regions=3, skew_s=-500.0)
+    for path in paths[1:]:
+        events = [{**event, "time_s": event["time_s"] + 7} for event in events_of(path)]
+        if not dated:
+            del events[0]["at"]
+        write(path.parent.parent, events)
+    [run] = load([tmp_path])
+    first, *others = ({f.key: f.arrived for f in story.flights} for story in run.stories)
+    assert len(first) > 4
+    for other in others:
+        assert other == pytest.approx(first, abs=2e-3)
+    assert min(story.there[0][0] for story in run.stories) == 0
+    assert run.end < 150, "the clocks are 500 s apart"
+
+
+def test_waits_are_blamed_on_the_region_that_was_late(tmp_path: Path) -> None:
+    """All that the others were blocked for, in a run whose link takes next to no time; and seconds add up to those of the run."""
+    paths = a_run(tmp_path, regions=3, late=2, link_s=1e-3, overlap=1)
+    [run] = load([tmp_path])
+    rows = dict(spent(run))
+    for region in (0, 1):
+        told = sum(event["blocked_s"] for event in events_of(paths[region]) if event["kind"] == "land")
+        assert rows["waiting for region 2"][region] == pytest.approx(told, abs=0.02) != 0
+    assert rows["waiting for region 2"][2] == 0
+    assert rows[Activity.EVALUATING.value] == [3.0] * 3
+    assert rows[Activity.SAVING.value] == pytest.approx([1.0] * 3)
+    for region, story in enumerate(run.stories):
+        assert sum(row[region] for row in rows.values()) == pytest.approx(story.end, abs=0.1)
+    *_, flight = run.stories[0].flights
+    assert flight.sent <= flight.began <= flight.arrived <= flight.landed  # type: ignore[operator]
+
+
+def test_a_wait_for_a_slow_link_is_for_the_link(tmp_path: Path) -> None:
+    """No region is late: they make their steps in equal times."""
+    a_run(tmp_path, regions=2, late=-1, link_s=5.0, overlap=1)
+    [run] = load([tmp_path])
+    rows = dict(spent(run))
+    waited = [sum(row[r] for name, row in rows.items() if "region" in name) for r in (0, 1)]
+    assert all(link > 5 * late for link, late in zip(rows["waiting for the link"], waited, strict=True))
+
+
+def test_a_run_that_trains_has_transfers_on_their_way(tmp_path: Path) -> None:
+    """A line that is being written is no damage."""
+    paths = a_run(tmp_path, until=21)
+    with paths[0].open("a") as file:
+        file.write('{"kind": "lo')
+    [run] = load([tmp_path])
+    assert not run.has_finished and run.step == 20
+    assert [flight.landed for flight in run.stories[0].flights[:1]] != [None]
+    assert any(flight.landed is None for flight in run.stories[1].flights)
+    assert run.journals[0].damaged == []
+    assert NOT_THERE not in dict(spent(run)), "its last line is only older than that of the other"
+
+
+def test_a_lost_region_is_not_there_from_then_on(tmp_path: Path) -> None:
+    """If the others went on without it."""
+    paths = a_run(tmp_path)
+    first, second = map(events_of, paths)
+    second = [event for event in second if event["step"] <= 40]
+    for events in (first, second):
+        events.insert(1, {**events[0], "kind": "epoch", "epoch": 0, "members": [0, 1]})
+    at = next(place for place, event in enumerate(first) if event["step"] > 40)
+    first.insert(at, {"kind": "epoch", "time_s": first[at]["time_s"], "step": 41, "epoch": 1, "members": [0]})
+    write(tmp_path / "region-0", first)
+    write(tmp_path / "region-1", second)
+    [run] = load([tmp_path])
+    lasted = [events[-1]["time_s"] for events in (first, second)]
+    assert dict(spent(run))[NOT_THERE] == [0.0, pytest.approx(lasted[0] - lasted[1], abs=0.01)]
+
+
+def test_steps_that_were_made_again_are_lost(tmp_path: Path) -> None:
+    """But not those of an earlier run in the same folder, and of what came before it."""
+    path = a_run(tmp_path)[0]
+    folder = path.parent.parent
+    tail = [{"kind": "log", "time_s": 10.0 + step, "step": step, "loss": 2.0} for step in (31, 33)]
+    write(folder, tail, "journal.1.jsonl")
+    write(folder, events_of(path), "journal.2.jsonl")
+    assert GIVEN_UP not in dict(spent(load([tmp_path])[0]))
+    write(folder, tail, "journal.3.jsonl")
+    assert dict(spent(load([tmp_path])[0]))[GIVEN_UP] == [2.0, 0.0]
+
+
+def test_regions_of_one_run_are_one_run_wherever_they_lie(tmp_path: Path) -> None:
+    """As where each machine has kept its own folder; another run stays another run."""
+    paths = a_run(tmp_path / "a")
+    a_run(tmp_path / "b", seed=1)
+    machines = [
+        path.parent.parent.rename(tmp_path / f"machine-{number}") for number, path in enumerate(paths)
+    ]
+    runs = load([machines[1], tmp_path / "b", machines[0]])
+    assert [run.regions for run in runs] == [[0, 1], [0, 1]]
+    assert [run.name for run in runs] == ["machine-1", "b"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_two_runs_in_one_folder_are_refused(named: bool, tmp_path: Path) -> None:
+    """By their names; or by their means: all regions of a run find the same ones."""
+    kept = a_run(tmp_path / "a", **({"run": "run-a"} if named else {}))
+    other = a_run(tmp_path / "b", seed=1, **({"run": "run-b"} if named else {}))
+    kept[1].write_bytes(other[1].read_bytes())
+    words = "the runs are run-a and run-b" if named else "the mean of fragment 1 sent at step 10"
+    with pytest.raises(InputError, match=f"two different runs: .*region-0.*region-1.*{words}"):
+        load([tmp_path / "a"])
+
+
+def test_regions_that_met_again_without_one_are_of_one_run(tmp_path: Path) -> None:
+    """They have agreed on another name then, which the one that was not there does not know."""
+    paths = a_resumed_run(tmp_path / "whole", 3, 2)
+    [run] = load([tmp_path / "whole"])
+    assert run.regions == [0, 1, 2]
+    assert dict(spent(run))[NOT_THERE] == [0.0, 0.0, pytest.approx(40.2 - 20.1 - 3.5, abs=0.1)]
+    folders = [path.parent.parent.rename(tmp_path / f"machine-{number}") for number, path in enumerate(paths)]
+    assert [run.regions for run in load(folders)] == [[0, 1, 2]]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """In words that name it, and the way out."""
+    a_run(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for folders, words in (
+        ([tmp_path / "none"], "none is not there"),
+        ([tmp_path / "b"], "b has no journal"),
+        ([tmp_path / "a", tmp_path / "a" / "region-1"], "is named twice"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load(folders)
+    write(tmp_path / "b", [])
+    with pytest.raises(InputError, match="no line that can be read"):
+        load([tmp_path / "b"])
+
+
+def test_damaged_lines_are_named_and_left_out(tmp_path: Path) -> None:
+    """Whatever is wrong with them; the others are used."""
+    path = a_run(tmp_path)[0]
+    good = path.read_text().splitlines()
+    deep = "[" * 100_000
+    bad = [
+        '{"kind": "log"',
+        "[1]",
+        '{"kind": "send", "time_s": 1, "step": 2, "fragment": -1}',
+        deep,
+        "1" * 5000,
+    ]
+    bad += [
+        '{"kind": "land", "time_s": 1e999, "step": 2, "fragment": 0, "sent_at": 1}',
+        "\\xff",
+        '{"kind": 3}',
+    ]
+    bad += ['{"kind": "log", "time_s": NaN, "step": 1}']
+    path.write_text("\n".join([good[0], *bad, *good[1:]]) + "\n", encoding="utf-8")
+    journal = read_journal(path)
+    assert journal is not None and journal.events == [json.loads(line) for line in good]
+    assert [int(said.split(", line ")[1].split(":")[0]) for said in journal.damaged] == list(
+        range(2, 2 + len(bad))
+    )
+    assert "fragment=-1 is not a whole number" in journal.damaged[2]
+    path.write_text("\n".join(good[1:]))
+    without_start = read_journal(path)
+    assert without_start is not None and without_start.region == 0, "the folder says which region it is"
+
+
+def test_no_journal_ends_in_a_traceback(tmp_path: Path) -> None:
+    """Fields of a journal replaced by what somebody may have put there: it is read, or refused in words."""
+    chance = random.Random(5)
+    paths = a_run(tmp_path, steps=40)
+    path = paths[1]
+    good = events_of(path)
+    values = [
+        None,
+        -1,
+        0,
+        1e308,
+        2**70,
+        "x",
+        "",
+        [],
+        [[]],
+        {},
+        {"method": 3},
+        True,
+        0.5,
+        99_999,
+        ["a"],
+        float("nan"),
+    ]
+    good += [{"kind": "sit_out", "time_s": 1.0, "step": 3, "fragment": 1}] * 3
+    for _ in range(300):
+        events = [dict(event) for event in good[chance.random() < 0.3 :]]
+        for event in chance.sample(events, 3):
+            event[chance.choice(list(event))] = chance.choice(values)
+            event.setdefault(
+                chance.choice(["members", "norms", "at", "took_s", "epoch"]), chance.choice(values)
+            )
+        chance.shuffle(events) if chance.random() < 0.2 else None
+        write(path.parent.parent, events)
+        try:
+            [run] = load([tmp_path])
+        except InputError:
+            continue
+        (
+            spent(run),
+            run.attendance,
+            run.tokens(run.step),
+            summarise(read_run("run", paths)).lines(tmp_path, paths),
+        )
+
+
+def test_older_journals_are_read(tmp_path: Path) -> None:
+    """Without what a report has needed only lately: a transfer then came when its landing stopped waiting."""
+    paths = a_run(tmp_path)
+    new = {"took_s", "rested_s", "norm", "norms", "at", "versions", "training"}
+    for path in paths:
+        events = [{k: v for k, v in event.items() if k not in new} for event in events_of(path)]
+        write(path.parent.parent, [event for event in events if event["kind"] != "save"])
+    [run] = load([tmp_path])
+    rows = dict(spent(run))
+    told = sum(event["blocked_s"] for event in events_of(paths[0]) if event["kind"] == "land")
+    assert rows["waiting for region 1"][0] + rows.get("waiting for the link", [0])[0] == pytest.approx(
+        told, abs=0.01
+    )
+    assert run.tokens(10) is None
+
+
+def test_a_run_without_time_is_told_in_steps(tmp_path: Path) -> None:
+    """A simulation that counts no seconds."""
+    path = a_run(tmp_path, regions=1)[0]
+    events = [{**event, "time_s": 0.0} for event in events_of(path)]
+    events[0]["timing"] = "none"
+    write(path.parent.parent, events)
+    [run] = load([tmp_path])
+    assert run.in_steps and run.end == run.step == 80
+    story = story_of(run.journals[0], [0.0], in_steps=True)
+    assert all((f.sent, f.landed) == (f.sent_at, f.landed_at) for f in story.flights)
+
+
+def test_transfers_that_leave_at_one_moment_have_a_window(tmp_path: Path) -> None:
+    """However many they are: it does not become narrower for ever."""
+    for path in a_run(tmp_path, regions=8, fragments=60, steps=6, interval=1, overlap=1):
+        events = [{**event, "time_s": 0.0} for event in events_of(path)]
+        write(path.parent.parent, [{**events[0], "timing": "none"}, *events[1:]])
+    [run] = load([tmp_path])
+    found = windows(run)
+    assert found and all(0 <= each.begin < each.end <= 6.1 for each in found)
