@@ -12,7 +12,7 @@ from ..settings import ENV_COORDINATOR
 from .status import PATIENCE_S, keys_of
 
 if TYPE_CHECKING:
-    from ..coordinator.connection import Connection
+    from ..coordinator.connection import CoordinatorConnection
     from ..coordinator.secret import Keys
 
 CONNECT_S = 10.0
@@ -45,7 +45,7 @@ class HeldNumber:
         region: the number.
     """
 
-    def __init__(self, connection: "Connection", region: int) -> None:
+    def __init__(self, connection: "CoordinatorConnection", region: int) -> None:
         self._connection, self.region = connection, region
 
     def close(self) -> None:
@@ -88,10 +88,10 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
 
 def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
     """The number; None while the run does not train."""
-    from ..coordinator.connection import Connection, error_of
+    from ..coordinator.connection import CoordinatorConnection, error_of
     from ..coordinator.messages import Claim, Claimed, Refuse
 
-    connection = Connection(address, run, "command", keys, timeout_s=PATIENCE_S)
+    connection = CoordinatorConnection(address, run, "command", keys, timeout_s=PATIENCE_S)
     try:
         connection.send(Claim())
         answer = connection.receive(PATIENCE_S)

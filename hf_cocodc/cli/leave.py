@@ -24,14 +24,14 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..coordinator.connection import Connection, error_of
+    from ..coordinator.connection import CoordinatorConnection, error_of
     from ..coordinator.messages import AskLeave, Refuse
 
     address, region = options.coordinator, options.region
     keys = keys_of(address, options.secret_file)
     state = _that_trains(address, running(address, keys, options.run_name), region)
     name = state["name"]
-    with contextlib.closing(Connection(address, name, "command", keys)) as connection:
+    with contextlib.closing(CoordinatorConnection(address, name, "command", keys)) as connection:
         connection.send(AskLeave(region=region))
         answer = connection.receive(PATIENCE_S)
     if isinstance(answer, Refuse):

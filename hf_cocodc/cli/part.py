@@ -10,7 +10,7 @@ from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, check_alone, fr
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MachinePart:
     """The part of a run that this machine has.
 
     Attributes:
@@ -59,7 +59,7 @@ class Part:
             )
 
 
-def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> Part:
+def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> MachinePart:
     """The part that --region, --coordinator, --run and --secret-file give this machine; the environment says what they leave out.
 
     Raises:
@@ -80,4 +80,4 @@ def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> 
         here, count=told or 1, coordinator=coordinator, run=name, join=join or None, secret_file=secret
     )
     regions.name_of_run(os.environ)
-    return Part(dataclasses.replace(recipe, regions=regions), region, told is not None)
+    return MachinePart(dataclasses.replace(recipe, regions=regions), region, told is not None)

@@ -17,8 +17,8 @@ from .connection import (
     FIRST_WAIT_S,
     FLUSH_S,
     LONGEST_WAIT_S,
-    Connection,
     ConnectionEnded,
+    CoordinatorConnection,
     error_of,
 )
 from .messages import (
@@ -51,13 +51,15 @@ def status(
     address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
 ) -> list[dict[str, Any]]:
     """The runs at a coordinator that these keys may see, or the one of this name (see `overview.py`). Raises like Connection."""
-    answer = _answer(Connection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s)
+    answer = _answer(
+        CoordinatorConnection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s
+    )
     return list(answer["runs"])
 
 
 def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:
     """The port of the relay on a coordinator's machine; None if there is none. Raises like Connection."""
-    answer = _answer(Connection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
+    answer = _answer(CoordinatorConnection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
     return None if answer.get("relay") is None else int(answer["relay"])
 
 
@@ -68,7 +70,7 @@ def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout
         MeetingError: like Connection; or there is no answer within `timeout_s`.
         CocodcError: the coordinator refuses, with the error that it names.
     """
-    connection = Connection(address, run, "command", keys, timeout_s=timeout_s)
+    connection = CoordinatorConnection(address, run, "command", keys, timeout_s=timeout_s)
     answer = from_plain(_answer(connection, timeout_s, to_plain(message)))
     if isinstance(answer, Refuse):
         raise error_of(answer)
@@ -79,13 +81,13 @@ def told_by_doctors(
     address: str, keys: Keys | None, run: str, region: int, told: dict[str, Any], timeout_s: float = 5.0
 ) -> dict[int, dict[str, Any]]:
     """Tell what the doctor of a region has found, and return what those of all regions have told. Raises like Connection."""
-    connection = Connection(address, run, "doctor", keys, timeout_s=timeout_s)
+    connection = CoordinatorConnection(address, run, "doctor", keys, timeout_s=timeout_s)
     answer = _answer(connection, timeout_s, {"region": region, "told": told})
     return {int(each): content for each, content in answer["told"].items()}
 
 
 def _answer(
-    connection: Connection, timeout_s: float, question: dict[str, Any] | None = None
+    connection: CoordinatorConnection, timeout_s: float, question: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     with contextlib.closing(connection):
         try:
@@ -118,7 +120,7 @@ class Client:
     def __init__(self, address: str, run: str, keys: Keys | None = None, period_s: float = 1.0) -> None:
         self._address, self._run, self._keys = address, run, keys
         self._period_s = period_s
-        self._connection: Connection | None = None
+        self._connection: CoordinatorConnection | None = None
         self._generation = 0
         self._is_over = False
         self._closes = threading.Event()
@@ -161,9 +163,9 @@ class Client:
             RegionLostError: regions have not come within `wait_s`.
             MeetingError: there is no run to join; or the coordinator cannot be reached, or fails.
         """
-        connection: Connection | None = None
+        connection: CoordinatorConnection | None = None
         try:
-            connection = Connection(
+            connection = CoordinatorConnection(
                 self._address, self._run, "region", self._keys, min(wait_s, CONNECT_S), look
             )
             connection.send(hello)
@@ -179,7 +181,7 @@ class Client:
 
     def _await_welcome(
         self,
-        connection: Connection,
+        connection: CoordinatorConnection,
         hello: Hello,
         wait_s: float,
         waiting: Callable[[Waiting], None],
@@ -279,7 +281,7 @@ class Client:
             self._send_all(self._connection)
             self._connection.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: CoordinatorConnection) -> None:
         """Hear and speak until the connection ends, or this is closed."""
         heard_at = time.monotonic()
         beat_at = heard_at
@@ -304,7 +306,7 @@ class Client:
             self._drop(connection, "the connection has ended")
 
     @contextlib.contextmanager
-    def _waiting(self, connection: Connection) -> Iterator[Callable[[float], bool]]:
+    def _waiting(self, connection: CoordinatorConnection) -> Iterator[Callable[[float], bool]]:
         """A function that waits for the connection or a call for the thread; returns whether something has come to be read."""
         channel = connection.channel
         with selectors.DefaultSelector() as selector:
@@ -328,7 +330,7 @@ class Client:
 
             yield wait
 
-    def _send_all(self, connection: Connection) -> None:
+    def _send_all(self, connection: CoordinatorConnection) -> None:
         """Send what other threads have given."""
         while not self._messages.empty():
             try:
@@ -336,13 +338,13 @@ class Client:
             except InputError as error:
                 logger.warning("%s", error)
 
-    def _send_beat(self, connection: Connection) -> None:
+    def _send_beat(self, connection: CoordinatorConnection) -> None:
         try:
             connection.send(self._beat())
         except Exception:
             logger.exception("a sign of life cannot be sent")
 
-    def _hear_all(self, connection: Connection) -> None:
+    def _hear_all(self, connection: CoordinatorConnection) -> None:
         channel = connection.channel
         while channel.num_lines:
             plain = channel.take_line()
@@ -360,7 +362,7 @@ class Client:
             except Exception:
                 logger.exception("a message of the coordinator cannot be heeded: %r", short(message, 200))
 
-    def _heeds(self, connection: Connection, message: ToRegion) -> bool:
+    def _heeds(self, connection: CoordinatorConnection, message: ToRegion) -> bool:
         """Whether a message counts: one of an older coordinator does not."""
         if connection.channel.ended and connection is not self._connection:
             return False
@@ -381,7 +383,7 @@ class Client:
             logger.info("the coordinator at %s is back", self._address)
         return True
 
-    def _drop(self, connection: Connection, why: str) -> None:
+    def _drop(self, connection: CoordinatorConnection, why: str) -> None:
         """End a connection, and say so unless that is known."""
         self.is_connected, self._connection = False, None
         connection.channel.close()
@@ -407,7 +409,7 @@ class Client:
             self._beat()
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         try:
-            connection = Connection(
+            connection = CoordinatorConnection(
                 self._address, self._run, "region", self._keys, SILENT_S, self._raise_if_closed
             )
             back = self._back()

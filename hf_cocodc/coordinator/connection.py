@@ -75,7 +75,7 @@ class _Patience:
         return self._left_s
 
 
-class Connection:
+class CoordinatorConnection:
     """A connection to the coordinator for which its user waits.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import short
 from .messages import AskStop, Bye, LeaveNow, Member, Note, Refuse, Resumed, StopAt
-from .rules import Came, Effect, Event, Run, Send
+from .rules import Came, Effect, Event, Run, SendTo
 
 _LONGEST = 600
 
@@ -100,15 +100,15 @@ def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
     asked = answered = False
     for effect in effects:
         match effect:
-            case Send(message=Refuse(why=why)):
+            case SendTo(message=Refuse(why=why)):
                 yield f"refused: {why}"
-            case Send(to=to, message=Resumed()) if to in after.seats:
+            case SendTo(to=to, message=Resumed()) if to in after.seats:
                 yield f"region {after.seats[to].member.region} is back"
-            case Send(to=to, message=LeaveNow()) if to in after.seats:
+            case SendTo(to=to, message=LeaveNow()) if to in after.seats:
                 yield f"region {after.seats[to].member.region} is asked to leave"
-            case Send(message=AskStop()) if not asked and after.question is not None:
+            case SendTo(message=AskStop()) if not asked and after.question is not None:
                 asked = True
                 yield f"asked to stop: {'; '.join(f'region {r}: {why}' for r, why in after.question.whys.items())}"
-            case Send(message=StopAt(step=at)) if not answered:
+            case SendTo(message=StopAt(step=at)) if not answered:
                 answered = True
                 yield f"stops at step {at}" if at else "has agreed on no step at which to stop"

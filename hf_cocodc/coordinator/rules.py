@@ -2,7 +2,7 @@
 
 `step` takes the state of one run, an event, and the time, and returns the next state and what is to be done. Events are the
 messages of connections (`Came`), connections that have ended (`Ended`), and `Tick`, several times a second. Effects are
-messages to connections (`Send`), and `Persist`: the durable part of the state is to lie on the disk before what follows it.
+messages to connections (`SendTo`), and `Persist`: the durable part of the state is to lie on the disk before what follows it.
 
 A run first gathers its regions. Then it trains, with members. Who is lost is decided here, from the members' reports
 (`verdict.settle`). Regions that come in or leave are announced here, in one order; a change counts once the trailers of a
@@ -101,7 +101,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendTo:
     """Send a message to connection `to`."""
 
     to: int
@@ -114,7 +114,7 @@ class Persist:
 
 
 Event = Came | Ended | Tick
-Effect = Send | Persist
+Effect = SendTo | Persist
 
 
 # ---- the state ----------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class _Work:
 
     def __init__(self, state: Run, now: float) -> None:
         self.state, self.now = state, now
-        self.effects: list[Send] = []
+        self.effects: list[SendTo] = []
 
     # -- what comes
 
@@ -1112,7 +1112,7 @@ class _Work:
         self.state = replace(self.state, **news)
 
     def send(self, to: int, message: ToRegion) -> None:
-        self.effects.append(Send(to, message))
+        self.effects.append(SendTo(to, message))
 
     def tell(self, message: ToRegion) -> None:
         """Tell all members and newcomers."""

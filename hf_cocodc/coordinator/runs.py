@@ -12,7 +12,7 @@ from .hello import differences
 from .messages import FromCommand, FromRegion, Hello, Member, ToRegion, Waiting, Ways
 from .news import lines
 from .overview import overview
-from .rules import Came, Ended, Event, Persist, Run, Seat, Send, Tick, step
+from .rules import Came, Ended, Event, Persist, Run, Seat, SendTo, Tick, step
 from .state import StateFile, with_time_to_return
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class Runs:
                         self._has_failed = True
                         self._fail(error)
                         return
-                case Send(to, message):
+                case SendTo(to, message):
                     self._send(to, message)
         if after.seats is not before.seats:
             self._note_gone(hosted, before)

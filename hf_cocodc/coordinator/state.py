@@ -26,7 +26,7 @@ _WAY_OUT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedRun:
     """What `rules.durable` names, and `compared` if it has changed since the line before. `key` is the id of the secret."""
 
     key: str
@@ -49,7 +49,7 @@ class Saved:
     compared: dict[str, Any] | None = None
 
 
-_KINDS = {"Saved": Saved}
+_KINDS = {"SavedRun": SavedRun}
 _HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
 
 
@@ -109,7 +109,7 @@ class StateFile:
         compared = state.compared
         is_new = self._compared.get((key, state.name)) is not compared
         self._compared[key, state.name] = compared
-        saved = Saved(
+        saved = SavedRun(
             key=key,
             name=state.name,
             run=state.run,
@@ -217,7 +217,7 @@ def _locked(path: Path) -> Any:
                 return
 
 
-def _state_of(saved: Saved, before: Run | None) -> Run:
+def _state_of(saved: SavedRun, before: Run | None) -> Run:
     compared = saved.compared if saved.compared is not None else (before.compared if before else {})
     return Run(
         name=saved.name,

@@ -12,7 +12,7 @@ from ..links.trailer import Ending
 logger = logging.getLogger(__name__)
 
 
-class Standing(NamedTuple):
+class StepChecksum(NamedTuple):
     """Where a region stands: an inner step, and a checksum of weights (-1 if regions need not agree on them)."""
 
     inner_step: int
@@ -45,7 +45,7 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
             )
 
 
-def check_same_start(link: Link, own: Standing) -> None:
+def check_same_start(link: Link, own: StepChecksum) -> None:
     """Check that all regions resume from the same step of the same run.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..links.base import Arrival, Here, Link
+from ..links.base import Arrival, ArrivedHandle, Link
 from ..methods import Method
 from ..parts.codecs.base import Conversation, Result
 from ..parts.fragments import Fragment
@@ -266,7 +266,7 @@ class FragmentState:
     def _nothing_sent(self) -> Transfer:
         """A transfer of step 0, where local and global params are equal: its mean is zero."""
         mean = flat_zeros(self.fragment.numel)
-        handle = Here(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
+        handle = ArrivedHandle(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
         snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
         return Transfer(0, snapshot, self.global_params, 0.0, handle, outer_grad)
 

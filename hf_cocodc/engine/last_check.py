@@ -13,7 +13,7 @@ from ..links.spreading import spread, spread_all
 from ..tensors.contents import contents, digests, raw
 from ..tensors.sharding import local_shard
 from .account import Record
-from .agreement import Standing, texts
+from .agreement import StepChecksum, texts
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
     buffers = dict(model.named_buffers())
     lines, digest = _lines(held, buffers, adopted)
     wrong = ""
-    if len({other.digest for other in link.gather(Standing(step, digest), "the end of the run")}) > 1:
+    if len({other.digest for other in link.gather(StepChecksum(step, digest), "the end of the run")}) > 1:
         found = texts(link, "\n".join(lines), "the checksums of the model")
         told = {region: _by_name(text) for region, text in found.items()}
         differing = _differing(told)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, LinkError
-from ..links.base import Arrival, Here
+from ..links.base import Arrival, ArrivedHandle
 from ..links.records import from_numbers
 from ..links.trailer import Ending, Trailer, checked
 from ..parts.codecs import without_residuals
@@ -168,7 +168,7 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     said = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
     said["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
     trained = Trained.of(state.get("trained", ()))
-    return Transfer(**kept, **said, handle=Here(arrival), trained=trained)
+    return Transfer(**kept, **said, handle=ArrivedHandle(arrival), trained=trained)
 
 
 def _trailer(numbers: Mapping[str, float], region: int) -> Trailer:

@@ -25,7 +25,7 @@ from . import returning, saving
 from .account import Account, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
 from .agenda import Agenda
-from .agreement import Standing, agreed_layout, check_same_start, common_layout
+from .agreement import StepChecksum, agreed_layout, check_same_start, common_layout
 from .compatibility import layout, loading, names_in, same_layout
 from .fragment import FragmentState, adopt
 from .last_check import check_same_end
@@ -240,7 +240,7 @@ class Synchronizer:
         saving.wait_for_transfers(self.fragments)
         self._load(state)
         own = self.global_digest() if self.method.outer.regions_agree else -1
-        check_same_start(self.link, Standing(self.inner_step, own))
+        check_same_start(self.link, StepChecksum(self.inner_step, own))
 
     def take_over(self, own: Totals | None = None) -> None:
         """Adapt a state that another region has saved: this region has trained nothing of it, and has lost nothing.

@@ -14,7 +14,7 @@ UNKNOWN = -1
 """The layout that a transfer of an older version carries."""
 
 
-class Proposal(NamedTuple):
+class ParameterProposal(NamedTuple):
     """The parameters that a region wants to synchronise.
 
     Attributes:
@@ -53,7 +53,7 @@ class Watch:
         self._lines: dict[str, str] = {}
         self._had: frozenset[str] = frozenset()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._proposals: dict[int, Proposal] = {}
+        self._proposals: dict[int, ParameterProposal] = {}
         self._settled = UNKNOWN
         self._is_sharded = False
 
@@ -157,10 +157,10 @@ class Watch:
             found[name] = _line(name, present[name]) + ("" if had else " (new)")
         lines = tuple(found[name] for name in sorted(found))
         layout = zlib.crc32("\n".join(lines).encode())
-        self._proposals[layout] = Proposal(tuple(sorted(noticed)), lines)
+        self._proposals[layout] = ParameterProposal(tuple(sorted(noticed)), lines)
         return layout
 
-    def proposal(self, layout: int) -> Proposal:
+    def proposal(self, layout: int) -> ParameterProposal:
         """What this region has called by this number since parameters were adopted last.
 
         Raises:
@@ -172,7 +172,7 @@ class Watch:
                 "the other regions have made more parameters trainable while this region was coming in. It can come in again, "
                 "from a state that has them."
             )
-        proposal = Proposal((), ()) if layout == UNKNOWN else self._proposals[layout]
+        proposal = ParameterProposal((), ()) if layout == UNKNOWN else self._proposals[layout]
         gone = [name for name in proposal.more if name not in self.noticed]
         if gone:
             raise InputError(
@@ -193,7 +193,7 @@ class Watch:
         self._had = frozenset(present).difference(state.get("added", ()))
         self.noticed = dict(state.get("noticed", {}))
         proposals = state.get("proposals", ())
-        self._proposals |= {layout: Proposal(tuple(more), tuple(more)) for layout, more in proposals}
+        self._proposals |= {layout: ParameterProposal(tuple(more), tuple(more)) for layout, more in proposals}
         # what is trainable now may be of later steps, which are undone: the next inner step shows it
         self._frozen = self._unknown(present)
 

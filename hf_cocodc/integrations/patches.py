@@ -64,7 +64,7 @@ SAMPLES = 3
 """Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
 
 
-class Runner(Protocol):
+class PatchedCallback(Protocol):
     """The callback, as far as the wrappers need it.
 
     Attributes:
@@ -108,7 +108,7 @@ class Patches:
         best: chooses the best model, and loads it.
     """
 
-    def __init__(self, trainer: Trainer, callback: Runner, best: Best) -> None:
+    def __init__(self, trainer: Trainer, callback: PatchedCallback, best: Best) -> None:
         self._trainer, self._callback, self._best = trainer, callback, best
         self._shows_global = False
         handler = trainer.callback_handler

@@ -263,7 +263,7 @@ class FixedSet:
         return call()
 
 
-class Here:
+class ArrivedHandle:
     """The handle of an arrival that is already here."""
 
     def __init__(self, arrival: Arrival) -> None:

@@ -22,7 +22,7 @@ from .base import Arrival, Parcel, drive
 from .exchange import Exchange
 from .records import Record, from_row, to_row
 from .trailer import Trailer, checked
-from .view import Pending, View
+from .view import UnderWay, View
 
 _PIECE_BYTES = 1 << 20
 SMALL = 64 << 10
@@ -100,7 +100,7 @@ class MeanCall:
         reply = None
         swap = view.begin_swap(row, what)
 
-        def wait(pending: Sequence[Pending]) -> None:
+        def wait(pending: Sequence[UnderWay]) -> None:
             nonlocal began
             posted = time.perf_counter()
             view.wait(pending, what, may_be_late=True)
@@ -188,7 +188,7 @@ class BroadcastCall:
         """Take the pieces from the place `before`, or have them; and send each on as soon as it is here."""
         view, what = self._view, self._what
         pieces = self._raw.split(_PIECE_BYTES)
-        coming, sent = deque[Pending](), deque[Pending]()
+        coming, sent = deque[UnderWay](), deque[UnderWay]()
         asked = 0
         for index, piece in enumerate(pieces):
             while before is not None and asked < min(index + _MOST_UNDER_WAY, len(pieces)):

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import RegionLostError, short
 from ..parts.codecs.base import Coder, Message, Reply, shards, swaps_whole, weighted_mean
 from ..tensors.pools import Pool
-from .view import Pending, View
+from .view import UnderWay, View
 
 LARGEST = 1 << 20
 SMALLEST = 1 << 13
@@ -40,7 +40,7 @@ class Exchange:
         self._pieces = [list(pieces(part, self._coder, view.connections)) for part in cut]
         """For each region, the pieces that it averages from the payloads of all regions."""
         self._own: dict[int, list[Tensor]] = {}
-        self._sent: list[Pending] = []
+        self._sent: list[UnderWay] = []
         self.bytes_sent = 0
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class Exchange:
         view.wait(self._sent, self._what)
         return Reply(mean, self._decode_own)
 
-    def _expect(self, other: int, owner: int, tag: int) -> list[tuple[Tensor, Pending]]:
+    def _expect(self, other: int, owner: int, tag: int) -> list[tuple[Tensor, UnderWay]]:
         """Start to receive the payloads that `other` sends for the pieces that `owner` averages."""
         expected = []
         for index, piece in enumerate(self._pieces[owner]):
@@ -106,7 +106,7 @@ class Exchange:
             expected.append((buffer, self._view.receive(other, buffer, tag, index, self._what)))
         return expected
 
-    def _take(self, expected: tuple[Tensor, Pending]) -> Tensor:
+    def _take(self, expected: tuple[Tensor, UnderWay]) -> Tensor:
         buffer, pending = expected
         self._view.wait([pending], self._what)
         return buffer

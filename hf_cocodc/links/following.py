@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 30
 """Bytes of entries that wait here for their calls before the log is read on: the rest waits at the donor, which has a limit."""
 
 
-class Asked:
+class AwaitedCall:
     """A call that waits for its entry."""
 
     def __init__(self, explain: Callable[[BaseException], BaseException]) -> None:
@@ -62,7 +62,7 @@ class Following:
     def __init__(self, source: Iterable[Item], explain: Callable[[BaseException], BaseException]) -> None:
         self._source, self._explain = source, explain
         self._entries: dict[tuple[str, str], deque[Entry]] = {}
-        self._asked: dict[tuple[str, str], deque[Asked]] = {}
+        self._asked: dict[tuple[str, str], deque[AwaitedCall]] = {}
         self._markers: deque[Marker] = deque()
         self._skips = self._num_bytes = 0
         self._error: BaseException | None = None
@@ -70,9 +70,9 @@ class Following:
         self._thread = NativeThread(self._read, "hf_cocodc-follow")
         self._thread.start()
 
-    def ask(self, kind: str, what: str) -> Asked:
+    def ask(self, kind: str, what: str) -> AwaitedCall:
         """Ask for the next entry of this kind and name; returns at once."""
-        asked = Asked(self._explain)
+        asked = AwaitedCall(self._explain)
         with self._changed:
             if (kind, what) in self._entries:
                 asked.answer(self._next(kind, what))
@@ -171,7 +171,7 @@ class FollowedMean:
         bring: places the mean in the link's memory.
     """
 
-    def __init__(self, asked: Asked, parcel: Parcel, bring: Bring) -> None:
+    def __init__(self, asked: AwaitedCall, parcel: Parcel, bring: Bring) -> None:
         self._asked, self._bring = asked, bring
         self._then = parcel.then
         self._numel, self._what = parcel.numel, parcel.what

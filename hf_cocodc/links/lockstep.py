@@ -225,7 +225,7 @@ class LockstepLink(FixedSet):
     def mean(self, parcel: Parcel) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
         item = (parcel.converse(), parcel.trailer(), self.now, parcel.judge)
-        return _Handle(self, self._bring(parcel.what, item, resolve), parcel.then)
+        return _LockstepHandle(self, self._bring(parcel.what, item, resolve), parcel.then)
 
     def bring_to(self, home: Pool) -> None:
         """Means stay on the host."""
@@ -279,7 +279,7 @@ class LockstepLink(FixedSet):
         return self._hub.bring(self.region, self._calls, what, item, resolve)
 
 
-class _Handle:
+class _LockstepHandle:
     def __init__(self, link: LockstepLink, call: _Call, then: Callable[[Arrival], None] | None) -> None:
         self._link, self._call, self._then = link, call, then
 

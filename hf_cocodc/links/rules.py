@@ -206,12 +206,23 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class Closing:
+class NoMoreCalls:
     """No further call will be made."""
 
 
 Event = (
-    Made | Held | AllHeld | Missed | Asked | Decided | Known | Landed | Ticked | Followed | Marked | Closing
+    Made
+    | Held
+    | AllHeld
+    | Missed
+    | Asked
+    | Decided
+    | Known
+    | Landed
+    | Ticked
+    | Followed
+    | Marked
+    | NoMoreCalls
 )
 
 
@@ -289,14 +300,14 @@ LATE = "it was late, or they could not reach it"
 
 def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:
     """The next state, and what is to be done, in order."""
-    work = _Work(state)
+    work = _MemberWork(state)
     if state.standing is not Standing.OUT:
         work.take(event)
         work.proceed()
     return work.state, tuple(work.effects)
 
 
-class _Work:
+class _MemberWork:
     """One step: the state as it changes, and the effects so far."""
 
     def __init__(self, state: Part) -> None:
@@ -344,7 +355,7 @@ class _Work:
                 self.change(standing=Standing.FOLLOWING)
             case Marked():
                 self.marked(event)
-            case Closing():
+            case NoMoreCalls():
                 self.change(last=state.submitted)
 
     def proceed(self) -> None:

@@ -735,7 +735,7 @@ class TcpLink:
         """Wait for the calls that were made. Returns whether all have completed."""
         until = time.monotonic() + self._timeout_s
         with self._changed:
-            self._feed(rules.Closing())
+            self._feed(rules.NoMoreCalls())
             ended = self._changed.wait_for(
                 lambda: not self._pending and not self._ready or self._failure is not None, self._timeout_s
             )

@@ -18,7 +18,7 @@ from .connection import ConnectionLost, Operation
 from .pairs import Pair
 
 
-class Pending(NamedTuple):
+class UnderWay(NamedTuple):
     """An operation in progress with a region."""
 
     region: int
@@ -136,7 +136,7 @@ class View:
         self._check()
         return next(self._tags)
 
-    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> Pending:
+    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> UnderWay:
         """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
 
         Encryption adds 24 bytes to each message.
@@ -144,11 +144,11 @@ class View:
         self._throttle.wait(payload.numel(), self._revoked)
         return self._start(region, index, "send", payload, tag, what)
 
-    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> Pending:
+    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> UnderWay:
         """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
         return self._start(region, index, "receive", buffer, tag, what)
 
-    def wait(self, pending: Iterable[Pending], what: str, may_be_late: bool = False) -> None:
+    def wait(self, pending: Iterable[UnderWay], what: str, may_be_late: bool = False) -> None:
         """Wait for operations. A region that `may_be_late` is waited for until the coordinator says that it is lost.
 
         Raises:
@@ -204,7 +204,7 @@ class View:
 
     def _start(
         self, region: int, index: int | None, kind: str, memory: Tensor, tag: int, what: str
-    ) -> Pending:
+    ) -> UnderWay:
         """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
         pair, then, is_own = self._pairs[region], None, False
         if pair.ciphers is not None:
@@ -223,7 +223,7 @@ class View:
         with self._naming(pair.region, what):
             self._check()
             getattr(pair.connection(index), kind)(operation)
-        return Pending(pair.region, operation)
+        return UnderWay(pair.region, operation)
 
     def _check(self) -> None:
         if self._revoked.is_set():
@@ -267,4 +267,4 @@ class Swap(NamedTuple):
     """
 
     values: list[Tensor]
-    pending: list[Pending]
+    pending: list[UnderWay]

@@ -20,7 +20,7 @@ _BESIDE = re.compile(r"[\s,:]*(?:[&!]\S+\s+)*(#.*)")
 _WORD = re.compile(r"[\w.-]+")
 
 
-class Note(NamedTuple):
+class Annotation(NamedTuple):
     """What a file has at a key, or at an item of a list, apart from its value.
 
     Attributes:
@@ -46,14 +46,14 @@ class Notes(NamedTuple):
     """
 
     head: tuple[str, ...]
-    at: Mapping[Place, Note]
+    at: Mapping[Place, Annotation]
     end: tuple[str, ...]
 
     def over(self, base: "Notes") -> "Notes":
         """These, and of another file those at places of which this one says nothing."""
         return Notes(
             self.head,
-            {**base.at, **{place: note for place, note in self.at.items() if note != Note()}},
+            {**base.at, **{place: note for place, note in self.at.items() if note != Annotation()}},
             self.end,
         )
 
@@ -63,7 +63,7 @@ def notes_of(path: Path) -> Notes:
     text = path.read_text(encoding="utf-8-sig")
     lines = text.split("\n")  # as ruamel's marks count them; str.splitlines knows more ends of lines
     root = YAML(typ="safe", pure=True).compose(text)
-    at: dict[Place, Note] = {}
+    at: dict[Place, Annotation] = {}
     if not isinstance(root, MappingNode) or not root.value:
         return Notes((), at, ())
     _note(root, (), lines, at)
@@ -75,7 +75,7 @@ def notes_of(path: Path) -> Notes:
     return Notes(head, at, end)
 
 
-def _note(node: Node, place: Place, lines: Sequence[str], at: dict[Place, Note]) -> None:
+def _note(node: Node, place: Place, lines: Sequence[str], at: dict[Place, Annotation]) -> None:
     """Note what stands at the children of a mapping or a list."""
     if isinstance(node, MappingNode):
         children = [(str(key.value), key, value) for key, value in node.value if isinstance(key, ScalarNode)]
@@ -96,7 +96,7 @@ def _note(node: Node, place: Place, lines: Sequence[str], at: dict[Place, Note])
         end = value.end_mark if is_line else key.end_mark
         beside = _BESIDE.match(lines[end.line][end.column :]) if is_line or key is not value else None
         source = line[value.start_mark.column : value.end_mark.column] if is_line else ""
-        at[here] = Note(tuple(map(str.strip, above)), beside[1] if beside else "", (), source)
+        at[here] = Annotation(tuple(map(str.strip, above)), beside[1] if beside else "", (), source)
         if not isinstance(value, ScalarNode) and value.start_mark.line >= start.line:
             _note(value, here, lines, at)
         previous = here
@@ -128,13 +128,13 @@ def written(content: Mapping[str, Any], notes: Notes) -> str:
 
 
 def _lines(
-    content: Mapping[str, Any] | Sequence[Any], place: Place, at: Mapping[Place, Note]
+    content: Mapping[str, Any] | Sequence[Any], place: Place, at: Mapping[Place, Annotation]
 ) -> Iterator[str]:
     is_mapping = isinstance(content, Mapping)
     pad = "  " * len(place)
     for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
         here = (*place, str(key))
-        note = at.get(here, Note())
+        note = at.get(here, Annotation())
         yield from (f"{pad}{line}".rstrip() for line in note.before)
         name = f"{pad}{_key(key)}:" if is_mapping else f"{pad}-"
         beside = f"  {note.beside}" if note.beside else ""

@@ -33,7 +33,7 @@ class Score(NamedTuple):
     value: float
 
 
-class Holding(NamedTuple):
+class HeldBest(NamedTuple):
     """The best checkpoint that a region knows of: its step, 0 if there is none; and whether the region has it, undamaged."""
 
     step: int
@@ -89,7 +89,9 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     if best is not None:
         wrong = main_says(link, accelerator, lambda: damage(best), f"the check of {best}")
     step = 0 if best is None else int(best.name.removeprefix(PREFIX))
-    told = gather(link, Holding(step, best is not None and wrong is None), "the checkpoint of the best model")
+    told = gather(
+        link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"
+    )
     if len({other.step for other in told.values()}) > 1:
         steps = ", ".join(str(other.step) for other in told.values())
         raise CheckpointError(

@@ -24,7 +24,7 @@ from ..links.trailer import Ending, Words
 from ..settings import RegionConfig
 from .checkpoint import Saved
 from .donor import write_base
-from .newcomer import Newcomer
+from .newcomer import JoiningRank
 from .runner import Runner
 from .saving import facts_of
 from .session import RegionSession
@@ -56,7 +56,7 @@ def _news_in(plain: Any) -> News:
     return News(tuple(Member(*each) for each in wants), leaves)
 
 
-class Held(NamedTuple):
+class TooFew(NamedTuple):
     """What a region tells the others while they are too few, and wait for more.
 
     Attributes:
@@ -102,11 +102,11 @@ class Elastic:
         self._leaves = ""  # why it does; empty if it does not
         self._has_left = False
         self._left_behind: LeftBehind | None = None
-        self._newcomer = Newcomer(outer, accelerator, session, folder, self._say)
+        self._newcomer = JoiningRank(outer, accelerator, session, folder, self._say)
         outer.journal.earlier = self._events
 
     def begin(self, joined: Callable[[int, int], object] | None = None) -> None:
-        """Training begins: with the regions that have met; or, with `joined`, where they are by then (see `Newcomer.follow`)."""
+        """Training begins: with the regions that have met; or, with `joined`, where they are by then (`JoiningRank.follow`)."""
         if joined is not None:
             self._is_in(self._newcomer.begin(joined))
             return
@@ -224,7 +224,7 @@ class Elastic:
         while True:
             waited_s = time.monotonic() - began
             ending = Ending.LEAVING if self._leaves else outer.endings.word.ending
-            own = Held(waited_s > self._wait_s, ending, outer.link.knows)
+            own = TooFew(waited_s > self._wait_s, ending, outer.link.knows)
             told = gather(outer.link, own, f"who waits for more regions at step {step}")
             self._outer.journal.write_earlier()
             outer.endings.hear({region: each.ending for region, each in told.items()}, step)

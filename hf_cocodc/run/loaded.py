@@ -24,7 +24,7 @@ from . import local_weights
 from .checkpoint import Saved
 from .inner_optimizer import InnerOptimizer
 from .manifest import FOLDER
-from .resume import Verdict
+from .resume import CanResume
 from .shelf import main_says
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
         raise
     except Exception as error:
         failed = error
-    verdicts = gather(link, Verdict(failed is None), what)
+    verdicts = gather(link, CanResume(failed is None), what)
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     why = b""
     if bad and len(verdicts) > 1:

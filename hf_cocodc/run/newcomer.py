@@ -34,7 +34,7 @@ def _marker_in(plain: Any) -> Marker | None:
     return marker
 
 
-class Newcomer:
+class JoiningRank:
     """One rank's part in it.
 
     Args:

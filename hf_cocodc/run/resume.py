@@ -32,7 +32,7 @@ class Writer(NamedTuple):
     region: int
 
 
-class Verdict(NamedTuple):
+class CanResume(NamedTuple):
     """Whether a region can resume from the checkpoint whose path it was given: 1 if it can, else 0."""
 
     is_good: int
@@ -118,7 +118,7 @@ def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
         CheckpointError: it is not; the message names the newest that is good in every region.
     """
     wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
-    verdicts = gather(link, Verdict(wrong is None), "the checkpoint to resume from")
+    verdicts = gather(link, CanResume(wrong is None), "the checkpoint to resume from")
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     if not bad:
         return checkpoint

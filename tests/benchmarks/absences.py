@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 
 RESULTS = Path(__file__).parent / "results"
 REGIONS, LEAST = 4, 2
@@ -162,7 +162,7 @@ def main() -> int:
     notes = ["steps absent: share of the inner steps of all regions in which a region was not a member."]
     formats = {"undisturbed": ".4f", "disturbed": ".4f", "difference": "+.2%", "steps absent": ".1%"}
     setting = {"regions": REGIONS, "steps": options.steps, "kills at": str(kills), "freeze s": options.freeze}
-    report = Report("held-out loss where regions are absent for a while", setting, rows, notes, formats)
+    report = BenchReport("held-out loss where regions are absent for a while", setting, rows, notes, formats)
     sys.stdout.write("\n" + "\n".join(report.lines()) + "\n")
     write(options.output, [report])
     return 0

@@ -23,7 +23,7 @@ from typing import Any
 
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 
 from . import workload
 from .elastic_region import H
@@ -357,7 +357,7 @@ def main() -> int:
                 say(json.dumps(row))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     setting = {"regions": options.regions, "H": H, "rounds": options.rounds, "seconds a step": options.pace}
-    report = Report(
+    report = BenchReport(
         "regions that are lost", setting, [{c: row.get(c) for c in columns} for row in rows], notes
     )
     say("\n" + "\n".join(report.lines()))

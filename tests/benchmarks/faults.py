@@ -22,11 +22,11 @@ from statistics import mean
 from typing import Any
 
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import Alive, Back, Member, Place, Terms, to_plain
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.parts.guard import WARM_UP
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 from hf_cocodc.tools.doctor.facts import parts_of
 from tests.processes.strangers import ports_of, strangers
 from tests.secret import secret
@@ -149,7 +149,9 @@ def calls_again(run: Run) -> Iterator[None]:
         terms=Terms(count=len(members), elastic=True, least=LEAST, most=len(members)),
         compared={},
     )
-    with contextlib.closing(Connection(run.meeting_point, state["name"], "region", keys)) as connection:
+    with contextlib.closing(
+        CoordinatorConnection(run.meeting_point, state["name"], "region", keys)
+    ) as connection:
         connection.send(back)
         while (message := connection.receive(2.0)) is not None and not isinstance(message, Alive):
             _note(run, json.dumps(to_plain(message)))
@@ -397,7 +399,7 @@ def main() -> int:
     setting = {"regions": options.regions, "H": H, "rounds": options.rounds, "broken in round": BROKEN}
     every = [*(row for each in undisturbed.values() for row in each), *rows.values()]
     options.output.mkdir(parents=True, exist_ok=True)
-    write(options.output / "faults.json", [Report("wrong numbers and strangers", setting, every)])
+    write(options.output / "faults.json", [BenchReport("wrong numbers and strangers", setting, every)])
     if len(chosen) == len(FAULTS) and len(sides) == len(NAMES) and not options.quick:
         for document, lines in found.items():
             put(lines, document)

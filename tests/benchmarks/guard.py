@@ -31,7 +31,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.links.base import Arrival, Link
 from hf_cocodc.links.lockstep import run_in_lockstep
 from hf_cocodc.parts.guard import Verdict
-from hf_cocodc.tools.bench.report import Report, Row, write
+from hf_cocodc.tools.bench.report import BenchReport, Row, write
 from tests.toys import VOCAB, llama
 
 STEPS, SYNC, SPIKE, SPIKE_STEPS = 260, 10, 180, 4
@@ -277,7 +277,7 @@ def outcome(found: Run, sound: Run) -> str:
     return f"{100 * (found.loss / sound.loss - 1):+.1f} %"
 
 
-def healthy(methods: Sequence[str], seeds: int) -> Report:
+def healthy(methods: Sequence[str], seeds: int) -> BenchReport:
     """How far norms are from ordinary ones in runs that are well, and in how many transfers the guard acts."""
     rows: list[Row] = []
     for words, (count, changes) in HEALTHY.items():
@@ -295,10 +295,10 @@ def healthy(methods: Sequence[str], seeds: int) -> Report:
         "median one, before there is a history; known: in multiples of the larger one of that and what the history lets",
         "expect; median: the median norm in multiples of the latter.",
     )
-    return Report("norm guard, runs that are well", {"steps": STEPS, "sync_interval": SYNC}, rows, notes)
+    return BenchReport("norm guard, runs that are well", {"steps": STEPS, "sync_interval": SYNC}, rows, notes)
 
 
-def faulty(methods: Sequence[str], faults: Sequence[Fault], guard: str | None) -> Report:
+def faulty(methods: Sequence[str], faults: Sequence[Fault], guard: str | None) -> BenchReport:
     """What faults cost."""
     sound = {(method, count): run(method, count, 1) for method in methods for count in (2, 3)}
     rows: list[Row] = []
@@ -317,7 +317,7 @@ def faulty(methods: Sequence[str], faults: Sequence[Fault], guard: str | None) -
         "Loss against the run without the fault (one seed), or the inner step at which all regions stopped, with a checkpoint.",
     )
     setting = {"young": YOUNG, "old": OLD, "steps": STEPS, "sync_interval": SYNC, "guard": guard or "default"}
-    return Report("norm guard, faults", setting, rows, notes, {"largest norm": ".3g"})
+    return BenchReport("norm guard, faults", setting, rows, notes, {"largest norm": ".3g"})
 
 
 def main() -> None:

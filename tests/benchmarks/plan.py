@@ -18,7 +18,7 @@ import torch
 
 from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 from hf_cocodc.tools.bench.workers import PORT, coordinator_in_region_0, run, serve
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean
 from hf_cocodc.tools.plan.flights import LinkFigures
@@ -209,7 +209,7 @@ def main() -> int:
     rows = compare([CELLS[number] for number in options.only] if options.only else CELLS)
     shares = dict.fromkeys(("expected", "measured", "error", "blocked", "least", "most"), ".1%")
     setting = {"parameters": sum(param.numel() for param in model_of(SHAPE).parameters()), "H": H}
-    report = Report("the planner against training over an emulated link", setting, rows, formats=shares)
+    report = BenchReport("the planner against training over an emulated link", setting, rows, formats=shares)
     sys.stdout.write(
         "\n" + "\n".join(report.lines()) + "\n| link | method | codec | expected | measured | error |\n"
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 
 from . import workload
 from .contestants import CONTESTANTS, Contestant
@@ -324,8 +324,10 @@ def report(
             "seconds": options.seconds,
             "equal tokens at step": options.steps,
         }
-    content = Report(title, setting, full, notes)
-    shown = Report(title, setting, [{k: v for k, v in row.items() if k != "curve"} for row in full], notes)
+    content = BenchReport(title, setting, full, notes)
+    shown = BenchReport(
+        title, setting, [{k: v for k, v in row.items() if k != "curve"} for row in full], notes
+    )
     say("\n" + "\n".join(shown.lines()))
     options.output.mkdir(parents=True, exist_ok=True)
     write(options.output / f"{name}.json", [content])

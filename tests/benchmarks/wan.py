@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_cocodc.cli.checks import check
 from hf_cocodc.errors import CocodcError
 from hf_cocodc.methods import METHODS
-from hf_cocodc.tools.bench.report import Report, write
+from hf_cocodc.tools.bench.report import BenchReport, write
 
 from .wan_training import Plan, measure
 
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> None:
         sync_interval=options.sync_interval,
         rate_limit=options.rate_limit,
     )
-    reports: list[Report] = []
+    reports: list[BenchReport] = []
     for report in measure(plan, lambda line: sys.stderr.write(f"{line}\n")):
         sys.stdout.write("\n".join(report.lines()) + "\n\n")
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.tensors.threads import cores
 from hf_cocodc.tools.bench import link
-from hf_cocodc.tools.bench.report import Report
+from hf_cocodc.tools.bench.report import BenchReport
 from hf_cocodc.tools.bench.workers import PORT, Company, coordinator_in_region_0, run, serve
 
 from .emulation.wan import INTERFACE, Wan
@@ -110,7 +110,7 @@ def settings_of(method: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _OF_THE_LINK}
 
 
-def measure(plan: Plan, progress: Callable[[str], object]) -> Iterator[Report]:
+def measure(plan: Plan, progress: Callable[[str], object]) -> Iterator[BenchReport]:
     """Measure first the link alone, then training over it.
 
     Args:
@@ -156,7 +156,7 @@ def measure_across(trial: link.Trial, wan: Wan) -> link.Figures:
     return link.measure_between(trial, wan.regions, wan.popen, spec)
 
 
-def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]) -> Report:
+def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]) -> BenchReport:
     rows = [
         {
             "method": figures["phase"],
@@ -197,7 +197,7 @@ def _report(plan: Plan, found: Sequence[dict[str, Any]], setting: dict[str, Any]
         "tokens a step": BATCH * LENGTH,
     }
     formats = {"of ceiling": ".0%", "held-out loss": ".3f"}
-    return Report("training over a link", setting, rows, notes, formats)
+    return BenchReport("training over a link", setting, rows, notes, formats)
 
 
 def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:

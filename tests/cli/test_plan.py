@@ -14,7 +14,7 @@ import pytest
 from hf_cocodc.cli.main import main
 from hf_cocodc.methods import METHODS
 from hf_cocodc.recipes.recipe import Recipe
-from hf_cocodc.tools.bench.report import Report, read, write
+from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan import choice, speeds, written
 from hf_cocodc.tools.plan.flights import MSS, MTU
 from tests.tools.plan.test_choice import SPEEDS
@@ -29,10 +29,10 @@ def made_up_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "measure", lambda codecs, accelerated: SPEEDS)
 
 
-def figures(seconds: list[float]) -> Report:
+def figures(seconds: list[float]) -> BenchReport:
     """What bench link reports: here of a megabyte."""
     rows = [{"transfer": "x", "seconds": each, "MB sent": 1.0, "RTT ms": 50.0} for each in seconds]
-    return Report("one mean over a link", {"regions": 2}, rows)
+    return BenchReport("one mean over a link", {"regions": 2}, rows)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_target_out_of_reach_is_said(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_measured_link_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file of bench link, or of tests.benchmarks.wan, whose first report is of the link; anything else is refused."""
     path = tmp_path / "link.json"
-    for reports in ([figures([0.95, 0.45])], [figures([0.45]), Report("training over a link", {}, [])]):
+    for reports in ([figures([0.95, 0.45])], [figures([0.45]), BenchReport("training over a link", {}, [])]):
         write(path, reports)
         found = written.link_of(path)
         assert found["rtt_ms"] == pytest.approx(50)

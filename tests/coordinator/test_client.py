@@ -9,7 +9,7 @@ import pytest
 
 from hf_cocodc.coordinator import connection as connection_module
 from hf_cocodc.coordinator.client import Client, status
-from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
@@ -200,7 +200,7 @@ def test_a_coordinator_that_is_silent_is_left(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
     served = serve_in_thread()
-    connection = Connection(served.address, "run", "region", None)
+    connection = CoordinatorConnection(served.address, "run", "region", None)
     with pytest.raises(InputError, match="longer than a line"):
         connection.send(hello(0, model={"x": "y" * (9 << 20)}))
     connection.close()

@@ -15,7 +15,7 @@ import pytest
 
 from hf_cocodc.coordinator.channel import line_of
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
 from hf_cocodc.coordinator.identity import Identity, identity
 from hf_cocodc.coordinator.messages import Beat, Post, Posted, to_plain
@@ -346,7 +346,7 @@ def test_who_listens_learns_nothing_and_whoever_alters_is_not_believed() -> None
 
 def flood(address: str, region: int) -> None:
     """Send messages of another run as fast as the coordinator takes them: sound ones, or nonsense."""
-    connection = Connection(address, "flood", "region", OTHER)
+    connection = CoordinatorConnection(address, "flood", "region", OTHER)
     connection.send(hello(region))
     line = to_plain(Beat(step=1)) if region else {"kind": "Nonsense", "x": "y" * 100}
     while not connection.channel.ended:
@@ -387,7 +387,7 @@ def test_a_flood_of_one_run_delays_no_other(tmp_path: Path) -> None:
 def test_a_region_that_reads_nothing_ends_alone() -> None:
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
-    [c] = [Connection(served.address, "run", "region", None)]
+    [c] = [CoordinatorConnection(served.address, "run", "region", None)]
     c.send(hello(0))
     for _ in range(20):
         a.client.send(Post(to=b.client.me, topic="t", content={"x": "y" * 100_000}))
@@ -401,7 +401,7 @@ def test_messages_that_are_none_are_ignored_and_many_end_the_connection() -> Non
     served = serve_in_thread()
     regions: list[Region] = meet(served.address, hello(0), hello(1))
     a, b = regions
-    stray = Connection(served.address, "run", "region", None)
+    stray = CoordinatorConnection(served.address, "run", "region", None)
     for _ in range(50):
         stray.send_plain({"kind": "Beat", "step": "many"})
     time.sleep(0.2)
@@ -415,6 +415,6 @@ def test_messages_that_are_none_are_ignored_and_many_end_the_connection() -> Non
     served.close()
 
 
-def ended(connection: Connection) -> bool:
+def ended(connection: CoordinatorConnection) -> bool:
     connection.channel.receive()
     return connection.channel.ended

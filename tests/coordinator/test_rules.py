@@ -20,7 +20,7 @@ from hf_cocodc.coordinator.messages import (
     Waiting,
     Welcome,
 )
-from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Event, Run, Send, Tick, step
+from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Event, Run, SendTo, Tick, step
 from hf_cocodc.coordinator.state import with_time_to_return
 
 
@@ -40,7 +40,7 @@ class World:
     def do(self, event: Event) -> None:
         self.state, effects = step(self.state, event, self.now)
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, SendTo):
                 self.sent.setdefault(effect.to, []).append(effect.message)
 
     def later(self, seconds: float) -> None:

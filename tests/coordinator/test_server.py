@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.coordinator.client import ask, status, told_by_doctors
-from hf_cocodc.coordinator.connection import Connection
+from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import (
     Announce,
     AskLeave,
@@ -205,7 +205,7 @@ def test_commands_ask_a_region_to_leave_and_claim_numbers() -> None:
         assert answers == [Done()]
         with pytest.raises(InputError, match="Its members are: 0, 1"):
             ask(served.address, None, "run", AskLeave(region=5), 5.0)
-        claims = [Connection(served.address, "run", "command", None) for _ in range(2)]
+        claims = [CoordinatorConnection(served.address, "run", "command", None) for _ in range(2)]
         for connection, region in zip(claims, (2, 3), strict=True):
             connection.send(Claim())
             assert connection.receive(5.0) == Claimed(region=region)
@@ -421,7 +421,7 @@ def test_server_and_client_need_no_torch() -> None:
 
 def test_a_forked_process_does_not_keep_connections_open() -> None:
     with coordinator() as served:
-        b = Connection(served.address, "run", "region", None)
+        b = CoordinatorConnection(served.address, "run", "region", None)
         b.send(hello(1))
         [a] = meet(served.address, hello(0))
         child = os.fork()
@@ -439,7 +439,7 @@ def test_a_forked_process_does_not_keep_connections_open() -> None:
 
 def test_waiting_names_the_absent() -> None:
     with coordinator() as served:
-        connection = Connection(served.address, "run", "region", None)
+        connection = CoordinatorConnection(served.address, "run", "region", None)
         connection.send(hello(1, 3))
         assert connection.receive(5.0) == Waiting(absent=(0, 2))
         connection.close()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine import fragment, landing, outer_step
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Arrival, Handle, Here, Parcel
+from hf_cocodc.links.base import Arrival, ArrivedHandle, Handle, Parcel
 from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.links.trailer import Trailer
 from hf_cocodc.methods import METHODS, Method
@@ -282,7 +282,7 @@ class Answered(LockstepLink):
         arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
         if parcel.then is not None:
             parcel.then(arrival)
-        return Here(arrival)
+        return ArrivedHandle(arrival)
 
 
 class Busy(LockstepLink):

@@ -29,7 +29,7 @@ from hf_cocodc.coordinator.messages import (
     from_plain,
     to_plain,
 )
-from hf_cocodc.coordinator.rules import Came, Ended, Run, Send, Tick
+from hf_cocodc.coordinator.rules import Came, Ended, Run, SendTo, Tick
 from hf_cocodc.coordinator.validation import MOST
 from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
 from hf_cocodc.links import rules as links
@@ -157,7 +157,7 @@ def test_what_the_coordinator_hears(elastic: bool, said: list[tuple[int, Any, fl
         before = state
         state, effects = rules.step(state, event, now)
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, SendTo):
                 from_plain(json.loads(json.dumps(to_plain(effect.message))))
         assert not {seat.member.ticket for seat in state.seats.values()} & state.lost
         assert len({seat.member for seat in state.seats.values()}) == len(state.seats)

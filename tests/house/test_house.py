@@ -99,6 +99,13 @@ def test_the_command_line_alone_uses_the_tools() -> None:
     assert {place(module) for module in MODULES if "tools" in uses(module)} == {"cli"}
 
 
+def test_no_two_classes_have_one_name() -> None:
+    names = [
+        node.name for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 LONG = {
     "coordinator/messages.py": "every message, and who may send it",
     "coordinator/rules.py": "all that a coordinator decides",

@@ -11,7 +11,7 @@ from hf_cocodc.coordinator.cipher import Altered
 from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import calls
-from hf_cocodc.links.view import Pending, View
+from hf_cocodc.links.view import UnderWay, View
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import connect
 from tests.secret import secret
@@ -117,7 +117,7 @@ def test_a_broadcast_takes_no_memory_for_all_of_it(
     monkeypatch.setattr(calls, "_PIECE_BYTES", 1000)
     wires = two_wires(keys=keys)
     connect(*wires)
-    begun: list[Pending] = []
+    begun: list[UnderWay] = []
     under_way: list[int] = []
     start = View._start
 

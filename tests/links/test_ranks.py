@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
-from hf_cocodc.links.base import Arrival, Here, Link, Parcel
+from hf_cocodc.links.base import Arrival, ArrivedHandle, Link, Parcel
 from hf_cocodc.links.group import RegionGroup
 from hf_cocodc.links.ranks import SharedLink
 from hf_cocodc.links.spreading import gather, spread_all
@@ -59,7 +59,9 @@ class Scripted:
             return Ended(ENDS[parcel.what])
         mean = torch.full((parcel.numel,), float(sum(self.members)))
         trailers = tuple(Trailer(knows=region) for region in self.members)
-        return Here(Arrival(Result(mean, mean.clone, {}), trailers, 5, 0.0, 1.0, self.members, changes=4))
+        return ArrivedHandle(
+            Arrival(Result(mean, mean.clone, {}), trailers, 5, 0.0, 1.0, self.members, changes=4)
+        )
 
     def gather(self, record: Any, what: str) -> tuple[Any, ...]:
         self.parties = self.members

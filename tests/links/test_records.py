@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from hf_cocodc.engine.agreement import Standing
+from hf_cocodc.engine.agreement import StepChecksum
 from hf_cocodc.errors import LinkError
 from hf_cocodc.links.records import ROW, from_numbers, from_row, to_row
 from hf_cocodc.links.trailer import Ending, Trailer, Word
 from hf_cocodc.run import best
 from hf_cocodc.run.newest import Holding, Proposal
-from hf_cocodc.run.resume import Verdict, Writer
+from hf_cocodc.run.resume import CanResume, Writer
 from hf_cocodc.run.starting import Beginning
 
 
@@ -30,11 +30,11 @@ def test_a_trailer_arrives_as_it_left() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        Standing(10**9, -1),
+        StepChecksum(10**9, -1),
         Holding(12, 2**48 - 1, 3, 1, True, False),
         Proposal(0),
         Writer(-1),
-        Verdict(1),
+        CanResume(1),
         Beginning(10**6, True, 2**48 - 1),
     ],
 )
@@ -47,10 +47,10 @@ def test_records_of_integers_are_exact(record: tuple) -> None:
 
 def test_a_record_of_another_kind_is_refused() -> None:
     """Regions that are out of step would otherwise take a step for a checksum."""
-    with pytest.raises(LinkError, match="region 2 did not send the expected Standing"):
-        from_row(Standing, to_row(Beginning(5, False, 7)), region=2)
+    with pytest.raises(LinkError, match="region 2 did not send the expected StepChecksum"):
+        from_row(StepChecksum, to_row(Beginning(5, False, 7)), region=2)
     with pytest.raises(LinkError, match="region 2 did not send the expected Holding"):
-        from_row(Holding, to_row(best.Holding(5, True)), region=2)  # of the same name in another module
+        from_row(Holding, to_row(best.HeldBest(5, True)), region=2)  # it has as many numbers
 
 
 def test_numbers_from_a_checkpoint_of_an_earlier_version_are_typed() -> None:

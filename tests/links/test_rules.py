@@ -13,7 +13,6 @@ from hf_cocodc.links.rules import (
     Asked,
     Begin,
     Call,
-    Closing,
     Complete,
     Drop,
     Effect,
@@ -26,6 +25,7 @@ from hf_cocodc.links.rules import (
     Made,
     Marked,
     Missed,
+    NoMoreCalls,
     Part,
     Standing,
     Switched,
@@ -282,7 +282,7 @@ def test_who_leaves_takes_part_in_no_later_call() -> None:
 def test_who_makes_no_further_call_says_so() -> None:
     process = Process()
     process.land()
-    process.do(Closing())
+    process.do(NoMoreCalls())
     assert process.do(Asked(0)) == [report(done=1, last=1)]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import AskStop, Hello, Promise, Stop, StopAt, Terms
-from hf_cocodc.coordinator.rules import Came, Run, Send, Tick
+from hf_cocodc.coordinator.rules import Came, Run, SendTo, Tick
 from hf_cocodc.links import stopping
 from hf_cocodc.links.stopping import StopAgreement
 from tests.links.ranks import groups
@@ -78,7 +78,7 @@ class Coordinator:
     def _do(self, event: Any) -> None:
         self._run, effects = rules.step(self._run, event, time.monotonic())
         for effect in effects:
-            if isinstance(effect, Send) and effect.to not in self.deaf:
+            if isinstance(effect, SendTo) and effect.to not in self.deaf:
                 self._hear(effect.to, effect.message)
 
     def _hear(self, region: int, message: Any) -> None:

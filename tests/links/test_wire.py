@@ -19,7 +19,7 @@ import torch
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links import pairs, wire
 from hf_cocodc.links.connection import Connection
-from hf_cocodc.links.view import Pending, Revoked, View
+from hf_cocodc.links.view import Revoked, UnderWay, View
 from hf_cocodc.links.wire import Wire
 from tests.links.memory import Post, at_once, connect, connected, wait_until
 
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_dropped_pairs() -> None:
     wait_until(lambda: not any(memory() is not None for memory in memories))
 
 
-def _begin(view: View, memories: list[weakref.ref]) -> Pending:
+def _begin(view: View, memories: list[weakref.ref]) -> UnderWay:
     """Some operations that end, some that take their time, and some that do not; returns one that does not."""
     calls = {10 + view.region: view.receive, 20: view.send, 21: view.receive, 30 + view.region: view.send}
     begun = {}
@@ -216,7 +216,7 @@ def _begin(view: View, memories: list[weakref.ref]) -> Pending:
     return begun[10 + view.region]
 
 
-def _wait_in_vain(view: View, pending: Pending) -> None:
+def _wait_in_vain(view: View, pending: UnderWay) -> None:
     with pytest.raises(Revoked):
         view.wait([pending], "something", may_be_late=True)
 

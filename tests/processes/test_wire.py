@@ -18,7 +18,7 @@ from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.links.connection import Operation
 from hf_cocodc.links.exchange import Exchange
 from hf_cocodc.links.letters import Whereabouts, from_plain
-from hf_cocodc.links.view import Pending, Revoked, View
+from hf_cocodc.links.view import Revoked, UnderWay, View
 from hf_cocodc.links.wire import Wire
 from hf_cocodc.parts.codecs.base import Coder, Message, mean_of
 from hf_cocodc.parts.codecs.block import Integers
@@ -136,7 +136,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
         for call in (
             broken.tag,
             lambda: broken.swap(torch.zeros(1), ""),
-            lambda: broken.wait([Pending(0, Operation(2, 0, torch.empty(0)))], ""),
+            lambda: broken.wait([UnderWay(0, Operation(2, 0, torch.empty(0)))], ""),
         ):
             with pytest.raises(Revoked):
                 call()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_cocodc.coordinator import rules
 from hf_cocodc.coordinator.messages import Refuse
-from hf_cocodc.coordinator.rules import Came, Ended, Persist, Run, Send, Tick, durable
+from hf_cocodc.coordinator.rules import Came, Ended, Persist, Run, SendTo, Tick, durable
 from hf_cocodc.coordinator.state import with_time_to_return
 
 from .network import Actor, Connection, Network
@@ -101,7 +101,7 @@ class Coordinator(Actor):
                 case Persist():
                     if self._file is not None:
                         self._file[name] = kept(after)
-                case Send(to, message) if to in self._by_number:
+                case SendTo(to, message) if to in self._by_number:
                     connection = self._by_number[to]
                     connection.send(self, message)
                     if isinstance(message, Refuse):

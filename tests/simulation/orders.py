@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
 from hf_cocodc.coordinator.messages import Back, Bye, Leave, Member, Place, Terms
-from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, Send, Tick
+from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
 from hf_cocodc.links import rules as link
 from hf_cocodc.links.rules import Part, Standing
 
@@ -283,7 +283,7 @@ class _Work:
             asked_at = None if self.run.asked_at is None else 0.0
             self.run = replace(self.run, away=away, asked_at=asked_at, alone_since=None)
         for effect in effects:
-            if not isinstance(effect, Send):
+            if not isinstance(effect, SendTo):
                 self.file = kept(self.run)
                 continue
             for i, node in enumerate(self.nodes):

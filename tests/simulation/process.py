@@ -312,7 +312,7 @@ class Process(Shell):
         number = self._call("comparison")
         yield from self._result(number)
         self.world.checks.compared(self, number)
-        self.feed(rules.Closing())
+        self.feed(rules.NoMoreCalls())
         yield from self._until(lambda: not self.part.calls)
         raise Finished("finished", "")
 

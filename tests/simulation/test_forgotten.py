@@ -16,7 +16,7 @@ from hf_cocodc.coordinator.messages import (
     Report,
     Terms,
 )
-from hf_cocodc.coordinator.rules import Came, Run, Send
+from hf_cocodc.coordinator.rules import Came, Run, SendTo
 from hf_cocodc.links import rules as link
 from hf_cocodc.links.rules import Begin, Part, Standing
 
@@ -41,7 +41,7 @@ def test_coordinator_refuses_a_newcomer_that_knows_a_loss_that_no_member_knows()
     said: list[Any] = []
     for number, (me, losses) in enumerate(((NEWCOMER, 1), *((each, 0) for each in MEMBERS))):
         state, effects = coordinator.step(state, Came(number, _back(me, me != NEWCOMER, losses)), 0.0)
-        said += [each for each in effects if isinstance(each, Send) and isinstance(each.message, Refuse)]
+        said += [each for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refuse)]
     assert not state.recovers and state.losses == 0 and NEWCOMER not in state.newcomers
     assert [(each.to, each.message.error) for each in said] == [(0, "LeftBehind")]
 
@@ -67,7 +67,7 @@ def test_a_report_of_a_loss_that_was_decided_says_nothing_of_the_next_one() -> N
     backs = [_back(THIRD, True, 0), _back(FIRST, True, 1), _back(SECOND, True, 1)]
     for who, message in ((0, backs[0]), (0, report), (1, backs[1]), (2, backs[2])):
         state, effects = coordinator.step(state, Came(who, message), 0.0)
-        said += [each.message for each in effects if isinstance(each, Send)]
+        said += [each.message for each in effects if isinstance(each, SendTo)]
     assert not state.recovers and state.losses == 1
     assert not state.reports and state.asked_at is None and not any(isinstance(each, Ask) for each in said)
 
@@ -93,5 +93,5 @@ def test_a_coordinator_whose_file_is_older_than_the_run_sends_its_newcomers_away
     assert state.newcomers
     state, effects = coordinator.step(state, Came(2, replace(_back(SECOND, True, 0), generation=2)), 0.0)
     assert state.recovers and not state.newcomers
-    refused = [each for each in effects if isinstance(each, Send) and isinstance(each.message, Refuse)]
+    refused = [each for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refuse)]
     assert [(each.to, each.message.error) for each in refused] == [(1, "LeftBehind")]

@@ -14,7 +14,7 @@ from ...parts import codecs
 from ...parts.choose import CODECS
 from ...parts.codecs.base import Codec, CodecState, Message, Reply
 from ...parts.fragments import Fragment
-from .report import Report, Row
+from .report import BenchReport, Row
 
 KNOWN: dict[str, Callable[[], Codec]] = {**CODECS, "lowrank": codecs.lowrank}
 """Codecs by their names in recipes."""
@@ -30,7 +30,7 @@ _NOTES = (
 )
 
 
-def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Report:
+def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> BenchReport:
     """Measure codecs: one row per codec.
 
     Args:
@@ -51,7 +51,7 @@ def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> Repor
     samples: dict[str, list[float]] = {}
     rows = [_row(name, KNOWN[name](), fragment, values, repeat, samples) for name in only or KNOWN]
     setting = {"values": numel, "repeat": repeat, "threads": torch.get_num_threads()}
-    return Report("codecs", setting, rows, _NOTES, samples=samples)
+    return BenchReport("codecs", setting, rows, _NOTES, samples=samples)
 
 
 def _row(

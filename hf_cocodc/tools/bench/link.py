@@ -26,7 +26,7 @@ from ...parts.fragments import Fragment
 from ...tensors.flat import digest
 from ...tensors.threads import cores
 from .codec import KNOWN
-from .report import Report, Row
+from .report import BenchReport, Row
 from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, serve, start_here
 
 ROUND_TRIPS = 5
@@ -240,7 +240,7 @@ def report(
     setting: Row,
     rate: float | None = None,
     rtt_s: float | None = None,
-) -> Report:
+) -> BenchReport:
     """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
     Args:
@@ -286,7 +286,7 @@ def report(
         "rate_limit": trial.rate_limit,
         **setting,
     }
-    return Report("one mean over a link", setting, rows, notes, samples={"seconds": found.seconds})
+    return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": found.seconds})
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:

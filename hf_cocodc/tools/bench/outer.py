@@ -19,7 +19,7 @@ from ...parts.codecs.base import Result
 from ...parts.schedules import every
 from ...resolve import from_config
 from ...settings import OuterConfig
-from .report import Report, Row
+from .report import BenchReport, Row
 
 _NOTES = (
     "bytes per param: the least that must be read and written; a merge that needs norms reads its inputs twice.",
@@ -46,7 +46,7 @@ _STEP_BYTES = 20
 _SGD: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> Report:
+def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> BenchReport:
     """One row for each part of a send and a landing, and rows for comparison (a copy, SGD).
 
     Args:
@@ -68,7 +68,7 @@ def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> Report:
     finally:
         torch.set_num_threads(before)
     setting = {"parameters": clock.numel, "tensors": len(shapes), "repeat": repeat, "threads": counts}
-    return Report("outer step", setting, rows, _NOTES, samples=samples)
+    return BenchReport("outer step", setting, rows, _NOTES, samples=samples)
 
 
 def _rows(shapes: Sequence[tuple[int, ...]], clock: "_Clock", repeat: int) -> list[Row]:
@@ -143,7 +143,7 @@ class _Clock:
         }
 
 
-class _Round(NamedTuple):
+class _Interval(NamedTuple):
     """What happens in `_INTERVAL` inner steps; an idle step is the mean of many."""
 
     idle: _Sample
@@ -171,7 +171,7 @@ class _Answered(LockstepLink):
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
-        return _Handle(self, arrival)
+        return _NoLinkHandle(self, arrival)
 
     def rest(self) -> None:
         """Wait until the thread has done its work."""
@@ -183,7 +183,7 @@ class _Answered(LockstepLink):
         self._mean.copy_(grad)
 
 
-class _Handle:
+class _NoLinkHandle:
     def __init__(self, link: _Answered, arrival: Arrival) -> None:
         self._link, self._arrival = link, arrival
 
@@ -198,7 +198,7 @@ def _rounds(
     clock: _Clock,
     repeat: int,
     overlap_steps: int,
-) -> list[_Round]:
+) -> list[_Interval]:
     """Rounds of a method on a model of these shapes; without checksums, which the link's thread computes."""
     model = nn.Module()
     model.params = nn.ParameterList(_tensors(shapes, scale=0.02))
@@ -221,7 +221,7 @@ def _rounds(
         step = _Sample(link.seconds, send.copy_s)
         torch._foreach_mul_(params, 1.001)  # an inner step, for the merge to keep
         landing = clock.time(lambda: synchronizer.step(1e-3))
-        rounds.append(_Round(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, step, landing))
+        rounds.append(_Interval(quiet._replace(seconds=quiet.seconds / (_INTERVAL - 2)), send, step, landing))
     return rounds[2:]  # in the first rounds memory is newly allocated
 
 

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """The figures of one benchmark and its settings.
 
     Attributes:
@@ -53,7 +53,7 @@ class Report:
         return [f"{self.title}: {setting}", "", table[0], rule, *table[1:], "", *self.notes]
 
 
-def content(reports: Sequence[Report]) -> dict[str, Any]:
+def content(reports: Sequence[BenchReport]) -> dict[str, Any]:
     """Reports as JSON can express them: `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
     found = [asdict(report) for report in reports]
     for each in found:
@@ -62,7 +62,7 @@ def content(reports: Sequence[Report]) -> dict[str, Any]:
     return {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": found}
 
 
-def write(path: Path, reports: Sequence[Report]) -> None:
+def write(path: Path, reports: Sequence[BenchReport]) -> None:
     """Write the `content` of reports to a file."""
     path.write_text(json.dumps(content(reports), indent=1) + "\n", encoding="utf-8")
 

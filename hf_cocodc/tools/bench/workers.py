@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import IO, Any
 
-from ...coordinator.connection import Connection, error_of
+from ...coordinator.connection import CoordinatorConnection, error_of
 from ...coordinator.messages import Hello, Post, Posted, Refuse, Terms, Welcome
 from ...coordinator.secret import Keys
 from ...coordinator.server import serve_in_thread
@@ -131,7 +131,7 @@ class Company:
         self.region = region
         self._told: dict[tuple[str, int], Any] = {}
         self._exchanges = 0
-        self._connection = Connection(address, "measurement", "region", keys, timeout_s=TIMEOUT_S)
+        self._connection = CoordinatorConnection(address, "measurement", "region", keys, timeout_s=TIMEOUT_S)
         self._connection.send(hello_of(region, regions, "", {}))
         welcome = self._next(Welcome, "the other regions")
         self._others = [place.member for place in welcome.members if place.member.region != region]

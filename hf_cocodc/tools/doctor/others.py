@@ -148,10 +148,10 @@ def compare(
         known = json.loads(json.dumps(dict(mine)))  # as the others read it
         calls = answering.address if wait_s else ""
         own = Told(host=platform.node(), calls=calls, token=uuid.uuid4().hex, beats=0, **known)
-        yield from _Round(board, count, own).run(wait_s, tell)
+        yield from _Talk(board, count, own).run(wait_s, tell)
 
 
-class _Round:
+class _Talk:
     """One doctor's talk with the others."""
 
     def __init__(self, board: Board, count: int, own: Told) -> None:

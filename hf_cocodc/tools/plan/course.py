@@ -14,7 +14,7 @@ WARM_UP, MEASURED = 3, 4
 """Rounds before the figures count, and rounds that count."""
 
 
-class Part(NamedTuple):
+class Cargo(NamedTuple):
     """What travels at a time: a fragment, or one layer of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Carried(NamedTuple):
 class Line(Protocol):
     """Carries transfers between the regions, one after the other."""
 
-    def carry(self, part: Part, sent_s: float) -> Carried:
+    def carry(self, part: Cargo, sent_s: float) -> Carried:
         """The transfer of a part that all regions send at this moment."""
         ...
 
@@ -53,7 +53,7 @@ class Work(NamedTuple):
         land_s: seconds of the training thread at a landing, without waiting.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[Cargo]
     send_s: float = 0.0
     land_s: float = 0.0
 
@@ -81,7 +81,7 @@ class Course(NamedTuple):
     sends: float
 
 
-class _Flight(NamedTuple):
+class _Journey(NamedTuple):
     carried: Sequence[Carried]
     trailer: Trailer
 
@@ -135,7 +135,7 @@ class _Run:
         self._state = schedule.init(len(fragments))
         self._measured = Measurements(0.0)
         self._measured.begin([1.0] * len(fragments))
-        self._flying: dict[tuple[int, int], _Flight] = {}
+        self._flying: dict[tuple[int, int], _Journey] = {}
         self.step = self.staleness = self.in_flight = 0
         self.now = self.slowest_s = 0.0
         self._blocked_s, self._num_bytes, self._sends = 0.0, 0, 0
@@ -171,7 +171,7 @@ class _Run:
         carried = [self._line.carry(part, self.now - part.early_s) for part in work.parts]
         measured = self._measured
         trailer = Trailer(step_time_s=measured.step_time_s, sync_time_s=measured.sync_time_s)
-        self._flying[fragment, self.step] = _Flight(carried, trailer)
+        self._flying[fragment, self.step] = _Journey(carried, trailer)
         self.in_flight = max(self.in_flight, len(self._flying))
         self._num_bytes += sum(part.num_bytes for part in work.parts)
         self._sends += 1
@@ -190,7 +190,7 @@ class _Run:
         self.now += work.land_s  # also where nothing was sent, and a mean of zero lands
 
 
-def _arrival(flight: _Flight) -> Arrival:
+def _arrival(flight: _Journey) -> Arrival:
     """What the engine's measurements read of an arrival: times and trailers; of values only that they have not changed."""
     nothing: Any = None
     seconds = sum(each.link_s for each in flight.carried)

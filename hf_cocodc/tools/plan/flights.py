@@ -97,7 +97,7 @@ class Direction:
 
     def __init__(self, link: LinkFigures, count: int, limit: float, draw: Callable[[], float]) -> None:
         self._link, pace = link, min(limit, link.goodput) / count
-        self._connections = [_Connection(link, pace, draw) for _ in range(count)]
+        self._connections = [_TcpConnection(link, pace, draw) for _ in range(count)]
         self._free_s = 0.0
         window = min(link.window_of_loss, pace * link.rtt_s)
         self._steady = count * (window / link.rtt_s if link.rtt_s else pace)
@@ -144,7 +144,7 @@ class Direction:
         return ends
 
 
-class _Connection:
+class _TcpConnection:
     """One TCP connection in one direction: its window, flight by flight.
 
     Args:

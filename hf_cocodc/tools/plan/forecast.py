@@ -21,7 +21,7 @@ from ...resolve import from_config, settings
 from ...settings import OuterConfig
 from ...tensors.pools import HOST
 from ..report.summary import data_parallel_bytes
-from .course import Course, Part, Work, course, mean
+from .course import Cargo, Course, Work, course, mean
 from .flights import LinkFigures
 from .layers import SerialLine, layered
 from .speeds import Speeds
@@ -129,7 +129,7 @@ class Subject:
                 step_s=0.0 if at_once else step_s,
             )
             land_s = self.speeds.landing(method) * fragment.numel + (step_s if at_once else 0.0)
-            works.append(Work([Part(num_bytes)], self.speeds.send * fragment.numel, land_s))
+            works.append(Work([Cargo(num_bytes)], self.speeds.send * fragment.numel, land_s))
         where = (self.link, self.connections, self.regions - 1, self.limit, codes)
         lines = [TcpLine(*where, seed) for seed in range(trials)]
         interval = shown["sync_interval"]

@@ -7,7 +7,7 @@ simulation in that paper, send during the backward pass.
 
 from collections.abc import Iterable
 
-from .course import Carried, Part, Work
+from .course import Cargo, Carried, Work
 
 
 def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, step_s: float) -> list[Work]:
@@ -21,9 +21,9 @@ def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, 
     """
     node_s = step_s / (3 * num_layers - 1)
 
-    def part(layer: int) -> Part:
+    def part(layer: int) -> Cargo:
         later_nodes = 2 * layer - 1 if layer else 0  # two of each layer before it, and one of the first
-        return Part(layer_bytes, early_s=later_nodes * node_s, late_s=layer * node_s)
+        return Cargo(layer_bytes, early_s=later_nodes * node_s, late_s=layer * node_s)
 
     return [Work([part(layer) for layer in sorted(group, reverse=True)]) for group in groups]
 
@@ -40,7 +40,7 @@ class SerialLine:
         self._rate, self._latency_s = rate, latency_s
         self._free_s = 0.0
 
-    def carry(self, part: Part, sent_s: float) -> Carried:
+    def carry(self, part: Cargo, sent_s: float) -> Carried:
         begin = max(self._free_s, sent_s)
         self._free_s = begin + part.num_bytes / self._rate
         return Carried(self._free_s + self._latency_s, self._free_s + self._latency_s - begin)

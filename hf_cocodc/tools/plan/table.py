@@ -8,7 +8,7 @@ from typing import Any
 from ...auto import too_few_rounds
 from ...resolve import lost_steps, settings
 from ...settings import OuterConfig
-from ..bench.report import Report, Row
+from ..bench.report import BenchReport, Row
 from ..report.summary import describe
 from .choice import foremost
 from .course import Course
@@ -34,7 +34,7 @@ _NOTES = (
 )
 
 
-def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> Report:
+def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> BenchReport:
     """The table of a plan: the settings of each method and codec, and data-parallel training.
 
     Args:
@@ -87,10 +87,10 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
         "host MB": ".0f",
         "time": duration,
     }
-    return Report("plan", setting, rows, _wrapped(notes), formats)
+    return BenchReport("plan", setting, rows, _wrapped(notes), formats)
 
 
-def short(whole: Report, found: Sequence[Forecast], recipe: OuterConfig) -> Report:
+def short(whole: BenchReport, found: Sequence[Forecast], recipe: OuterConfig) -> BenchReport:
     """A report of `report` with the rows that matter most."""
     shown = foremost(found, recipe, ROWS - 1)
     left_out = len(found) - len(shown)

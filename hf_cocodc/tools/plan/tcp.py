@@ -5,7 +5,7 @@ import random
 from typing import NamedTuple
 
 from ...links.pairs import MAX_CONNECTIONS, connections_for
-from .course import Carried, Part
+from .course import Cargo, Carried
 from .flights import Direction, LinkFigures
 
 OVERHEAD_S = 1e-3
@@ -66,7 +66,7 @@ class TcpLine:
         places = link, connections * others, limit, draw
         self._directions = [Direction(*places) for _ in range(2 if link.loss else 1)]
 
-    def carry(self, part: Part, sent_s: float) -> Carried:
+    def carry(self, part: Cargo, sent_s: float) -> Carried:
         codes = self._codes[part.num_bytes]
         begin = max(sent_s, self._free_s)
         ends = begin + OVERHEAD_S

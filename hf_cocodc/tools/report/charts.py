@@ -7,7 +7,7 @@ import numpy as np
 
 from .events import MOST_NUMBER, figure
 from .journals import RegionJournal
-from .runs import Run
+from .runs import RunRecord
 from .spending import sent_over, shares
 from .story import Activity, sections
 from .timeline import unit_of
@@ -55,7 +55,7 @@ def binned(points: Points) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 def _losses(
-    run: Run, journal: RegionJournal, shifts: Sequence[float]
+    run: RunRecord, journal: RegionJournal, shifts: Sequence[float]
 ) -> list[tuple[str, list[float | None], float]]:
     """(kind, place on each of `AXES`, loss) of every training loss and held-out loss in a journal."""
     found = []
@@ -74,7 +74,7 @@ def _losses(
     return found
 
 
-def draw_losses(axes: Sequence[Any], runs: Sequence[Run], which: Sequence[int] = (0, 1, 2, 3)) -> None:
+def draw_losses(axes: Sequence[Any], runs: Sequence[RunRecord], which: Sequence[int] = (0, 1, 2, 3)) -> None:
     """Training loss of each region and held-out loss; of several runs each in a colour of its own.
 
     Args:
@@ -141,7 +141,7 @@ def _lines(
             axis.plot(*zip(*thin(line), strict=True), label=label, **look)
 
 
-def draw_utilisation(axis: Any, run: Run) -> None:
+def draw_utilisation(axis: Any, run: RunRecord) -> None:
     """Which share of the time each region did not wait for the link or for other regions."""
     unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
     for place, story in enumerate(run.stories):
@@ -158,7 +158,7 @@ def draw_utilisation(axis: Any, run: Run) -> None:
     plain(axis, "utilisation (%)")
 
 
-def draw_bandwidth(axis: Any, run: Run) -> None:
+def draw_bandwidth(axis: Any, run: RunRecord) -> None:
     """What each region sent."""
     from matplotlib.ticker import EngFormatter
 
@@ -174,7 +174,7 @@ def draw_bandwidth(axis: Any, run: Run) -> None:
     plain(axis, "sent (bits per inner step)" if run.in_steps else "sent (bits per second)")
 
 
-def draw_staleness(axis: Any, run: Run) -> None:
+def draw_staleness(axis: Any, run: RunRecord) -> None:
     """How many inner steps lay between the send and the landing of each transfer."""
     _per_landing(axis, run, lambda flight: float(flight.landed_at - flight.sent_at))
     axis.set_ylim(0, max(axis.get_ylim()[1], 1))
@@ -182,14 +182,14 @@ def draw_staleness(axis: Any, run: Run) -> None:
     plain(axis, "staleness (inner steps)")
 
 
-def draw_transfer_times(axis: Any, run: Run) -> None:
+def draw_transfer_times(axis: Any, run: RunRecord) -> None:
     """How long the link took for each transfer, once all regions were there."""
     _per_landing(axis, run, lambda flight: None if flight.began is None else flight.arrived - flight.began)
     axis.set_ylim(bottom=0)
     plain(axis, "time on the wire (s)")
 
 
-def _per_landing(axis: Any, run: Run, value: Callable[[Any], float | None]) -> None:
+def _per_landing(axis: Any, run: RunRecord, value: Callable[[Any], float | None]) -> None:
     unit = unit_of(run)
     for place, story in enumerate(run.stories):
         points = [(f.landed / unit.seconds, value(f)) for f in story.flights if f.landed is not None]
@@ -197,7 +197,7 @@ def _per_landing(axis: Any, run: Run, value: Callable[[Any], float | None]) -> N
     axis.set_xlabel(unit.label)
 
 
-def draw_norms(axis: Any, run: Run) -> None:
+def draw_norms(axis: Any, run: RunRecord) -> None:
     """The norm of each region's outer gradients, and of their mean."""
     means: dict[tuple[int, int], tuple[float, float]] = {}
     for place, (journal, story) in enumerate(zip(run.journals, run.stories, strict=True)):
@@ -224,7 +224,7 @@ def draw_norms(axis: Any, run: Run) -> None:
     plain(axis, "norm of the outer gradient")
 
 
-def _norms_of(run: Run, region: int) -> Points:
+def _norms_of(run: RunRecord, region: int) -> Points:
     """The norms of one region's outer gradients, from its own journal, or from what others have heard of it."""
     found: dict[tuple[int, int], float] = {}
     for journal in run.journals:
@@ -253,7 +253,7 @@ def _band(axis: Any, points: Points, label: str, look: dict[str, Any]) -> None:
     axis.plot(middle, usual, lw=1.1, marker="." if len(middle) < 40 else None, ms=4, label=label, **look)
 
 
-def draw_attendance(axis: Any, run: Run) -> None:
+def draw_attendance(axis: Any, run: RunRecord) -> None:
     """One row per region: a bar where it took part. A line through all rows at each change."""
     there = run.attendance
     for row, bars in enumerate(there.values()):

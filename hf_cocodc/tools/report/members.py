@@ -13,7 +13,7 @@ MOST_CHANGES = 12
 
 
 @dataclass(frozen=True)
-class Change:
+class MemberChange:
     """From inner step `step` on other regions take part.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Notice:
     begins: bool
 
 
-def changes(runs: Sequence[Events]) -> list[Change]:
+def changes(runs: Sequence[Events]) -> list[MemberChange]:
     """Who took part from the start on, and each change of it; nothing if the run would have ended with a lost region, and was
     always resumed with as many regions.
 
@@ -68,7 +68,7 @@ def changes(runs: Sequence[Events]) -> list[Change]:
             come = [
                 f"region {r} {'back' if r in ever else 'joined'}" for r in each.members if r not in before
             ]
-            found.append(Change(each.step, each.members, ", ".join(lost + come)))
+            found.append(MemberChange(each.step, each.members, ", ".join(lost + come)))
             epoch = each.epoch
     for run in runs:
         for left_at, back_at in _own_absences(run):
@@ -76,7 +76,7 @@ def changes(runs: Sequence[Events]) -> list[Change]:
     return found if notices or len(found) > 1 else []
 
 
-def _by_number(runs: Sequence[Events], until: float) -> list[Change]:
+def _by_number(runs: Sequence[Events], until: float) -> list[MemberChange]:
     """Who took part before inner step `until`, by the numbers of regions that starts and resumes name.
 
     Region 0 always takes part. Where journals differ, that of the lowest region is right, from its first line on: others may end
@@ -86,17 +86,17 @@ def _by_number(runs: Sequence[Events], until: float) -> list[Change]:
     for run in sorted(runs, key=lambda run: run[0]["region"]):
         own = [(e["step"], e["num_regions"]) for e in run if e["kind"] in BEGINNINGS and e.get("num_regions")]
         said = [each for each in own if each[0] < (said[0][0] if said else until)] + said
-    found: list[Change] = []
+    found: list[MemberChange] = []
     for step, number in said:
         members = tuple(range(number))
         if not found:
-            found.append(Change(0, members))
+            found.append(MemberChange(0, members))
         elif members != found[-1].members:
-            found.append(Change(step, members, f"resumed with {number} region{'s' * (number != 1)}"))
+            found.append(MemberChange(step, members, f"resumed with {number} region{'s' * (number != 1)}"))
     return found
 
 
-def num_regions(runs: Sequence[Events], found: Sequence[Change]) -> int:
+def num_regions(runs: Sequence[Events], found: Sequence[MemberChange]) -> int:
     """Regions that began a run; of one that would end with a lost region, those of its newest start or resume.
 
     Args:
@@ -110,18 +110,18 @@ def num_regions(runs: Sequence[Events], found: Sequence[Change]) -> int:
     return max(max(start["num_regions"], 1 + start["region"]) for start in newest)
 
 
-def attended(runs: Sequence[Events], found: Sequence[Change]) -> Sequence[Change]:
+def attended(runs: Sequence[Events], found: Sequence[MemberChange]) -> Sequence[MemberChange]:
     """The `changes` of a run; of one without any, all its regions from step 0 on. Never empty."""
-    return found or [Change(0, tuple(range(num_regions(runs, found))))]
+    return found or [MemberChange(0, tuple(range(num_regions(runs, found))))]
 
 
-def periods(found: Sequence[Change], end: int) -> list[tuple[int, int, tuple[int, ...]]]:
+def periods(found: Sequence[MemberChange], end: int) -> list[tuple[int, int, tuple[int, ...]]]:
     """From which inner step to which each set of members took part. `end` is the last step of the run."""
     edges = [*(change.step for change in found[1:]), end]
     return [(change.step, until, change.members) for change, until in zip(found, edges, strict=True)]
 
 
-def spans(found: Sequence[Change], end: int) -> dict[int, list[tuple[int, int]]]:
+def spans(found: Sequence[MemberChange], end: int) -> dict[int, list[tuple[int, int]]]:
     """The inner steps from which, and to which, each region took part. `end` is the last step of the run."""
     regions = sorted({region for change in found for region in change.members})
     there: dict[int, list[tuple[int, int]]] = {region: [] for region in regions}
@@ -135,10 +135,11 @@ def spans(found: Sequence[Change], end: int) -> dict[int, list[tuple[int, int]]]
     return there
 
 
-def sentence(found: Sequence[Change]) -> str:
+def sentence(found: Sequence[MemberChange]) -> str:
     """How many regions took part, and from which inner step on another number.
 
-    >>> sentence([Change(0, (0, 1, 2)), Change(310, (0, 1), "region 2 lost"), Change(480, (0, 1, 2), "region 2 back")])
+    >>> begin, loss = MemberChange(0, (0, 1, 2)), MemberChange(310, (0, 1), "region 2 lost")
+    >>> sentence([begin, loss, MemberChange(480, (0, 1, 2), "region 2 back")])
     '3, 2 from step 310 to 480 (region 2 lost), 3 from step 480 (region 2 back)'
     """
     if len(found) == 1:
@@ -183,18 +184,18 @@ def _own_absences(run: Events) -> Iterator[tuple[int, int]]:
             yield earlier[-1], event["step"]
 
 
-def _without(region: int, left_at: int, back_at: int, found: Sequence[Change]) -> list[Change]:
+def _without(region: int, left_at: int, back_at: int, found: Sequence[MemberChange]) -> list[MemberChange]:
     """The same changes with a region away from `left_at` to `back_at`, unless another journal has said so."""
     at = [change for change in found if change.step < back_at]
     if not at or region not in at[-1].members or len(at[-1].members) == 1:
         return list(found)
     rest = tuple(each for each in at[-1].members if each != region)
     since = max(left_at, at[-1].step)
-    gone = Change(since, rest, f"region {region} lost")
-    back = Change(back_at, at[-1].members, f"region {region} back")
+    gone = MemberChange(since, rest, f"region {region} lost")
+    back = MemberChange(back_at, at[-1].members, f"region {region} back")
     after = [change for change in found if change.step >= back_at]
     if after and after[0].step == back_at:
         come = [f"region {r} joined" for r in after[0].members if r not in at[-1].members]
-        back = Change(back_at, after[0].members, ", ".join([back.why, *come]))
+        back = MemberChange(back_at, after[0].members, ", ".join([back.why, *come]))
         after = after[1:]
     return [*(change for change in at if change.step < since or change is at[0]), gone, back, *after]

@@ -9,7 +9,7 @@ from ... import __version__
 from . import charts, pictures, timeline
 from .journals import unreadable
 from .members import sentence
-from .runs import Run
+from .runs import RunRecord
 from .spending import longest_waits, spent
 from .summary import summarise
 
@@ -30,7 +30,7 @@ ul.problems { color: #a33b00; } footer { margin-top: 3rem; color: #777; font-siz
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(runs: Sequence[Run], window: tuple[float, float] | None = None) -> str:
+def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -> str:
     """The report of runs.
 
     Args:
@@ -92,7 +92,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(found)}</tbody></table></div>'
 
 
-def _headline(run: Run) -> str:
+def _headline(run: RunRecord) -> str:
     total = run.start.get("max_steps")
     steps = f"step {run.step:,}" + (f" of {total:,}" if total and not run.has_finished else "")
     state = "trains, or was killed"
@@ -103,7 +103,7 @@ def _headline(run: Run) -> str:
     return f"{run.method}, {run.num_regions} region{'s' * (run.num_regions != 1)}, {steps}, {state}"
 
 
-def _problems(runs: Sequence[Run]) -> list[str]:
+def _problems(runs: Sequence[RunRecord]) -> list[str]:
     """What could not be read, and what is not here."""
     said = [sentence for run in runs for sentence in unreadable(run.journals)]
     said += [f"{path}: no line can be read" for run in runs for path in run.empty]
@@ -126,7 +126,7 @@ def _problems(runs: Sequence[Run]) -> list[str]:
     return [f'<ul class="problems">{"".join(f"<li>{_text(each)}</li>" for each in said)}</ul>']
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[RunRecord]) -> str:
     """The figures of the summary, side by side."""
     found = [summarise(run).rows() for run in runs]
     names = list(dict.fromkeys(name for rows in found for name, _ in rows))
@@ -134,7 +134,7 @@ def _overview(runs: Sequence[Run]) -> str:
     return _table(["", *(run.name for run in runs)], cells)
 
 
-def _of_run(run: Run, window: tuple[float, float] | None, suffix: str) -> list[str]:
+def _of_run(run: RunRecord, window: tuple[float, float] | None, suffix: str) -> list[str]:
     """Everything that is drawn for each run by itself."""
     clock = (
         " Journals of different machines are put on one clock by the ends of the transfers that they share."
@@ -180,7 +180,7 @@ def _of_run(run: Run, window: tuple[float, float] | None, suffix: str) -> list[s
     return parts
 
 
-def _lost(run: Run) -> list[str]:
+def _lost(run: RunRecord) -> list[str]:
     heads = ["seconds (share of the run)", *(f"region {story.region}" for story in run.stories)]
     rows = [[name, *(_share(each, run.end) for each in seconds)] for name, seconds in spent(run)]
     said = (
@@ -195,7 +195,7 @@ def _share(seconds: float, total: float) -> str:
     return f"{seconds:,.{seconds < 100:d}f} ({share:.{share < 10:d}f} %)" if seconds else "-"
 
 
-def _windows(run: Run, found: Sequence[timeline.Window]) -> list[str]:
+def _windows(run: RunRecord, found: Sequence[timeline.Window]) -> list[str]:
     if not found:
         return [_about("No transfer has been sent yet.")]
     parts = [
@@ -210,7 +210,7 @@ def _windows(run: Run, found: Sequence[timeline.Window]) -> list[str]:
     return parts
 
 
-def _waits(run: Run) -> list[str]:
+def _waits(run: RunRecord) -> list[str]:
     found = [] if run.in_steps else longest_waits(run, _MOST_WAITS)
     if not found:
         return []
@@ -240,7 +240,7 @@ def _waits(run: Run) -> list[str]:
     return [_table(heads, rows)]
 
 
-def _settings(runs: Sequence[Run]) -> list[str]:
+def _settings(runs: Sequence[RunRecord]) -> list[str]:
     told: list[Mapping[str, Any]] = [_flat(run) for run in runs]
     names = list(dict.fromkeys(name for each in told for name in each))[:400]
     rows = [[name, *(str(each.get(name, "")) for each in told)] for name in names]
@@ -259,7 +259,7 @@ def _settings(runs: Sequence[Run]) -> list[str]:
     return parts
 
 
-def _flat(run: Run) -> dict[str, Any]:
+def _flat(run: RunRecord) -> dict[str, Any]:
     start = run.start
     found = {f"outer.{name}": value for name, value in start["outer"].items()}
     found |= start.get("training", {})

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import InputError
 from . import charts, timeline
-from .runs import Run
+from .runs import RunRecord
 from .summary import summarise
 
 _WIDE = 10.0
@@ -48,7 +48,7 @@ def _drawing() -> Iterator[Any]:
         yield figure
 
 
-def plot_run(run: Run, path: Path) -> None:
+def plot_run(run: RunRecord, path: Path) -> None:
     """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
 
     Where a run goes on without a lost region, a strip below the losses shows who was there.
@@ -85,19 +85,19 @@ def plot_run(run: Run, path: Path) -> None:
         made.savefig(path, dpi=130)
 
 
-def _title(run: Run) -> str:
+def _title(run: RunRecord) -> str:
     title = f"{run.method}, {run.num_regions} regions"
     if run.has_finished and not run.in_steps:
         title += f"; blocked on the link: {summarise(run).blocked()}"
     return title
 
 
-def _strips(run: Run) -> float:
+def _strips(run: RunRecord) -> float:
     """Inches for the strips of all regions, and their legend."""
     return 0.95 + 0.42 * len(run.stories)
 
 
-def _rows(run: Run, window: timeline.Window) -> float:
+def _rows(run: RunRecord, window: timeline.Window) -> float:
     return 1.15 + 0.24 * timeline.rows_of(run, window)
 
 
@@ -107,7 +107,7 @@ def _legend_beside(axis: Any) -> None:
         axis.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
 
 
-def losses(runs: Sequence[Run]) -> str:
+def losses(runs: Sequence[RunRecord]) -> str:
     """The losses of runs against steps, tokens, bytes and time, as SVG."""
     with _drawing() as figure:
         made = figure(6.4)
@@ -117,7 +117,7 @@ def losses(runs: Sequence[Run]) -> str:
         return _svg(made)
 
 
-def strips(run: Run) -> str:
+def strips(run: RunRecord) -> str:
     """What the time of each region went into, as SVG."""
     with _drawing() as figure:
         made = figure(_strips(run))
@@ -127,7 +127,7 @@ def strips(run: Run) -> str:
         return _svg(made)
 
 
-def transfers(run: Run, window: timeline.Window) -> str:
+def transfers(run: RunRecord, window: timeline.Window) -> str:
     """A part of a run, transfer by transfer, as SVG."""
     with _drawing() as figure:
         made = figure(_rows(run, window))
@@ -137,7 +137,7 @@ def transfers(run: Run, window: timeline.Window) -> str:
         return _svg(made)
 
 
-def attendance(run: Run) -> str:
+def attendance(run: RunRecord) -> str:
     """Who took part, as SVG."""
     with _drawing() as figure:
         made = figure(0.7 + 0.2 * len(run.attendance))
@@ -145,7 +145,11 @@ def attendance(run: Run) -> str:
         return _svg(made)
 
 
-def pair(run: Run, left: Callable[[Any, Run], None], right: Callable[[Any, Run], None] | None = None) -> str:
+def pair(
+    run: RunRecord,
+    left: Callable[[Any, RunRecord], None],
+    right: Callable[[Any, RunRecord], None] | None = None,
+) -> str:
     """One chart, or two charts beside each other, as SVG."""
     with _drawing() as figure:
         made = figure(3.0)

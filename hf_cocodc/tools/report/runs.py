@@ -13,7 +13,7 @@ from ...run.journal import BEGINNINGS
 from .clocks import offsets
 from .events import figure
 from .journals import NAME, Events, RegionJournal, find, read_journal
-from .members import Change, attended, changes, num_regions, spans
+from .members import MemberChange, attended, changes, num_regions, spans
 from .story import Story, blame, sections, story_of
 from .tokens import Spans, tokens_at, trained
 
@@ -22,7 +22,7 @@ _EQUAL = 1e-4
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Run:
     stories: list[Story]
     shifts: list[list[float]]
     in_steps: bool
-    found: list[Change]
+    found: list[MemberChange]
     outside: list[RegionJournal] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ class Run:
                 yield from (event["time_s"] + shift for event in section if event["kind"] == kind)
 
 
-def load(folders: Sequence[Path]) -> list[Run]:
+def load(folders: Sequence[Path]) -> list[RunRecord]:
     """The runs in some folders. Folders with regions of one run make one run.
 
     Raises:
@@ -139,7 +139,7 @@ def load(folders: Sequence[Path]) -> list[Run]:
     return [run_of(name, group[1], group[2]) for name, group in zip(names, groups, strict=True)]
 
 
-def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> Run:
+def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> RunRecord:
     """The run of these journals, and of those of its other regions that lie in the output folder `beside`.
 
     Raises:
@@ -158,7 +158,7 @@ def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> Ru
     return run_of(name, journals)
 
 
-def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] = ()) -> Run:
+def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] = ()) -> RunRecord:
     """The run of these journals."""
     both = [_apart(journal) for journal in sorted(journals, key=lambda journal: journal.region)]
     ordered = [inside for inside, _ in both if inside.events]
@@ -172,7 +172,7 @@ def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] =
     stories = [story_of(each, own, in_steps) for each, own in zip(ordered, shifts, strict=True)]
     blame(stories)
     found = changes([journal.events for journal in ordered])
-    return Run(name, ordered, stories, shifts, in_steps, found, outside, list(empty))
+    return RunRecord(name, ordered, stories, shifts, in_steps, found, outside, list(empty))
 
 
 def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:

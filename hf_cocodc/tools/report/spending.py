@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .runs import Run
+from .runs import RunRecord
 from .story import Activity, Flight, Span, Story, waits
 
 Row = tuple[str, list[float]]
@@ -50,7 +50,7 @@ def shares(story: Story, edges: np.ndarray) -> dict[Activity, np.ndarray]:
     return {Activity.TRAINING: rest / widths, **found}
 
 
-def spent(run: Run) -> list[Row]:
+def spent(run: RunRecord) -> list[Row]:
     """What the seconds of each region went into, from the beginning of the run to the last moment of which it tells."""
     rows: dict[str, list[float]] = {}
     for place, story in enumerate(run.stories):
@@ -79,7 +79,7 @@ def _order(names: Iterable[str]) -> list[str]:
     return [Activity.TRAINING.value, *late, *(each.value for each in fixed), NOT_THERE, GIVEN_UP]
 
 
-def _spent(run: Run, story: Story) -> dict[str, float]:
+def _spent(run: RunRecord, story: Story) -> dict[str, float]:
     there = sum(end - begin for begin, end in union(story.there))
     found = {Activity.TRAINING.value: there}
     late = _late(story)
@@ -114,7 +114,7 @@ def _late(story: Story) -> dict[int, float]:
     return found
 
 
-def longest_waits(run: Run, most: int) -> list[tuple[int, float, float, Flight]]:
+def longest_waits(run: RunRecord, most: int) -> list[tuple[int, float, float, Flight]]:
     """The longest waits of all regions: the region, from when to when, and the transfer."""
     found = [(story.region, *wait) for story in run.stories for wait in waits(story)[:most]]
     return sorted(found, key=lambda wait: wait[1] - wait[2])[:most]

@@ -10,7 +10,7 @@ from ...run.unread import merged
 from .events import Event, figure
 from .journals import RegionJournal
 from .members import attended, periods, sentence
-from .runs import Run
+from .runs import RunRecord
 from .spending import union
 from .totals import totals
 
@@ -129,7 +129,7 @@ class Summary:
         return f"{total}, each of one of {len(self.outer_steps)} fragments (of each {times})"
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: RunRecord) -> Summary:
     """The figures of a run."""
     events = [journal.events for journal in run.journals]
     ended = [journal for journal in run.journals if journal.has_finished]
@@ -181,7 +181,7 @@ def _transfers(events: Sequence[Sequence[Event]], kind: str) -> Counter[int]:
     return Counter(fragment for fragment, _ in found)
 
 
-def _there(run: Run, end: float) -> float:
+def _there(run: RunRecord, end: float) -> float:
     """Seconds before `end` in which a region was in the run; 0 if time stood still."""
     spans = union(span for story in run.stories for span in story.there)
     return 0.0 if run.in_steps else sum(max(min(until, end) - since, 0.0) for since, until in spans)

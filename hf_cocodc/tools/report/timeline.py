@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .runs import Run
+from .runs import RunRecord
 from .spending import longest_waits, overlapping, shares
 from .story import Activity, Flight, Story
 
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
     label: str
 
 
-def unit_of(run: Run, span: float | None = None) -> Unit:
+def unit_of(run: RunRecord, span: float | None = None) -> Unit:
     """The unit for an axis of `span` seconds; of the whole run by default."""
     if run.in_steps:
         return Unit(1.0, "inner step (time was not simulated)")
@@ -58,7 +58,7 @@ class Window(NamedTuple):
     end: float
 
 
-def windows(run: Run) -> list[Window]:
+def windows(run: RunRecord) -> list[Window]:
     """The parts of a run that are worth a look: around its longest wait, an ordinary round, and the newest transfers."""
     flights = sorted((f for story in run.stories for f in story.flights), key=lambda flight: flight.sent)
     if not flights:
@@ -77,13 +77,13 @@ def windows(run: Run) -> list[Window]:
     return [_with_room(run, each) for each in found]
 
 
-def _width(run: Run, flights: Sequence[Flight]) -> float:
+def _width(run: RunRecord, flights: Sequence[Flight]) -> float:
     """How much of a run shows its ordinary course: two rounds, or less if their transfers could not be seen then."""
     usual = float(np.median([_ends(flight, run.end) - flight.sent for flight in flights]))
     return min(2 * _round(run), max(20 * usual, 1e-3))
 
 
-def _round(run: Run) -> float:
+def _round(run: RunRecord) -> float:
     """The usual time between two sends of a fragment in a region; the whole run if there are no two."""
     gaps = []
     for story in run.stories:
@@ -96,7 +96,7 @@ def _round(run: Run) -> float:
     return usual or max(run.end, 1e-3)
 
 
-def _with_room(run: Run, window: Window) -> Window:
+def _with_room(run: RunRecord, window: Window) -> Window:
     """The window within the run, and narrower if it had more transfers than a picture can show."""
     begin, end = max(window.begin, 0.0), min(window.end, run.end)
     for _ in range(_TRIES):
@@ -108,7 +108,7 @@ def _with_room(run: Run, window: Window) -> Window:
     return Window(window.title, begin, max(end, begin + 1e-6))
 
 
-def _seen(run: Run, begin: float, end: float) -> list[Flight]:
+def _seen(run: RunRecord, begin: float, end: float) -> list[Flight]:
     return [f for story in run.stories for f in story.flights if _ends(f, run.end) > begin and f.sent < end]
 
 
@@ -116,7 +116,7 @@ def _ends(flight: Flight, now: float) -> float:
     return now if flight.landed is None else flight.landed
 
 
-def draw_shares(axis: Any, run: Run) -> None:
+def draw_shares(axis: Any, run: RunRecord) -> None:
     """One strip for each region: which share of the time it spent on what, from the beginning to the end of the run."""
     unit = unit_of(run)
     edges = np.linspace(0.0, max(run.end, 1e-6), MOST_BINS + 1)
@@ -140,7 +140,7 @@ def draw_shares(axis: Any, run: Run) -> None:
     axis.set_xlabel(unit.label)
 
 
-def draw_window(axis: Any, run: Run, window: Window) -> None:
+def draw_window(axis: Any, run: RunRecord, window: Window) -> None:
     """Each region: what its training thread did, and below that its transfers, each on a line of its own."""
     unit = unit_of(run, window.end - window.begin)
     begin, end = window.begin, window.end
@@ -177,7 +177,7 @@ def draw_window(axis: Any, run: Run, window: Window) -> None:
     axis.set_xlabel(unit.label)
 
 
-def rows_of(run: Run, window: Window) -> float:
+def rows_of(run: RunRecord, window: Window) -> float:
     """The height that `draw_window` needs, in rows of a region."""
     return sum(1.3 + 0.5 * len(_lanes(story, window.begin, window.end, run.end)) for story in run.stories)
 
@@ -249,7 +249,7 @@ def _rows(axis: Any, ticks: Sequence[tuple[float, str]], bottom: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def legend(axis: Any, run: Run, with_phases: bool) -> None:
+def legend(axis: Any, run: RunRecord, with_phases: bool) -> None:
     """What the colours mean, above the axes."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

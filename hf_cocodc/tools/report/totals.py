@@ -7,7 +7,7 @@ from ...run.journal import BEGINNINGS
 from .events import Event, figure
 
 
-class Totals(NamedTuple):
+class RegionTotals(NamedTuple):
     """What a region has done by an event of its journal.
 
     Attributes:
@@ -19,28 +19,30 @@ class Totals(NamedTuple):
     blocked_s: float = 0.0
 
 
-def totals(events: Sequence[Event]) -> list[Totals]:
+def totals(events: Sequence[Event]) -> list[RegionTotals]:
     """The totals after each event.
 
     Each event says what it has added. Some lines name the totals of their process, in which there is more, such as
     broadcasts. The process of a region that has come back counts from 0; one that goes on from its own checkpoint does not.
     """
-    found: list[Totals] = []
-    now = before = Totals()
+    found: list[RegionTotals] = []
+    now = before = RegionTotals()
     for event in events:
         kind, named = event["kind"], figure(event, "bytes_sent")
-        added = Totals(named or 0.0 if kind in ("land", "void") else 0.0, figure(event, "blocked_s") or 0.0)
+        added = RegionTotals(
+            named or 0.0 if kind in ("land", "void") else 0.0, figure(event, "blocked_s") or 0.0
+        )
         if kind in BEGINNINGS:
-            before = now if named is not None and named < now.bytes_sent else Totals()
+            before = now if named is not None and named < now.bytes_sent else RegionTotals()
             now = now._replace(bytes_sent=max(now.bytes_sent, before.bytes_sent + (named or 0.0)))
         elif kind == "log":
             told = before.bytes_sent + (figure(event, "outer/bytes_sent") or 0.0)
             now = now._replace(bytes_sent=max(now.bytes_sent, told))
         elif kind == "finish":
-            now = Totals(
+            now = RegionTotals(
                 max(now.bytes_sent, before.bytes_sent + (named or 0.0)), before.blocked_s + added.blocked_s
             )
         else:
-            now = Totals(now.bytes_sent + added.bytes_sent, now.blocked_s + added.blocked_s)
+            now = RegionTotals(now.bytes_sent + added.bytes_sent, now.blocked_s + added.blocked_s)
         found.append(now)
     return found

@@ -21,7 +21,7 @@ from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import HandshakeError, LinkError
 from hf_cocodc.tools.bench import link, workers
-from hf_cocodc.tools.bench.report import Report, read, write
+from hf_cocodc.tools.bench.report import BenchReport, read, write
 from tests.benchmarks.emulation import privileges
 from tests.processes.launching import ROOT
 from tests.secret import secret
@@ -31,7 +31,7 @@ def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
     """Numbers align right, texts left; a missing value is a dash; JSON has all figures and the machine."""
     rows = [{"what": "a", "seconds": 0.01234, "MB": 3}, {"what": "longer", "seconds": None, "MB": 12345.6}]
     samples = {"seconds": [0.012, 0.013]}
-    report = Report("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"}, samples)
+    report = BenchReport("a title", {"rate": 1e3, "loss": 0.0001}, rows, ["A note."], {"MB": ".1f"}, samples)
     assert report.lines() == [
         "a title: rate=1000, loss=0.0001",
         "",

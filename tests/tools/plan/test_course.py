@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_cocodc.parts.schedules import Schedule, adaptive, every, rounds, staggered
-from hf_cocodc.tools.plan.course import Course, Part, Work, course
+from hf_cocodc.tools.plan.course import Cargo, Course, Work, course
 from hf_cocodc.tools.plan.layers import SerialLine
 
 STEP_S = 0.1
@@ -14,7 +14,7 @@ H = 20
 
 def on(schedule: Schedule, transfer_s: float, fragments: int = 1, **costs: float) -> Course:
     """A course on which each fragment's transfer takes this time."""
-    works = [Work([Part(1000)], **costs) for _ in range(fragments)]
+    works = [Work([Cargo(1000)], **costs) for _ in range(fragments)]
     return course(schedule, H, works, SerialLine(1000 / transfer_s if transfer_s else 1e30), STEP_S)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.tools.plan import flights
-from hf_cocodc.tools.plan.course import Part
+from hf_cocodc.tools.plan.course import Cargo
 from hf_cocodc.tools.plan.flights import FIRST_WINDOW, MSS, MTU, LinkFigures
 from hf_cocodc.tools.plan.tcp import OVERHEAD_S, Codes, TcpLine, wanted_connections
 
@@ -26,7 +26,7 @@ def seconds(
 ) -> list[float]:
     """Seconds of transfers that are sent at these times, from their beginning."""
     line = TcpLine(link, connections, 1, limit or 1e12, {num_bytes: Codes(**codes)})
-    return [line.carry(Part(num_bytes), sent).link_s - OVERHEAD_S for sent in at]
+    return [line.carry(Cargo(num_bytes), sent).link_s - OVERHEAD_S for sent in at]
 
 
 def test_without_distance_a_transfer_takes_the_time_of_its_packets() -> None:
@@ -102,7 +102,7 @@ def test_a_loss_costs_nothing_while_the_window_is_larger_than_what_is_under_way(
 def test_a_short_transfer_hardly_meets_a_loss() -> None:
     """Of 700 packets one in ten thousand is lost: the bound of long transfers does not hold."""
     clean, lossy = (
-        sum(TcpLine(link, 4, 1, 1e12, {MB: Codes()}, seed).carry(Part(MB), 0.0).link_s for seed in range(40))
+        sum(TcpLine(link, 4, 1, 1e12, {MB: Codes()}, seed).carry(Cargo(MB), 0.0).link_s for seed in range(40))
         for link in (LinkFigures(0.1, 50e6), LinkFigures(0.1, 50e6, loss=1e-4))
     )
     assert clean < lossy < 1.2 * clean
@@ -125,7 +125,7 @@ def test_the_limit_the_codec_and_a_second_message_take_their_time() -> None:
 def test_transfers_wait_for_each_other() -> None:
     """The line is serial: the outer step of one comes before the next transfer."""
     line = TcpLine(LinkFigures(0.0, 8e6), 1, 1, 1e12, {1000: Codes(step_s=5.0)})
-    first, second = line.carry(Part(1000), 1.0), line.carry(Part(1000), 1.0)
+    first, second = line.carry(Cargo(1000), 1.0), line.carry(Cargo(1000), 1.0)
     assert first.ready_s > 6.0
     assert second.ready_s == pytest.approx(2 * first.ready_s - 1.0)
     assert second.step_s == 5.0

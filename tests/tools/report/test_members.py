@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.tools.report.members import Change, changes, sentence, spans
+from hf_cocodc.tools.report.members import MemberChange, changes, sentence, spans
 
 ALL = (0, 1, 2, 3)
 
@@ -49,9 +49,9 @@ def test_a_loss_and_a_return_are_read_from_all_journals() -> None:
     """Each change once, at the step of the region that noticed it first; a region that is back does not say it again."""
     runs = the_fourth_dies_and_comes_back()
     expected = [
-        Change(0, ALL),
-        Change(310, (0, 1, 2), "region 3 lost"),
-        Change(480, ALL, "region 3 back"),
+        MemberChange(0, ALL),
+        MemberChange(310, (0, 1, 2), "region 3 lost"),
+        MemberChange(480, ALL, "region 3 back"),
     ]
     assert changes(runs) == expected
     assert changes(runs[::-1]) == expected
@@ -61,7 +61,11 @@ def test_a_loss_and_a_return_are_read_from_all_journals() -> None:
 
 def test_a_region_alone_with_its_journal_knows_when_it_was_away() -> None:
     """Its last line before it ended, and the step of its return."""
-    expected = [Change(0, ALL), Change(308, (0, 1, 2), "region 3 lost"), Change(480, ALL, "region 3 back")]
+    expected = [
+        MemberChange(0, ALL),
+        MemberChange(308, (0, 1, 2), "region 3 lost"),
+        MemberChange(480, ALL, "region 3 back"),
+    ]
     run = the_fourth_dies_and_comes_back()[3]
     assert changes([run]) == expected
     *before, join, back = run
@@ -126,7 +130,7 @@ def test_a_run_that_ends_with_a_lost_region_has_no_changes() -> None:
 def test_a_sentence_of_many_changes_ends(count: int) -> None:
     """The last number of regions is always there."""
     found = [
-        Change(10 * n, ALL[: 4 - n % 2], "region 3 lost" if n % 2 else "region 3 back")
+        MemberChange(10 * n, ALL[: 4 - n % 2], "region 3 lost" if n % 2 else "region 3 back")
         for n in range(1 + count)
     ]
     said = sentence(found)
@@ -138,7 +142,7 @@ def test_a_sentence_of_many_changes_ends(count: int) -> None:
 def test_a_resumed_run_counts_its_changes_anew() -> None:
     """With other regions, or with those that were left: what happens after it is not taken for old news."""
     before = (epoch(1, 100, 0, 1, 2), epoch(2, 200, 0, 1))
-    for members, change in (((0, 1), []), (ALL, [Change(300, ALL, "region 2 back, region 3 back")])):
+    for members, change in (((0, 1), []), (ALL, [MemberChange(300, ALL, "region 2 back, region 3 back")])):
         after = (event("resume", 300, region=0), epoch(0, 300, *members), epoch(1, 400, 0))
         found = changes([journal(0, *before, *after)])
         assert found[3:-1] == change
