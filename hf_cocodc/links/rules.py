@@ -351,7 +351,7 @@ class _MemberWork:
             case Ticked():
                 if state.standing is Standing.MEMBER:
                     self.switch()
-            case Followed():
+            case Followed() if state.standing is Standing.JOINING:
                 self.change(standing=Standing.FOLLOWING)
             case Marked():
                 self.marked(event)

@@ -121,7 +121,9 @@ def test_a_torn_last_line_is_ignored(tmp_path: Path) -> None:
     assert read(path)[0][1].tickets == 8
 
 
-@pytest.mark.parametrize("damage", [b"{}", b"\0\0\0", b'{"kind": "Saved"}', b"[1]", b'"x"', b"{" * 100_000])
+@pytest.mark.parametrize(
+    "damage", [b"{}", b"\0\0\0", b'{"kind": "SavedRun"}', b"[1]", b'"x"', b"{" * 100_000]
+)
 def test_a_damaged_line_is_refused_with_its_number_and_a_way_out(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "state"
     written(path, RUN, replace(RUN, tickets=6))
