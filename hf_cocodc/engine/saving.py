@@ -31,10 +31,8 @@ _OF_A_FRAGMENT = (
     "voids",
     "far_losses",
 )
-_SINCE_FORMAT_1: dict[str, Any] = {"nonfinite_rounds": 0, "voids": 0, "far_losses": 0} | {
-    name: [] for name in HISTORIES
-}
-"""What a checkpoint without them has."""
+_LATER: dict[str, Any] = {"voids": 0, "far_losses": 0} | {name: [] for name in HISTORIES}
+"""What the first checkpoints of format 2 lack."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
 _SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
 """Earlier versions did not say all of it."""
@@ -76,7 +74,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
         transfer = fragment.in_flight.pop()
         _arrival(transfer)
         fragment.drop(transfer)
-    state = {**_SINCE_FORMAT_1, **state}
+    state = {**_LATER, **state}
     for name in _OF_A_FRAGMENT:
         setattr(fragment, name, state[name] if name == "codec" else here(state[name]))
     # what an earlier version wrote has trained every inner step, on an unknown number of tokens

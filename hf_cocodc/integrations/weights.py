@@ -61,8 +61,6 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
         whole = not trainer.is_fsdp_enabled
         expected = local_weights.kept(model) if whole else local_weights.buffers(model)
         local_weights.restore(model, file, expected.keys() - trained(checkpoint) if taken_over else expected)
-    elif not trainer.is_fsdp_enabled:  # format 1
-        _load_beside(model, checkpoint, load)
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:
@@ -101,7 +99,7 @@ def load_pretrained_(model: nn.Module, folder: Path) -> None:
 def _load_beside(
     model: nn.Module, checkpoint: Path, load: Callable[[], None], converted: bool = False
 ) -> None:
-    """Load what `save_pretrained` has written beside our folder: local weights in format 1, then the global ones.
+    """Load the global weights, which `save_pretrained` has written beside our folder.
 
     Trainer's own method leaves out weights that have another name in the file (transformers#48805).
     """

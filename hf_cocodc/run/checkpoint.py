@@ -10,8 +10,8 @@
         cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
         global/                       the files of the global model once more (see `export`)
 
-`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. So were
-Trainer's files in format 1, where only `global/` held the global model. We read no pickle.
+`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. We read no
+pickle.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Saved(NamedTuple):
     Attributes:
         state: of `Synchronizer.state_dict`.
         facts: of the run that wrote it.
-        weights: `tensors.contents.digests` of the lane; empty in format 1, and if the checkpoint was taken over.
+        weights: `tensors.contents.digests` of the lane; empty if the checkpoint was taken over.
     """
 
     state: dict[str, Any]

@@ -1,6 +1,6 @@
 """The global model in a checkpoint: as `save_pretrained` writes it, beside our folder; and once more in `global/`.
 
-Format 1 had it in `global/` alone. The folder is still there for those who look for it, at no cost: its files are hard links.
+The folder costs nothing, for its files are hard links. It also tells which files beside our folder are the global model's.
 """
 
 import os
@@ -56,9 +56,7 @@ def is_saved(folder: Path, step: int) -> bool:
     if manifest.damage(checkpoint, hashes=False) is not None:
         return False
     noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
-    if (
-        noted != f"{run_of(folder)} {step}".encode() and manifest.read(checkpoint).format > 1
-    ):  # format 1 noted nothing
+    if noted != f"{run_of(folder)} {step}".encode():
         return False
     found = []
     for path in (checkpoint / EXPORT).rglob("*.safetensors"):

@@ -8,7 +8,7 @@ from ..coordinator.validation import MOST
 from ..links.base import Link
 
 TAKEN_OVER = "joining"
-"""Name of `Facts.taken_over` in format 1."""
+"""Name of `Facts.taken_over` in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[s
 
     Args:
         model: unwrapped, after every file has been loaded.
-        saved: `digests` of what was saved; empty if an older version wrote the checkpoint: nothing is compared then.
+        saved: `digests` of what was saved; empty if it was taken over: nothing is compared then.
         synchronised: names of the parameters that the run had trained.
 
     Raises:

@@ -5,8 +5,7 @@ weights, inner optimizer, scheduler, random numbers, Trainer's state and our own
 and thread (`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before
 another region takes it over. Users may edit cards, and add files that no resume reads.
 
-A checkpoint without this list was interrupted while it was saved; it is never read. Lists that an older version wrote hold
-hashes of our own files only: the others are then compared by their sizes.
+A checkpoint without this list was interrupted while it was saved; it is never read.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 from .durable import replace, sha256_of_all, sync
 
 FORMAT = 2
-"""Raise it when earlier versions would misread the files. Older formats are still read."""
+"""Raise it when earlier versions would misread the files."""
 FOLDER = "cocodc"
 COMPLETE = f"{FOLDER}/COMPLETE"
 EXPORT = "global"
-"""Folder in a checkpoint that has the files of the global model. Since format 2 they lie in the checkpoint's own folder, too."""
+"""Folder in a checkpoint that has the files of the global model once more."""
 _PASSING = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves after SIGTERM; Trainer removes it later."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp"}
@@ -43,11 +42,11 @@ class File(NamedTuple):
 
     Attributes:
         size: in bytes.
-        sha256: None if an older version listed the file without it.
+        sha256: of its content.
     """
 
     size: int
-    sha256: str | None
+    sha256: str
 
 
 class Manifest(NamedTuple):
@@ -63,14 +62,9 @@ class Manifest(NamedTuple):
     run: int
     files: Mapping[str, File]
 
-    @property
-    def is_hashed(self) -> bool:
-        """Whether every file has its hash."""
-        return all(file.sha256 for file in self.files.values())
-
     def is_exported(self, name: str) -> bool:
-        """Whether a file is one of the global model's. In format 1, a file beside `global/` was not."""
-        return name.startswith(f"{EXPORT}/") or (self.format > 1 and f"{EXPORT}/{name}" in self.files)
+        """Whether a file is one of the global model's."""
+        return name.startswith(f"{EXPORT}/") or f"{EXPORT}/{name}" in self.files
 
 
 def write(checkpoint: Path, run: int) -> None:
@@ -92,23 +86,21 @@ def write(checkpoint: Path, run: int) -> None:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The list of a checkpoint's files; without the files if a later version wrote it.
+    """The list of a checkpoint's files; without the files if it is of another format.
 
     Raises:
         ValueError: the list is missing or damaged.
     """
     try:
         content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        if int(content["format"]) > FORMAT:  # its other entries may mean something else
+        if int(content["format"]) != FORMAT:  # its other entries may mean something else
             return Manifest(int(content["format"]), int(content.get("run", 0)), {})
-        own = content.pop("sha256", None)
-        if own is not None and own != _sha256(content):
+        if content.pop("sha256") != _sha256(content):
             raise ValueError("its content differs from its own SHA-256")
-        files = {name: _file(entry) for name, entry in content.pop("files").items()}
-        found = Manifest(int(content.pop("format")), int(content.pop("run", 0)), files)
-        with_hash = [name for name, file in files.items() if file.sha256]
-        if content or (own is None and not all(name.startswith(f"{FOLDER}/") for name in with_hash)):
-            raise ValueError("it lacks its own SHA-256")
+        files = {
+            name: File(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
+        }
+        found = Manifest(FORMAT, int(content.get("run", 0)), files)
     except (OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return found
@@ -145,7 +137,7 @@ def wrong_in(checkpoint: Path, folder: str) -> str | None:
         path.relative_to(checkpoint).as_posix() for path in (checkpoint / folder).rglob("*") if path.is_file()
     ]
     for name in names:
-        if name not in listed or listed[name].sha256 is None:
+        if name not in listed:
             return f"{name} is not on the list of what was saved, with its hash"
     return _edited(checkpoint, {name: listed[name] for name in names}, hashes=True)
 
@@ -158,10 +150,9 @@ def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
         return f"{COMPLETE} is missing (saving was interrupted, or hf_cocodc did not write the checkpoint)"
     try:
         manifest = read(checkpoint)
-        if manifest.format > FORMAT:
-            return (
-                f"its format is {manifest.format}, this hf_cocodc reads up to {FORMAT}; install a newer one"
-            )
+        if manifest.format != FORMAT:
+            other = "a newer" if manifest.format > FORMAT else "the older"
+            return f"its format is {manifest.format}, this hf_cocodc reads {FORMAT}; install {other} one"
         files = {
             name: file
             for name, file in manifest.files.items()
@@ -204,24 +195,15 @@ def _added(checkpoint: Path, files: Mapping[str, File]) -> str | None:
 
 def _edited(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | None:
     """A file whose hash is another."""
-    hashed = {name: file.sha256 for name, file in files.items() if file.sha256}
-    found = sha256_of_all([checkpoint / name for name in hashed]) if hashes else list(hashed.values())
-    for (name, expected), sha256 in zip(hashed.items(), found, strict=True):
-        if sha256 != expected:
-            return f"{name} has changed since it was saved: its SHA-256 is {_short(sha256)}, {_short(expected)} was saved"
+    if not hashes:
+        return None
+    found = sha256_of_all([checkpoint / name for name in files])
+    for (name, file), sha256 in zip(files.items(), found, strict=True):
+        if sha256 != file.sha256:
+            return f"{name} has changed since it was saved: its SHA-256 is {sha256[:12]}, {file.sha256[:12]} was saved"
     return None
-
-
-def _file(entry: dict[str, Any]) -> File:
-    if not {"bytes"} <= entry.keys() <= {"bytes", "sha256"}:
-        raise ValueError(f"an entry has {', '.join(entry)}")
-    return File(int(entry["bytes"]), entry.get("sha256"))
 
 
 def _sha256(content: dict[str, Any]) -> str:
     """Of the list itself, whatever its layout in the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _short(sha256: str | None) -> str:
-    return f"{sha256}"[:12]

@@ -78,11 +78,6 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     if start.checkpoint is None:
         return start
     logger.info("region %d resumes from %s", link.region, start.checkpoint)
-    if not manifest.read(start.checkpoint).is_hashed:
-        logger.warning(
-            "an older version of hf_cocodc wrote %s: only sizes of Trainer's files can be compared, not their content.",
-            start.checkpoint,
-        )
     return start
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer
 
 from hf_cocodc import simulate
-from hf_cocodc.errors import CheckpointError
 from hf_cocodc.links.base import Link
 from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import manifest, numbering
-from hf_cocodc.run.local_weights import kept, restore, weights_file
 from tests.integrations.test_architectures import causal_lm
 from tests.run.test_resuming import STEPS, checkpoint_of, make, params_of
 
@@ -51,44 +46,6 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(family: str, tmp_
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
         assert list(state.checkpoints(tmp_path / f"region-{region}")) == [BACK]
     assert torch.equal(weights_of(trained(tmp_path, family)), whole)
-
-
-def as_in_format_1(checkpoint: Path, family: str) -> None:
-    """What an earlier version would have written: Trainer's file has the local weights, and there are no digests."""
-    model, own = causal_lm(family), checkpoint / weights_file()
-    restore(model, own, kept(model))
-    own.unlink()
-    (checkpoint / "model.safetensors").unlink()
-    model.save_pretrained(checkpoint)
-    path = checkpoint / state.state_file()
-    content = json.loads(path.read_text())
-    del content["weights"]
-    path.write_text(json.dumps(content))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(manifest, "FORMAT", 1)
-        manifest.write(checkpoint, numbering.run_of(checkpoint.parent))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_of_format_1_is_resumed_exactly(family: str, tmp_path: Path) -> None:
-    """Where weights have other names in Trainer's file, they are converted; without conversion this one is refused."""
-    whole = weights_of(trained(tmp_path, family))
-    for region in range(2):
-        shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
-        as_in_format_1(checkpoint_of(tmp_path, region, BACK), family)
-    copied = shutil.copytree(tmp_path, tmp_path / "copied", symlinks=True)
-    assert torch.equal(weights_of(trained(tmp_path, family)), whole)
-    path = checkpoint_of(copied, 1, BACK)
-    file = path / "model.safetensors"
-    lost = sorted(load_file(file))[-1]
-    save_file(
-        {name: tensor for name, tensor in load_file(file).items() if name != lost}, file, {"format": "pt"}
-    )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(manifest, "FORMAT", 1)
-        manifest.write(path, numbering.run_of(path.parent))
-    with pytest.raises(CheckpointError, match="has no weights, or weights of another shape, for"):
-        trained(copied, family)
 
 
 @pytest.mark.slow

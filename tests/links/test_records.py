@@ -54,7 +54,7 @@ def test_a_record_of_another_kind_is_refused() -> None:
 
 
 def test_numbers_from_a_checkpoint_of_an_earlier_version_are_typed() -> None:
-    """Format 1 has floats throughout; a field that it does not know keeps its default."""
+    """A checkpoint may have floats; a field that it does not know keeps its default."""
     found = from_numbers(Trailer, {"weight": 1.0, "fragment": 2.0, "inner_step": 8.0, "ending": 2.0})
     assert (found.fragment, found.inner_step, found.ending, found.saved_at) == (2, 8, Ending.INTERRUPTED, 0)
     assert isinstance(found.fragment, int)

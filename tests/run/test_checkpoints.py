@@ -259,11 +259,12 @@ def test_a_folder_that_is_not_there_is_no_half_written_checkpoint(tmp_path: Path
         resume(tmp_path / "checkpoint-4")
 
 
-def test_a_later_format_is_refused(checkpoint: Path) -> None:
-    mark = checkpoint / state.COMPLETE
-    mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": state.FORMAT + 1}))
+@pytest.mark.parametrize(("more", "other"), [(1, "a newer"), (-1, "the older")])
+def test_another_format_is_refused(checkpoint: Path, more: int, other: str) -> None:
+    mark, number = checkpoint / state.COMPLETE, state.FORMAT + more
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "format": number}))
     with pytest.raises(
-        CheckpointError, match=f"its format is {state.FORMAT + 1}, this hf_cocodc reads up to"
+        CheckpointError, match=f"its format is {number}, this hf_cocodc reads {state.FORMAT}; install {other}"
     ):
         resume(checkpoint)
 

@@ -195,27 +195,6 @@ def test_a_path_makes_up_for_a_damaged_number_of_the_run(again: Path) -> None:
     assert numbering.run_of(again / "region-1") == numbering.run_of(again / "region-0")
 
 
-def as_an_older_version(checkpoint: Path) -> None:
-    """Hashes of our own files only, and none of the list itself."""
-    mark = json.loads((checkpoint / state.COMPLETE).read_text())
-    del mark["sha256"]
-    for name, entry in mark["files"].items():
-        if not name.startswith("cocodc/"):
-            del entry["sha256"]
-    (checkpoint / state.COMPLETE).write_text(json.dumps(mark))
-
-
-def test_a_checkpoint_of_an_older_version(
-    run: tuple[Path, list[Tensor]], again: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is used as before, with a word."""
-    for region in range(2):
-        as_an_older_version(checkpoint_of(again, region, LAST))
-    trainers = resumed(again, save_strategy="no")
-    assert f"an older version of hf_cocodc wrote {checkpoint_of(again, 0, LAST)}" in caplog.text
-    assert torch.equal(torch.stack(weights_of(trainers)), torch.stack(run[1]))
-
-
 def test_the_command_says_how_training_starts_only_once_it_has_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,7 @@ def test_every_kind_of_weight_comes_back(tmp_path: Path) -> None:
         match=r"1 of 8 weights and buffers.*\(second: \[6\] float32 .* was saved, the model has",
     ):
         check(other, digests(kept(saved)), ())
-    check(other, {}, ())  # of format 1
+    check(other, {}, ())  # taken over
 
 
 class Late(nn.Module):

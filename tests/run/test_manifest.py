@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,14 +118,15 @@ def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name:
     assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
 
 
-def test_in_format_1_local_weights_lay_beside_the_global_model(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(manifest, "FORMAT", 1)
-        manifest.write(checkpoint, run=7)
-    put(checkpoint / "model.safetensors", b"other")
-    assert str(manifest.damage(checkpoint)).startswith("model.safetensors has changed since it was saved")
+@pytest.mark.parametrize("lacking", ["its own hash", "the hash of a file", "the size of a file"])
+def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> None:
+    content = json.loads((checkpoint / manifest.COMPLETE).read_text())
+    content.pop("sha256")
+    if lacking != "its own hash":
+        next(iter(content["files"].values())).pop("sha256" if "hash" in lacking else "bytes")
+        content["sha256"] = manifest._sha256(content)
+    (checkpoint / manifest.COMPLETE).write_text(json.dumps(content))
+    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (KeyError")
 
 
 def test_a_file_with_two_names_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,26 +291,18 @@ def test_all_regions_stop(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_knows_the_rounds() -> None:
-    """Stopped between two rounds that are not finite, a region counts on; a checkpoint of format 1 has no such number."""
+    """Stopped between two rounds that are not finite, a region counts on."""
     method = from_config(OuterConfig(method="diloco", sync_interval=2))
     states = []
 
-    def live(region: int, link: Link) -> list[int]:
+    def live(region: int, link: Link) -> int:
         model = Blocks([torch.ones(8)])
         synchronizer = Synchronizer(model, method, link)
         model.vectors()[0].data.fill_(float("nan"))
         for _ in range(2):
             synchronizer.step()
         states.append(synchronizer.state_dict())
-        counts = []
-        for state in (states[0], without_rounds(states[0])):
-            resumed = Synchronizer(model, method, link, state=state)
-            counts.append(resumed.fragments[0].nonfinite_rounds)
-        return counts
+        resumed = Synchronizer(model, method, link, state=states[0])
+        return resumed.fragments[0].nonfinite_rounds
 
-    assert run_in_lockstep(1, live) == [[1, 0]]
-
-
-def without_rounds(state: dict[str, Any]) -> dict[str, Any]:
-    fragments = [{k: v for k, v in each.items() if k != "nonfinite_rounds"} for each in state["fragments"]]
-    return {**state, "fragments": fragments}
+    assert run_in_lockstep(1, live) == [1]
