@@ -18,15 +18,14 @@ from ..links.trailer import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
 from ..parts.fragments import Fragment
 from ..parts.guard import Guard
-from ..parts.schedules import Land, Send
+from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..tensors.flat import digest
 from ..tensors.pools import HOST
 from . import returning, saving
 from .account import Account, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
-from .agenda import Agenda
 from .agreement import StepChecksum, agreed_layout, check_same_start, common_layout
-from .compatibility import layout, loading, names_in, same_layout
+from .compatibility import layout, loading, names_in, same_layout, same_structure
 from .fragment import FragmentState, adopt
 from .last_check import check_same_end
 from .measurements import Measurements
@@ -348,3 +347,45 @@ class Synchronizer:
         self._agenda.begin(len(fragments), self.inner_step)
         self._watch.begin(names_of(fragments))
         self._traffic.layout = self._watch.layout
+
+
+class Agenda:
+    """Follows a schedule.
+
+    Attributes:
+        state: the schedule's, for a checkpoint.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.state: ScheduleState = {}
+        self._next_event = self._num_fragments = 0
+
+    def begin(self, num_fragments: int, inner_step: int) -> None:
+        """From now on there are so many fragments, and none is in flight."""
+        self._num_fragments = num_fragments
+        self._continue_from(self._schedule.init(num_fragments, inner_step))
+
+    def events(self, inner_step: int, stats: AgreedStats) -> tuple[Send | Land, ...]:
+        """The events of this inner step. Nearly free if there are none; called once for each step."""
+        if inner_step < self._next_event:
+            return ()
+        found, self.state = self._schedule.events(inner_step, stats, self.state)
+        self._next_event = self._schedule.next_event(inner_step, self.state)
+        return found
+
+    def load(self, state: ScheduleState) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            CheckpointError: it is another schedule's.
+            TypeError, ValueError: the schedule says that it never has it.
+        """
+        same_structure(state, dict.fromkeys(self.state), "the schedule's state")
+        sound = getattr(self._schedule, "sound", None)
+        if sound is not None:
+            sound(state, self._num_fragments)
+        self._continue_from(state)
+
+    def _continue_from(self, state: ScheduleState) -> None:
+        self.state, self._next_event = state, 0  # no inner step before this one has events

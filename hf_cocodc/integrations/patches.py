@@ -8,10 +8,11 @@ need: a test compares them with the installed Transformers.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
 from transformers import Trainer, TrainerControl
 
 from ..errors import CheckpointError, InputError
@@ -26,7 +27,6 @@ from ..run.spent import Spent
 from . import card, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
-from .tokens import tokens_of
 
 WRAPPED = {
     "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
@@ -327,3 +327,38 @@ class Patches:
     def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         assert self._callback.outer is not None
         return self._callback.outer.own_global_weights()
+
+
+IGNORED = -100
+"""The label of a token that has no loss."""
+
+
+def tokens_of(batches: Iterable[Any]) -> Any:
+    """Tokens in the micro-batches of one inner step, as a number or a tensor of one: to read it may wait for a GPU.
+
+    What counts are the labels that have a loss; without labels, what the attention mask shows; without a mask, `input_ids`.
+
+    Raises:
+        InputError: a batch has none of them.
+
+    >>> import torch
+    >>> int(tokens_of([{"input_ids": torch.ones(2, 3), "labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}]))
+    3
+    """
+    return sum(_tokens_in(batch) for batch in batches)
+
+
+def _tokens_in(batch: Any) -> Any:
+    fields = batch if isinstance(batch, Mapping) else {}
+    for name in ("shift_labels", "labels"):
+        if isinstance(fields.get(name), Tensor):
+            return fields[name].ne(IGNORED).sum()
+    if isinstance(fields.get("attention_mask"), Tensor):
+        return fields["attention_mask"].ne(0).sum()
+    if isinstance(fields.get("input_ids"), Tensor):
+        return fields["input_ids"].numel()
+    found = ", ".join(map(str, fields)) if fields else type(batch).__name__
+    raise InputError(
+        f"outer.weights=tokens, but a batch ({found}) has no labels, attention_mask or input_ids to count. Set outer.weights to "
+        "equal or steps."
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..errors import InputError
@@ -19,16 +20,16 @@ from ..links.trailer import Ending
 from ..methods import Method
 from ..recipes.recipe import Recipe, facts_of_data
 from ..resolve import as_config, from_config
-from ..run.about import About, refuse_another_run
+from ..run.about import About, function_of, jsonable, refuse_another_run
 from ..run.base import Received
 from ..run.checkpoint import Saved, read
 from ..run.connect import meet
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.resume import Start, checkpoint_to_resume, settle_in
+from ..run.samples import first_samples
 from ..run.starting import Beginning, Habits
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
-from .about import of_trainer
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
 from .beginning import agree_on_length, check_habits
 from .best import Best
@@ -348,3 +349,30 @@ class CoCoDCCallback(TrainerCallback):
         sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
         if self.outer is not None:
             self.outer.ask_to_stop(name)
+
+
+_COMPARED = (
+    *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
+)
+"""Training arguments that change what a step does. max_steps is compared by itself; the number of epochs may change."""
+
+
+def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:
+    """What a Trainer's training is.
+
+    Args:
+        trainer: of this region, with the region's own output folder.
+        model: unwrapped.
+        more: more facts, by name.
+    """
+    args = trainer.args
+    facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in _COMPARED}
+    facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return About(
+        run=Path(args.output_dir or ".").resolve().parent.name,
+        model=function_of(model, trainer.processing_class),
+        facts={**facts, **jsonable(dict(more))},
+        first_samples=first_samples(trainer.train_dataset),
+    )

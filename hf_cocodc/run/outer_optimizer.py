@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import platform
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -26,7 +28,6 @@ from ..resolve import as_config, continuing, from_config, lost_steps, settings
 from ..settings import OuterConfig, RegionConfig
 from .about import About, of_loop
 from .checkpoint import Saved
-from .claim import claim, refuse_second
 from .connect import begin_over, meet
 from .donor import Inner
 from .elastic import Elastic
@@ -42,7 +43,6 @@ from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
 from .supported import refuse_unsupported
-from .tokens import Tokens
 from .unread import attendance_of, report_unread
 
 logger = logging.getLogger(__name__)
@@ -354,3 +354,60 @@ class OuterOptimizer(Finishing):
                 raise RunStopped(self.why)
         else:  # never communicate after an exception: the others may not come
             self.close(f"{kind.__name__} at step {self.inner_step}: {error}")
+
+
+_TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Models that an outer optimizer trains now."""
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Check that no outer optimizer trains `model`. Raises InputError if one does."""
+    if model in _TRAINED:
+        raise InputError(
+            f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
+            "parameters. End the first one (finish() or close()), or train a model of its own."
+        )
+
+
+def claim(model: nn.Module) -> Callable[[], None]:
+    """From now on an outer optimizer trains `model`; the returned function ends this."""
+    _TRAINED.add(model)
+    return lambda: _TRAINED.discard(model)
+
+
+class Tokens:
+    """Counts the tokens of an inner step over its micro-batches, and over the ranks of the region.
+
+    Args:
+        accelerator: of this region.
+        counted: whether tokens are the weights; else nothing is counted, and ranks say nothing to each other.
+        alike: whether all ranks of the region train on the same samples (pipeline stages).
+    """
+
+    def __init__(self, accelerator: Accelerator, counted: bool, alike: bool = False) -> None:
+        self.counted = counted
+        self._accelerator, self._alike = accelerator, alike
+        self._noted: Any = None
+
+    def note(self, tokens: Any) -> None:
+        """Add the tokens of a micro-batch of this rank: a number, or a tensor of one, on any device."""
+        if self.counted:
+            self._noted = tokens if self._noted is None else self._noted + tokens
+
+    def take(self) -> int | None:
+        """The region's tokens since the last call; None if none were noted. If they are, a collective call of its ranks.
+
+        Raises:
+            InputError: their number is not a whole number from 0.
+        """
+        if self._noted is None:
+            return None
+        noted, self._noted = float(self._noted), None
+        if noted < 0 or not noted.is_integer():
+            raise InputError(
+                f"outer.step(tokens={noted:g}): the tokens of an inner step must be a whole number from 0."
+            )
+        if self._alike or self._accelerator.num_processes == 1:
+            return int(noted)
+        own = torch.tensor([int(noted)], dtype=torch.int64, device=self._accelerator.device)
+        return int(self._accelerator.reduce(own, "sum"))

@@ -5,19 +5,21 @@ touching a GPU, and reports what the libraries say.
 """
 
 import contextlib
+import dataclasses
+import enum
 import sys
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import psutil
 
-from ..errors import InputError, reason, shown
+from ..errors import InputError, nearest, reason, short, shown
+from ..recipes.reading import converted
 from ..recipes.recipe import Recipe
 from . import building
 from .building import blaming
-from .fields import known_fields
 from .rules import check_sections
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
@@ -340,3 +342,33 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)
+
+
+_WORDS = {"optim": [building.MUON]}
+"""Words that we take besides those of a library."""
+_ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
+"""Types that Trainer and PEFT take besides those of their hints."""
+
+
+def known_fields(section: str, given: dict[str, Any], kind: type) -> None:
+    """Check a section against the dataclass `kind` of a library.
+
+    Raises:
+        InputError: a key is none of its fields, or a value has another type, or is a word that the library does not know.
+    """
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    hints = get_type_hints(kind)
+    for key, value in given.items():
+        if key not in known:
+            raise InputError(
+                f"unknown key {section}.{short(key)}.{nearest(key, known)} Use a field of {kind.__name__}."
+            )
+        converted(value, hints[key] | _ALSO.get(key, hints[key]), f"{section}.{key}", is_ours=False)
+        words = [each.value for option in get_args(hints[key]) if _is_enum(option) for each in option]
+        words += _WORDS.get(key, [])
+        if words and isinstance(value, str) and value not in words:
+            raise InputError(f"{section}.{key}={shown(value)} is not known.{nearest(value, words)}")
+
+
+def _is_enum(option: Any) -> bool:
+    return isinstance(option, type) and issubclass(option, enum.Enum)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.engine.agenda import Agenda
+from hf_cocodc.engine.synchronizer import Agenda
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.parts import schedules
 from hf_cocodc.parts.schedules import AgreedStats, Land, Schedule, Send

@@ -36,7 +36,7 @@ from hf_cocodc.run.trees import put_together
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.tools.doctor import others
 from hf_cocodc.tools.doctor.findings import lines
-from hf_cocodc.tools.doctor.told import places
+from hf_cocodc.tools.doctor.others import places
 from tests.secret import secret
 
 ADDRESS = "127.0.0.1:29400"

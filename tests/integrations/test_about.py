@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Trainer, TrainingArguments
 
-from hf_cocodc.integrations.about import of_trainer
+from hf_cocodc.integrations.trainer import of_trainer
 from hf_cocodc.training.data import byte_tokenizer
 from tests.processes.worker import Tokens
 from tests.toys import llama

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import InputError
-from hf_cocodc.integrations.tokens import tokens_of
+from hf_cocodc.integrations.patches import tokens_of
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.parts.codecs.codebook import Codebook
+from hf_cocodc.parts.codecs.tiles import Codebook
 from hf_cocodc.run.muon import muon
 from hf_cocodc.settings import OuterConfig
 from tests.oracles.diloco import diloco

@@ -21,8 +21,8 @@ from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Plain, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.parts.codecs.codebook import Codebook
 from hf_cocodc.parts.codecs.lowrank import LowRank, _orthonormal, effective_rank, lowrank, share_of_rank
+from hf_cocodc.parts.codecs.tiles import Codebook
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from tests.oracles.codecs import e3m0_roundtrip, int4_roundtrip, int8_roundtrip

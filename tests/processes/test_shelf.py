@@ -18,8 +18,8 @@ from hf_cocodc.run.base import DonorLost, Received, received_in
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
 from hf_cocodc.run.ranks import of_all
+from hf_cocodc.run.resume import Wish
 from hf_cocodc.run.shelf import main_says
-from hf_cocodc.run.wishes import Wish
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 

@@ -12,7 +12,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
 from hf_cocodc.links.base import Link
 from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.run.tokens import Tokens
+from hf_cocodc.run.outer_optimizer import Tokens
 from tests.toys import Blocks
 
 STEPS = 6

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc import simulate
-from hf_cocodc.cli.labels import Labelled
 from hf_cocodc.cli.main import main
+from hf_cocodc.cli.simulate import Labelled
 from hf_cocodc.errors import InputError
 from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.export import SAVED

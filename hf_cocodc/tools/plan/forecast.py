@@ -1,7 +1,7 @@
 """The forecast of one run: a recipe's model, a method with its settings, a link, and the times of a step and of this machine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,8 @@ from ...resolve import from_config, settings
 from ...settings import OuterConfig
 from ...tensors.pools import HOST
 from ..report.summary import data_parallel_bytes
-from .course import Cargo, Course, Work, course, mean
+from .course import Cargo, Carried, Course, Work, course, mean
 from .flights import LinkFigures
-from .layers import SerialLine, layered
 from .speeds import Speeds
 from .tcp import LIMIT, TRIALS, Codes, TcpLine, wanted_connections
 
@@ -182,3 +181,39 @@ def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
 def codecs_of(configs: Sequence[OuterConfig]) -> list[str]:
     """The names of the codecs of these settings, each once."""
     return list(dict.fromkeys(str(settings(config)["codec"]) for config in configs))
+
+
+def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, step_s: float) -> list[Work]:
+    """Fragments of layers. A layer leaves when its gradient is known, and is needed when its forward pass begins.
+
+    Args:
+        groups: the layers of each fragment, from 0.
+        num_layers: number of layers of the model.
+        layer_bytes: bytes that a region sends for a layer.
+        step_s: seconds of an inner step.
+    """
+    node_s = step_s / (3 * num_layers - 1)
+
+    def part(layer: int) -> Cargo:
+        later_nodes = 2 * layer - 1 if layer else 0  # two of each layer before it, and one of the first
+        return Cargo(layer_bytes, early_s=later_nodes * node_s, late_s=layer * node_s)
+
+    return [Work([part(layer) for layer in sorted(group, reverse=True)]) for group in groups]
+
+
+class SerialLine:
+    """A line that carries one part after the other at a constant rate.
+
+    Args:
+        rate: bytes per second.
+        latency_s: seconds until a part is there; the next one need not wait for that.
+    """
+
+    def __init__(self, rate: float, latency_s: float = 0.0) -> None:
+        self._rate, self._latency_s = rate, latency_s
+        self._free_s = 0.0
+
+    def carry(self, part: Cargo, sent_s: float) -> Carried:
+        begin = max(self._free_s, sent_s)
+        self._free_s = begin + part.num_bytes / self._rate
+        return Carried(self._free_s + self._latency_s, self._free_s + self._latency_s - begin)

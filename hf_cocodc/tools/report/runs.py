@@ -2,20 +2,79 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
-from .clocks import offsets
-from .events import figure
+from .events import MOST, Event, figure
 from .journals import NAME, Events, RegionJournal, find, read_journal
 from .members import MemberChange, attended, changes, num_regions, spans
-from .story import Story, blame, sections, story_of
-from .tokens import Spans, tokens_at, trained
+from .story import Story, arrival_of, blame, sections, story_of
+
+Spans = Mapping[int, Sequence[tuple[int, int]]]
+"""The inner steps from which, and to which, each region did something."""
+
+
+def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
+    """The attendance of a run without the inner steps in which a region only kept step with the others, as landings tell.
+
+    Args:
+        attendance: the inner steps from which, and to which, each region took part.
+        events: of all journals.
+    """
+    landings = [event for event in events if event["kind"] in ("land", "void")]
+    idle: dict[tuple[int, int], int] = {}
+    for event in landings:
+        for region, since in event.get("coasted", {}).items():
+            idle[int(region), since] = max(idle.get((int(region), since), 0), event["sent_at"])
+    found = dict(attendance)
+    for (region, since), last in idle.items():
+        trains_again = any(
+            event["sent_at"] > last
+            and region in event.get("members", ())
+            and str(region) not in event.get("coasted", {})
+            for event in landings
+        )
+        until = last if trains_again else MOST
+        rows = found.get(region, ())
+        parts = [part for a, b in rows for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
+        found[region] = [(a, b) for a, b in parts if a < b]
+    return found
+
+
+def tokens_at(step: int, starts: Mapping[int, Mapping[str, Any]], trained: Spans) -> int | None:
+    """Tokens on which all regions together had trained at an inner step; None if no journal says how many a step has.
+
+    Args:
+        step: the inner step.
+        starts: the event with which the journal of a region begins, by regions; a region without one is taken to have as many
+            tokens as another one.
+        trained: the inner steps from which, and to which, each region trained.
+    """
+    rates = {region: _per_step(start) for region, start in starts.items()}
+    usual = next((rate for rate in rates.values() if rate), None)
+    if usual is None:
+        return None
+    return sum(
+        (rates.get(region) or usual) * max(min(step, until) - since, 0)
+        for region, spans in trained.items()
+        for since, until in spans
+    )
+
+
+def _per_step(start: Mapping[str, Any]) -> int | None:
+    """Tokens of a region in an inner step; None if unknown."""
+    training: Mapping[str, Any] = start.get("training", {})
+    known = [training.get(name) for name in ("batch", "data.block_size")]
+    if not all(type(each) is int and 0 < each < 2**31 for each in known):
+        return None
+    return math.prod(known)  # type: ignore[arg-type]
+
 
 _EQUAL = 1e-4
 """All regions find the same mean: its norms are equal but for this."""
@@ -29,7 +88,7 @@ class RunRecord:
         name: for headings and legends.
         journals: one per region, by number; without what is `outside`.
         stories: what each region did; in the same order.
-        shifts: for each section of each journal, what to add to its times for the common axis (`clocks.offsets`).
+        shifts: for each section of each journal, what to add to its times for the common axis (`offsets`).
         in_steps: time stood still, and the axis of the stories shows inner steps.
         found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
         outside: what processes have written that were to join the run and have not come in: it is no part of the run.
@@ -257,4 +316,64 @@ def _means(journal: RegionJournal) -> dict[tuple[int, int], float]:
         norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
         if norm is not None:
             found[event["fragment"], event["sent_at"]] = norm
+    return found
+
+
+_Arrivals = Mapping[tuple[int, int], float]
+
+
+def offsets(journals: Sequence[RegionJournal]) -> list[list[float]]:
+    """For each section of each journal, the seconds to add to its times; the earliest event is then at 0.
+
+    A transfer ends in all regions at about the same moment, within the time of one message: this is more exact than the clocks
+    of machines. Those place what has no transfer in common; without them (older journals, simulated time), all regions start
+    at the same moment, and nothing passes between two processes of a region.
+
+    Args:
+        journals: of one run.
+    """
+    arrivals = [[_arrivals(section) for section in sections(journal.events)] for journal in journals]
+    dated = all(figure(event, "at") is not None for journal in journals for event in _beginnings(journal))
+    placed = [[_by_date(s[0]) if dated else 0.0 for s in sections(j.events)] for j in journals]
+    first = max(range(len(journals)), key=lambda place: sum(map(len, arrivals[place])))
+    known: dict[tuple[int, int], float] = {}
+    for found, shift in zip(arrivals[first], placed[first], strict=True):
+        known |= {key: time + shift for key, time in found.items()}
+    for place, own in enumerate(arrivals):
+        if place == first:
+            continue
+        differences = [
+            [known[key] - time - shift for key, time in found.items() if key in known]
+            for found, shift in zip(own, placed[place], strict=True)
+        ]
+        together = [each for found in differences for each in found]
+        usual = median(together) if together else 0.0
+        placed[place] = [
+            shift + (median(found) if found else usual)
+            for shift, found in zip(placed[place], differences, strict=True)
+        ]
+    begin = min(
+        section[0]["time_s"] + shift
+        for journal, shifts in zip(journals, placed, strict=True)
+        for section, shift in zip(sections(journal.events), shifts, strict=True)
+    )
+    return [[shift - begin for shift in shifts] for shifts in placed]
+
+
+def _beginnings(journal: RegionJournal) -> list[Event]:
+    return [section[0] for section in sections(journal.events)]
+
+
+def _by_date(event: Event) -> float:
+    return (figure(event, "at") or 0.0) - event["time_s"]
+
+
+def _arrivals(section: Sequence[Event]) -> _Arrivals:
+    """When the mean of each transfer was here, where the journal knows it exactly."""
+    found = {}
+    for event in section:
+        if event["kind"] in ("land", "void"):
+            time = arrival_of(event)
+            if time is not None:
+                found[event["fragment"], event["sent_at"]] = time
     return found

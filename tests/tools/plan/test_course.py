@@ -6,7 +6,7 @@ import pytest
 
 from hf_cocodc.parts.schedules import Schedule, adaptive, every, rounds, staggered
 from hf_cocodc.tools.plan.course import Cargo, Course, Work, course
-from hf_cocodc.tools.plan.layers import SerialLine
+from hf_cocodc.tools.plan.forecast import SerialLine
 
 STEP_S = 0.1
 H = 20

@@ -9,7 +9,7 @@ import pytest
 
 from hf_cocodc.parts.schedules import every, staggered
 from hf_cocodc.tools.plan.course import course
-from hf_cocodc.tools.plan.layers import SerialLine, layered
+from hf_cocodc.tools.plan.forecast import SerialLine, layered
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 TABLE = {
