@@ -1010,6 +1010,9 @@ class _Work:
         old = state.seat_of(back.member)
         self.change(seats={**_without(state.seats, old), who: seat})
         self.tell(Hears(member=back.member, hears=True))
+        for place in back.members:  # this coordinator may have come back without hearing of one
+            if self.state.seat_of(place.member) is None:
+                self.send(who, Hears(member=place.member, hears=False))
         if state.recovers:
             self.remember(back)
             return

@@ -95,6 +95,9 @@ def test_all_hear_which_connections_have_ended_and_who_has_called_again() -> Non
     world.do(Came(4, back))  # before the coordinator knows that the earlier connection has ended
     world.do(Ended(3))
     assert world.last(2) == Hears(member=back.member, hears=True)
+    world.do(Ended(2))
+    world.do(Came(5, world.back(1)))  # it hears who is away
+    assert Hears(member=world.back(2).member, hears=False) in world.sent[5]
 
 
 def test_new_regions_of_a_run_that_has_died_begin_anew() -> None:
