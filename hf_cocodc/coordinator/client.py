@@ -50,7 +50,10 @@ _LOOK_S = 0.2
 def status(
     address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
 ) -> list[dict[str, Any]]:
-    """The runs at a coordinator that these keys may see, or the one of this name (see `overview.py`). Raises like Connection."""
+    """The runs at a coordinator that these keys may see, or the one of this name (see `overview.py`).
+
+    Raises like CoordinatorConnection.
+    """
     answer = _answer(
         CoordinatorConnection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s
     )
@@ -58,7 +61,7 @@ def status(
 
 
 def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | None:
-    """The port of the relay on a coordinator's machine; None if there is none. Raises like Connection."""
+    """The port of the relay on a coordinator's machine; None if there is none. Raises like CoordinatorConnection."""
     answer = _answer(CoordinatorConnection(address, "", "status", keys, timeout_s=timeout_s), timeout_s)
     return None if answer.get("relay") is None else int(answer["relay"])
 
@@ -67,7 +70,7 @@ def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout
     """The answer to one message of a command.
 
     Raises:
-        MeetingError: like Connection; or there is no answer within `timeout_s`.
+        MeetingError: like CoordinatorConnection; or there is no answer within `timeout_s`.
         CocodcError: the coordinator refuses, with the error that it names.
     """
     connection = CoordinatorConnection(address, run, "command", keys, timeout_s=timeout_s)
@@ -80,7 +83,10 @@ def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout
 def told_by_doctors(
     address: str, keys: Keys | None, run: str, region: int, told: dict[str, Any], timeout_s: float = 5.0
 ) -> dict[int, dict[str, Any]]:
-    """Tell what the doctor of a region has found, and return what those of all regions have told. Raises like Connection."""
+    """Tell what the doctor of a region has found, and return what those of all regions have told.
+
+    Raises like CoordinatorConnection.
+    """
     connection = CoordinatorConnection(address, run, "doctor", keys, timeout_s=timeout_s)
     answer = _answer(connection, timeout_s, {"region": region, "told": told})
     return {int(each): content for each, content in answer["told"].items()}
@@ -105,7 +111,7 @@ class Client:
     """A region's one connection to the coordinator, which it makes again when it ends.
 
     Args:
-        address, run, keys: see Connection.
+        address, run, keys: see CoordinatorConnection.
         period_s: seconds between two signs of life.
 
     Attributes:

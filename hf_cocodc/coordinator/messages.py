@@ -18,7 +18,7 @@ from .validation import MOST, whole
 
 _MOST_GENERATIONS = 1_000_000_000
 """Tickets follow from them, and must stay below `MOST`."""
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
 """Characters of a text."""
@@ -384,7 +384,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Hears:
-    """The coordinator's connection to a process has ended, and it may call again; or it has called again."""
+    """Whether the coordinator has a connection to a process. One without may call again."""
 
     member: Member
     hears: bool

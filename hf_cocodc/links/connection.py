@@ -234,13 +234,21 @@ class Connection:
                 self._asks = True
                 self._outgoing.put(None)
 
-    def drain(self, until: float) -> None:
-        """Wait until the other end has received all that was sent; while the connection is broken, or until then (monotonic)."""
+    def drain(self, until: float) -> bool:
+        """Wait until the other end has received all that the kernel took; while the connection is broken, or until then.
+
+        Args:
+            until: by the monotonic clock.
+
+        Returns:
+            Whether it has, or the connection has ended.
+        """
         with self._changed:
             while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
                 self.ask()
                 self._changed.wait(_ASK_S)
             self._asks = False
+            return not self._sent or self._error is not None
 
     def close(self) -> None:
         """End it, at the other end, too. What has been sent before still arrives there, if the socket holds so long."""

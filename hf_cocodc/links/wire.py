@@ -3,6 +3,7 @@
 A `Wire` holds a pair of connected ends for each other region. A transfer uses a `View` of it.
 """
 
+import logging
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from .pairs import (
 from .port import Port
 from .recovery import Liveness, NotBack
 from .view import Throttle, View, Waits
+
+logger = logging.getLogger(__name__)
 
 FIRST = 0
 """Order of the first messages of a pair: all other views have a higher one."""
@@ -221,8 +224,13 @@ class Wire:
         for each in connections:
             each.ask()
         until = time.monotonic() + self.timeout_s
-        for each in connections:
-            each.drain(until)
+        have_all = [each.drain(until) for each in connections]
+        if not all(have_all):
+            logger.warning(
+                "region %d ends, and another region has not received all of it within %g s (regions.timeout_s): that region may "
+                "lack the last mean. Look at its last output.",
+                *(self.region, self.timeout_s),
+            )
 
     def close(self) -> None:
         """Close all connections, and listen no more."""

@@ -3,7 +3,6 @@
 `OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags, and
 `help` shows them. Fields that most runs leave alone (`rules.expert`) come after the others. A field that is None takes the
 default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
-May import: errors.
 """
 
 from .environment import (

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_cocodc.cli.checks import check
+from hf_cocodc.cli.checks import check, check_writable
 from hf_cocodc.errors import CocodcError
 from hf_cocodc.methods import METHODS
 from hf_cocodc.tools.bench.report import BenchReport, write
@@ -62,8 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         _measure(options)
     except CocodcError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     return 0
 
 
@@ -72,6 +72,10 @@ def _measure(options: argparse.Namespace) -> None:
     check("--rtt-ms", options.rtt_ms, 0, 60_000)
     check("--rate-mbit", options.rate_mbit, 0.01, 100_000)
     check("--loss", options.loss, 0, 0.99)
+    if options.rate_limit is not None:
+        check("--rate-limit", options.rate_limit, 0.01)
+    if options.json is not None:
+        check_writable("--json", options.json)
     plan = Plan(
         regions=options.regions,
         rtt_s=options.rtt_ms / 1e3,

@@ -126,7 +126,7 @@ def test_another_protocol_is_refused_at_both_ends_naming_both_versions(
         with socket.create_connection((host, int(port))) as caller:
             caller.sendall(b'{"hf_cocodc": 99, "version": "9.9", "key": null, "new": [1]}\n')
             answer = caller.recv(4096)
-        assert b"9.9 (protocol 99)" in answer and b"(protocol 16)" in answer and b"refused" in answer
+        assert b"9.9 (protocol 99)" in answer and b"(protocol 17)" in answer and b"refused" in answer
         monkeypatch.setattr(
             "hf_cocodc.coordinator.connection.versions", lambda: {"hf_cocodc": 13, "version": "0.0.9"}
         )

@@ -281,8 +281,8 @@ def test_who_drains_a_connection_knows_that_all_has_come(lasting: Lasting, how: 
 
 def test_draining_ends_with_the_time_or_the_connection(lasting: Lasting) -> None:
     lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
-    send(lasting.ends[0], 1, 0, full(1))  # nobody asks for it
-    lasting.ends[0].drain(time.monotonic() + 0.3)
+    send(lasting.ends[0], 1, 0, full(1)).wait(PATIENCE_S)  # nobody asks for it
+    assert not lasting.ends[0].drain(time.monotonic() + 0.3)
     threading.Timer(0.3, lasting.ends[1].close).start()
     lasting.ends[0].drain(time.monotonic() + PATIENCE_S)
     assert lasting.ends[0]._sent

@@ -86,6 +86,8 @@ def test_a_cut_bundle_is_what_the_sender_would_have_sent() -> None:
         (["--rate-mbit", "0"], "--rate-mbit 0 must lie in 0.01 .. 100000."),
         (["--rtt-ms", "-1"], "--rtt-ms -1 must lie in 0 .. 60000."),
         (["--loss", "5"], "--loss 5 must lie in 0 .. 0.99."),
+        (["--rate-limit", "0"], "--rate-limit 0 must be at least 0.01."),
+        (["--json", "no/such/folder/x.json"], "x.json cannot be written: No such file or directory."),
         (["--methods", "dilco"], "--methods 'dilco' is not known. Did you mean 'diloco'?"),
         (["--steps", "3"], "--steps 3 is less than one round of --sync-interval 20"),
         (
