@@ -8,21 +8,21 @@ import importlib
 TYPE_CHECKING = False  # typing would be most of the time in which Ctrl-C is not yet handled (see __main__)
 if TYPE_CHECKING:
     from .errors import RunLeft, RunStopped
-    from .integrations.trainer import CoCoDCCallback
-    from .recipes.recipe import Recipe
     from .run.outer_optimizer import OuterOptimizer
     from .run.shards import region_shard
     from .run.split_world import split_world
     from .settings import OuterConfig, RegionConfig
+    from .settings.recipe import Recipe
+    from .trainer.callback import CoCoDCCallback
     from .training.simulation import simulate
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CoCoDCCallback": ".integrations.trainer",
+    "CoCoDCCallback": ".trainer.callback",
     "OuterConfig": ".settings",
     "OuterOptimizer": ".run.outer_optimizer",
-    "Recipe": ".recipes.recipe",
+    "Recipe": ".settings.recipe",
     "RegionConfig": ".settings",
     "RunLeft": ".errors",
     "RunStopped": ".errors",

@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.links.base import Link
-from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.local_weights import kept, restore, weights_file
-from hf_cocodc.run.manifest import FORMAT
+from hf_cocodc.link.base import Link
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
+from hf_cocodc.snapshot.manifest import FORMAT
 from hf_cocodc.training.simulation import simulate
 from tests.toys import Blocks
 

@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_cocodc import OuterOptimizer
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.methods import Method
-from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.recipe import Recipe
 
 T = TypeVar("T")
 Build = Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from ..errors import InputError, short
-from ..recipes.recipe import Recipe
 from ..settings import ENV_SECRET
+from ..settings.recipe import Recipe
 from ..training.rules import check_sections
 
 STDOUT = Path("-")

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..coordinator.addresses import is_loopback
 from ..coordinator.secret import secret_of
 from ..errors import InputError
+from ..net.addresses import is_loopback
 from ..settings import ENV_SECRET, RegionConfig, check_host
 from .checks import check
 
 if TYPE_CHECKING:
-    from ..coordinator.secret import Keys
+    from ..net.keys import Keys
 
 _MOST_LINES = 1000
 """Lines of the log that wait while nobody reads them."""
@@ -124,7 +124,7 @@ def _relay(options: argparse.Namespace, secrets: "list[Keys]", say: Any) -> Iter
     if options.relay_rate_mbit is not None:
         check("--relay-rate-mbit", options.relay_rate_mbit, 0.01)
         rate = options.relay_rate_mbit * 1e6 / 8
-    from ..coordinator.relay import RelayProcess
+    from ..net.relay import RelayProcess
 
     with contextlib.closing(RelayProcess(options.host, port, secrets, rate, say)):
         yield port

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import short
-from ..run.status import LEFT, heard
+from ..status import LEFT, heard
 
 LINE_S = 60.0
 """Where the output is not a terminal, lines are at most so far apart."""
@@ -31,7 +31,7 @@ class Display:
         resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
             its evaluations.
         joins: the regions join a run that trains. Their journals may hold earlier parts of it.
-        statuses: one per region: files in which regions say what they are doing (see `run.status`).
+        statuses: one per region: files in which regions say what they are doing (see `status`).
         clock: returns seconds since the epoch.
     """
 

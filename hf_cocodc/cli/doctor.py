@@ -8,8 +8,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import InputError
-from ..recipes.arguments import add_recipe
-from ..recipes.recipe import Recipe
+from ..settings.recipe import Recipe, add_recipe
 from .checks import add_coordinator, add_json, add_secret, check, check_writable, write_json
 from .joining import name_of
 from .part import part_of
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             "--wait waits for the doctors of other regions: it needs --region and --coordinator."
         )
     from ..tools.doctor.examine import Patient, examine
-    from ..tools.doctor.findings import WRONG, lines
+    from ..tools.doctor.facts import WRONG, lines
 
     def tell(words: str) -> None:
         if sys.stderr.isatty():

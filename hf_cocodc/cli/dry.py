@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from ..recipes.recipe import Recipe
+from ..settings.recipe import Recipe
 from ..training.rules import outer_in_words
 from .joining import name_of
 from .status import keys_of, running

@@ -7,13 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, RunOver
-from ..recipes.recipe import Recipe
 from ..settings import ENV_COORDINATOR
+from ..settings.recipe import Recipe
 from .status import PATIENCE_S, keys_of
 
 if TYPE_CHECKING:
     from ..coordinator.connection import CoordinatorConnection
-    from ..coordinator.secret import Keys
+    from ..net.keys import Keys
 
 CONNECT_S = 10.0
 AGAIN_S = 1.0
@@ -107,7 +107,7 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
 
 
 def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
-    """The recipe's run, as its coordinator knows it (`coordinator/overview.py`); None if it knows none.
+    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none.
 
     Raises:
         InputError: the coordinator's host has no address.

@@ -5,8 +5,8 @@ import dataclasses
 import os
 
 from ..errors import InputError
-from ..recipes.recipe import Recipe
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, check_alone, from_env, refuse_old_names
+from ..settings.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)

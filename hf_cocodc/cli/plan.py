@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import InputError, nearest, short
-from ..links.pacing import congestion_of
-from ..recipes.arguments import add_recipe
+from ..net.pacing import congestion_of
+from ..settings.recipe import add_recipe
 from .checks import add_json, check, check_writable, recipe_of, write_json
 
 T = TypeVar("T")
@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     recipe = recipe_of(options)
     from ..tools.bench.report import content
-    from ..tools.plan import choice, measured, speeds, table, written
+    from ..tools.plan import choice, speeds, table, written
+    from ..tools.plan import speeds as measured
     from ..tools.plan.flights import LinkFigures
     from ..tools.plan.forecast import Subject, codecs_of
     from ..training.preflight import on_meta

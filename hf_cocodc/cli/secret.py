@@ -28,7 +28,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..coordinator.secret import new_secret
+    from ..net.keys import new_secret
 
     if options.file is None:
         print(new_secret())

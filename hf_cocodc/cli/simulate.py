@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from ..errors import InputError
-from ..recipes.arguments import add_recipe
+from ..settings.recipe import add_recipe
 from .checks import add_json, check, check_writable, recipe_of, renamed, write_json
 from .ending import report
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         check("--rtt-ms", options.rtt_ms, 0)
         check("--rate-mbit", options.rate_mbit, 1e-3)
     recipe = recipe_of(options, overrides)
-    from ..training.preflight import preflight  # torch takes seconds to import
+    from ..training.preflight import preflight
     from ..training.simulation import VirtualLink, simulate, simulated_dir
     from ..training.train import end
 

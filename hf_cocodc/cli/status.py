@@ -9,7 +9,7 @@ from ..settings import RegionConfig
 from .checks import add_coordinator, add_json, add_secret, check_writable, write_json
 
 if TYPE_CHECKING:
-    from ..coordinator.secret import Keys
+    from ..net.keys import Keys
 
 PATIENCE_S = 5.0
 """A coordinator that does not answer for so long is not there."""
@@ -59,7 +59,7 @@ def keys_of(address: str, secret_file: str | None) -> "Keys | None":
 
 
 def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dict[str, Any]]:
-    """The runs at a coordinator, or the one of this name: see `coordinator/overview.py`.
+    """The runs at a coordinator, or the one of this name: see `coordinator/runs.py`.
 
     Raises:
         MeetingError: no coordinator answers there, or one with another secret.

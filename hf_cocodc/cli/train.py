@@ -13,10 +13,9 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..links.pacing import congestion_of
-from ..recipes.arguments import add_recipe
-from ..recipes.recipe import Recipe
+from ..net.pacing import congestion_of
 from ..settings import RegionConfig, warn_alone
+from ..settings.recipe import Recipe, add_recipe
 from . import dry
 from .checks import add_coordinator, add_secret, recipe_of
 from .display import Display
@@ -287,7 +286,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic:
 
 def _saved(folder: Path, processes: Sequence[Any]) -> str:
     """Say which checkpoint an interrupted run has left; of `processes`, those that have stopped count, and not those before."""
-    from ..run.checkpoint import checkpoints, unusable
+    from ..snapshot.checkpoint import checkpoints, unusable
 
     stopped = [each.folder for each in processes if each.has_stopped]
     complete = [

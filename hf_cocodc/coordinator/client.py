@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
+from ..net.keys import Keys
+from ..net.letters import Member
 from .connection import (
     CONNECT_S,
     FIRST_WAIT_S,
@@ -29,7 +31,6 @@ from .messages import (
     FromCommand,
     FromRegion,
     Hello,
-    Member,
     Refuse,
     Resumed,
     ToRegion,
@@ -38,7 +39,6 @@ from .messages import (
     from_plain,
     to_plain,
 )
-from .secret import Keys
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ from ..errors import (
     RunOver,
     short,
 )
-from .addresses import is_loopback
-from .channel import Channel, line_of
+from ..net.addresses import is_loopback
+from ..net.channel import Channel, line_of
+from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
-from .identity import identity
 from .messages import FromCommand, FromRegion, Refuse, from_plain, to_plain
-from .secret import Keys
 
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0

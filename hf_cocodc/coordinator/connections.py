@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import LinkError, short, shown
-from .channel import Channel, keep_alive, line_of
+from ..net.channel import Channel, keep_alive, line_of
+from ..net.keys import Keys
 from .connection import LONGEST_LINE
 from .entrance import Entrance, Limits, key_id
 from .messages import (
@@ -26,7 +27,6 @@ from .messages import (
     to_plain,
 )
 from .runs import Hosted, Runs
-from .secret import Keys
 from .state import StateFile
 
 _MOST_TOLD = 256 << 10

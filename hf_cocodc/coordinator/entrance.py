@@ -10,11 +10,10 @@ from typing import Any
 
 from .. import __version__
 from ..errors import short
+from ..net.channel import Channel, line_of
+from ..net.keys import Keys, identity
 from ..settings import ENV_SECRET
-from .channel import Channel, line_of
-from .identity import identity
 from .messages import PROTOCOL
-from .secret import Keys
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..errors import LinkError, short, shown
+from ..net.letters import Member
+from ..net.validation import MOST, whole
 from ..settings.regions import MOST_REGIONS
-from .validation import MOST, whole
 
 _MOST_GENERATIONS = 1_000_000_000
 """Tickets follow from them, and must stay below `MOST`."""
@@ -22,18 +23,6 @@ PROTOCOL = 17
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
 """Characters of a text."""
-
-
-class Member(NamedTuple):
-    """A process of a region that takes part.
-
-    Attributes:
-        region: the region's number.
-        ticket: a number that no other process of this run has.
-    """
-
-    region: int
-    ticket: int
 
 
 class Place(NamedTuple):
@@ -99,7 +88,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A region comes in or leaves; it counts once all members know it (`links/rules.py`).
+    """A region comes in or leaves; it counts once all members know it (`link/rules.py`).
 
     Attributes:
         number: changes are numbered from 1, without gaps.
@@ -249,7 +238,7 @@ class Paired:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `links.pairs.Pair`)."""
+    """By which way this process is connected to each region: "direct", "reversed" or "relayed" (see `net.pairs.Pair`)."""
 
     regions: tuple[int, ...]
     ways: tuple[str, ...]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..net.letters import Member
 from .hello import first_difference
 from .messages import (
     Announce,
@@ -38,7 +39,6 @@ from .messages import (
     Here,
     Leave,
     LeaveNow,
-    Member,
     Note,
     Noted,
     Over,

@@ -3,17 +3,232 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import short
+from ..net.letters import Member
 from .hello import differences
-from .messages import FromCommand, FromRegion, Hello, Member, ToRegion, Waiting, Ways
-from .news import lines
-from .overview import overview
-from .rules import Came, Ended, Event, Persist, Run, Seat, SendTo, Tick, step
+from .messages import (
+    AskStop,
+    Bye,
+    FromCommand,
+    FromRegion,
+    Hello,
+    LeaveNow,
+    Note,
+    Refuse,
+    Resumed,
+    StopAt,
+    ToRegion,
+    Waiting,
+    Ways,
+)
+from .rules import Came, Effect, Ended, Event, Persist, Run, Seat, SendTo, Tick, step
 from .state import StateFile, with_time_to_return
+
+_LONGEST = 600
+
+
+def lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> list[str]:
+    """One line for each thing that has happened to a run in one step."""
+    said = [*_said(before, event), *_lines(before, after, effects)]
+    return [short(f"run {after.name!r}: {line}", _LONGEST) for line in said]
+
+
+def regions(members: Iterable[Member]) -> str:
+    """
+    >>> regions([Member(1, 4), Member(0, 2)])
+    'regions 0, 1'
+    """
+    numbers = sorted({member.region for member in members})
+    return f"region{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers)) or '(none)'}"
+
+
+def _said(before: Run, event: Event) -> Iterator[str]:
+    """What a region says of its own end."""
+    match event:
+        case Came(who, Note(text=text)) if who in before.seats:
+            yield f"region {before.seats[who].member.region} says: {text}"
+        case Came(who, Bye(how=how, step=at)) if who in before.seats:
+            yield f"region {before.seats[who].member.region} ends at step {at} ({how})"
+
+
+def _lines(before: Run, after: Run, effects: Iterable[Effect]) -> Iterator[str]:
+    has_begun = bool(after.run) and after.run != before.run
+    if has_begun and not after.recovers:
+        where = ", ".join(sorted({*after.hosts.values()}))
+        yield f"{regions(after.members)} have met, from {where}; generation {after.generation}"
+    yield from _waiting(before, after)
+    if after.recovers and not (before.recovers and before.run == after.run):
+        yield "this coordinator does not remember the run, and decides nothing before all its members have called"
+    if before.recovers and not after.recovers and before.run == after.run:
+        yield f"all members have called: {regions(after.members)}; generation {after.generation}"
+    if before.run == after.run and not (after.recovers or before.recovers):
+        yield from _changes(before, after)
+    yield from _connections(before, after, has_begun)
+    yield from _messages(after, effects)
+    if after.ended is not None and before.ended is None:
+        place = f"; the model lies at {after.ended.place}" if after.ended.place else ""
+        yield f"ended at step {after.ended.step} ({after.ended.how}){place}"
+
+
+def _waiting(before: Run, after: Run) -> Iterator[str]:
+    for who, hello in after.hellos.items():
+        if who not in before.hellos:
+            does = "wants to join" if hello.join else f"of {hello.terms.count} waits for the others"
+            yield f"region {hello.region} {does}, from {hello.host} ({hello.machine})"
+
+
+def _changes(before: Run, after: Run) -> Iterator[str]:
+    """Losses, joins and leaves."""
+    if after.losses > before.losses:
+        for decided in after.decisions:
+            if decided.decision.number >= before.losses:
+                for member, why in zip(decided.decision.lost, decided.whys, strict=False):
+                    yield f"region {member.region} is lost: {why}"
+        yield f"{regions(after.members)} go on"
+        return
+    come, gone = set(after.members) - set(before.members), set(before.members) - set(after.members)
+    if come:
+        yield f"{regions(come)} joined; members: {regions(after.members)}"
+    if gone:
+        yield f"{regions(gone)} left; members: {regions(after.members)}"
+    known = {change.number for change in before.announced}
+    for change in after.announced:
+        if change.number not in known:
+            yield f"region {change.member.region} {'comes in' if change.kind == 'join' else 'leaves'} (change {change.number})"
+
+
+def _connections(before: Run, after: Run, has_begun: bool) -> Iterator[str]:
+    """Processes that are connected now, or no longer."""
+    if after.asked_at is not None and before.asked_at is None and after.reports:
+        missed = {member for report in after.reports.values() for member in report.lost} | {*after.missed}
+        reporter = regions(after.reports)
+        yield f"{reporter} missed {regions(missed)}: asking the others"
+    here = {seat.member for seat in after.seats.values()}
+    for seat in before.seats.values():
+        if seat.member not in here and seat.member in after.expected and after.ended is None:
+            yield f"region {seat.member.region} has no connection to this coordinator any more"
+    if not has_begun:
+        for member in after.newcomers.keys() - before.newcomers.keys():
+            yield f"region {member.region} is a newcomer, with ticket {member.ticket}"
+    for member in before.newcomers.keys() - after.newcomers.keys() - set(after.members):
+        yield f"region {member.region}, which wanted to join, has gone"
+
+
+def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
+    asked = answered = False
+    for effect in effects:
+        match effect:
+            case SendTo(message=Refuse(why=why)):
+                yield f"refused: {why}"
+            case SendTo(to=to, message=Resumed()) if to in after.seats:
+                yield f"region {after.seats[to].member.region} is back"
+            case SendTo(to=to, message=LeaveNow()) if to in after.seats:
+                yield f"region {after.seats[to].member.region} is asked to leave"
+            case SendTo(message=AskStop()) if not asked and after.question is not None:
+                asked = True
+                yield f"asked to stop: {'; '.join(f'region {r}: {why}' for r, why in after.question.whys.items())}"
+            case SendTo(message=StopAt(step=at)) if not answered:
+                answered = True
+                yield f"stops at step {at}" if at else "has agreed on no step at which to stop"
+
+
+_UNHEARD_S = 2.0
+"""A process that has sent nothing for so long is compared as it was."""
+
+
+def overview(
+    state: Run, now: float, gone: Mapping[Member, Seat], ways: Mapping[Member, Mapping[int, str]]
+) -> dict[str, Any]:
+    """A run as JSON can express it.
+
+    Args:
+        gone: members without a connection, as they were heard of last.
+        ways: by which way each process is connected to each region.
+    """
+    seats = {member: seat for member, seat in gone.items() if member in state.members}
+    seats.update({seat.member: seat for seat in state.seats.values()})
+    newest = max((seat for seat in seats.values()), key=lambda seat: seat.beat.landed_at, default=None)
+    has_landed = newest is not None and newest.beat.landed_at >= 0
+    connected = {seat.member for seat in state.seats.values()}
+    return {
+        "run": state.run,
+        "name": state.name,
+        "phase": phase(state),
+        "epoch": state.losses + state.applied,
+        "losses": state.losses,
+        "members": [
+            _member(member, seats.get(member), member in connected, seats, state, now)
+            for member in state.members
+        ],
+        "newcomers": [
+            {"region": member.region, "ticket": member.ticket, "address": state.hosts.get(member, "")}
+            for member in sorted(state.newcomers)
+            if member not in state.members
+        ],
+        "ways": {
+            f"{member.region}-{other}": way
+            for member in state.members
+            for other, way in sorted(ways.get(member, {}).items())
+            if member.region < other and other in {each.region for each in state.members}
+        },
+        "waiting": sorted(hello.region for hello in state.hellos.values()),
+        "elastic": state.terms.elastic,
+        "count": state.terms.count,
+        "least": state.terms.least,
+        "most": state.terms.most,
+        "max_steps": max((seat.beat.max_steps for seat in seats.values()), default=0) or None,
+        "landed_at": newest.beat.landed_at if newest and has_landed else None,
+        "landed_s": newest.beat.landed_s + now - newest.beat_at if newest and has_landed else 0.0,
+        "ended": state.ended
+        and {"how": state.ended.how, "step": state.ended.step, "place": state.ended.place},
+    }
+
+
+def phase(state: Run) -> str:
+    """What a run does: "gathering" its regions, "trains", "recovering", "silent" (no member is connected) or "ended"."""
+    if state.ended is not None and not state.hellos:
+        return "ended"
+    if not state.trains:
+        return "gathering"
+    if state.alone_since is not None:
+        return "silent"
+    return "recovering" if state.recovers else "trains"
+
+
+def _member(
+    member: Member,
+    seat: Seat | None,
+    is_connected: bool,
+    seats: Mapping[Member, Seat],
+    state: Run,
+    now: float,
+) -> dict[str, Any]:
+    doing = "" if seat is None else seat.beat.doing
+    if not is_connected:
+        doing = "is not connected to the coordinator"
+    return {
+        "region": member.region,
+        "ticket": member.ticket,
+        "address": state.hosts.get(member, ""),
+        "step": 0 if seat is None else seat.beat.step,
+        "behind": 0 if seat is None else _behind(seat, seats, now),
+        "moved_s": 0.0 if seat is None else now - seat.moved_at,
+        "awaits": None if seat is None else seat.beat.awaits,
+        "doing": doing,
+        "heard_s": None if seat is None else now - seat.heard_at,
+    }
+
+
+def _behind(seat: Seat, seats: Mapping[Member, Seat], now: float) -> int:
+    """Inner steps that a member is behind, as far as that is certain: others may have said theirs a moment later."""
+    is_heard = now - seat.beat_at <= _UNHEARD_S
+    ahead = [each.beat.step for each in seats.values() if not is_heard or each.beat_at <= seat.beat_at]
+    return max((step - seat.beat.step for step in ahead), default=0)
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import InputError
-from .addresses import listen_at, named
-from .channel import keep_from_forks
+from ..net.addresses import listen_at, named
+from ..net.channel import keep_from_forks
+from ..net.keys import Keys
 from .connections import Coordinator
-from .secret import Keys
 from .state import StateFile
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InputError, LinkError, short
+from ..net.letters import Member
 from ..settings.regions import MOST_REGIONS
-from .messages import PROTOCOL, Bye, Change, Decided, Member, Place, Terms, from_plain, to_plain
+from .messages import PROTOCOL, Bye, Change, Decided, Place, Terms, from_plain, to_plain
 from .rules import RETURN_S, VOID_S, Run
 
 _RETURN_S = 20.0

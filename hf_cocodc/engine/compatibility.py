@@ -51,14 +51,6 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
     ]
 
 
-def names_in(found: list) -> frozenset[str]:
-    """Names of the parameters in a saved layout. Raises TypeError or ValueError if it is none."""
-    names = [name for fragment in found for name, *_ in fragment]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError("the layout has a parameter without a name")
-    return frozenset(names)
-
-
 def sound_counts(found: Any, levels: int = 0) -> None:
     """Check a count, or lists of counts, in so many levels at most. Raises ValueError if something else is there."""
     if levels and isinstance(found, list | tuple):

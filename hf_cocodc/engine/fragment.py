@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..links.base import Arrival, ArrivedHandle, Link
+from ..link.base import Arrival, ArrivedHandle, Link
 from ..methods import Method
 from ..parts.codecs.base import Conversation, Result
 from ..parts.fragments import Fragment
 from ..parts.info import MergeInfo, OuterInfo
 from ..parts.merges import Merge
 from ..parts.outer import OuterTransform
-from ..tensors.departures import Departure
-from ..tensors.flat import copy_all_, digest, flat_zeros, tensors_in
-from ..tensors.pieces import PIECE, Cut, cuts
-from ..tensors.pools import HOST, Pool, shared_lengths
-from ..tensors.sharding import local_shard
-from ..tensors.threads import HostThreads, divide
+from ..parts.tensors.flat import copy_all_, digest, flat_zeros, local_shard, tensors_in
+from ..parts.tensors.memory import HOST, Departure, Pool, shared_lengths
+from ..parts.tensors.pieces import PIECE, Cut, HostThreads, cuts, divide
 from .compatibility import form_of
 from .landing import Flats, Landing
 from .local_params import LocalParams
 from .outer_step import OuterStep
-from .shares import Trained
-from .transfer import Transfer
+from .transfer import Trained, Transfer
 
 
 @dataclass

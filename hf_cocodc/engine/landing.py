@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ..parts.info import MergeInfo, Piece
 from ..parts.merges import Merge
-from ..tensors.flat import copy_all_, is_finite
-from ..tensors.norms import norms, squares_of
-from ..tensors.pieces import PIECE, Cut
-from ..tensors.threads import divide
+from ..parts.tensors.flat import copy_all_, is_finite
+from ..parts.tensors.pieces import PIECE, Cut, divide, norms, squares_of
 
 
 class Flats(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..parts.fragments import Fragment
-from ..tensors.flat import copy_all_
-from ..tensors.pieces import Cut, cuts
-from ..tensors.pools import HOST
+from ..parts.tensors.flat import copy_all_
+from ..parts.tensors.memory import HOST
+from ..parts.tensors.pieces import Cut, cuts
 
 STAGED = 1 << 24
 """Values that move between a device and the host at a time: 64 MiB on the device, however long the fragment is."""

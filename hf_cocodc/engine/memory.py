@@ -9,9 +9,9 @@ from torch import nn
 from ..methods import Method
 from ..parts.codecs.base import copies
 from ..parts.fragments import Fragment
-from ..tensors.flat import tensors_in
-from ..tensors.pools import HOST, Pool, shared_lengths
-from ..tensors.threads import HostThreads
+from ..parts.tensors.flat import tensors_in
+from ..parts.tensors.memory import HOST, Pool, shared_lengths
+from ..parts.tensors.pieces import HostThreads
 from .fragment import FragmentState, hold
 from .local_params import staged_bytes
 from .stepping import steps_ahead

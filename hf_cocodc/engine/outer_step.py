@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..links.base import Arrival
+from ..link.base import Arrival
 from ..parts.info import OuterInfo
 from ..parts.outer import OuterTransform
-from ..tensors.flat import tensors_in
-from ..tensors.pieces import PIECE
-from ..tensors.pools import Pool
-from ..tensors.threads import HostThreads, divide
+from ..parts.tensors.flat import tensors_in
+from ..parts.tensors.memory import Pool
+from ..parts.tensors.pieces import PIECE, HostThreads, divide
 
 _CHUNK = 64
 """Pieces after which the number of threads is chosen again: some 10 ms of work for one thread."""

@@ -7,16 +7,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, LinkError
-from ..links.base import Arrival, ArrivedHandle
-from ..links.records import from_numbers
-from ..links.trailer import Ending, Trailer, checked
+from ..link.base import Arrival, ArrivedHandle
+from ..link.records import Ending, Trailer, checked, from_numbers
 from ..parts.codecs import without_residuals
 from ..parts.codecs.base import Result
 from ..parts.guard import Ordinary
 from .compatibility import HISTORIES, same_structure, sound_fragment
 from .fragment import FragmentState
-from .shares import Trained
-from .transfer import Transfer
+from .transfer import Trained, Transfer
 
 _OF_A_FRAGMENT = (
     "global_params",

@@ -13,22 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..links.base import Link
-from ..links.trailer import NOTHING_TO_SAY, Word, Words
+from ..link.base import Link
+from ..link.records import NOTHING_TO_SAY, Word, Words
 from ..methods import Method
-from ..parts.fragments import Fragment
+from ..parts.fragments import Fragment, names_in
 from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
-from ..tensors.flat import digest
-from ..tensors.pools import HOST
-from . import returning, saving
-from .account import Account, Record, Totals
+from ..parts.tensors.flat import digest
+from ..parts.tensors.memory import HOST
+from . import adoption as returning
+from . import saving
+from .account import Account, Measurements, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
-from .agreement import StepChecksum, agreed_layout, check_same_start, common_layout
-from .compatibility import layout, loading, names_in, same_layout, same_structure
+from .agreement import StepChecksum, agreed_layout, check_same_end, check_same_start, common_layout
+from .compatibility import layout, loading, same_layout, same_structure
 from .fragment import FragmentState, adopt
-from .last_check import check_same_end
-from .measurements import Measurements
 from .memory import Memory, memory
 from .traffic import Traffic
 from .watch import Watch

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..links.base import Arrival, Link, Parcel
-from ..links.trailer import Ending, Trailer, Word, Words
+from ..link.base import Arrival, Link, Parcel
+from ..link.records import Ending, Trailer, Word, Words
 from ..methods import Method
 from ..parts.codecs import share_of_rank, square_of_residuals, without_residuals
 from ..parts.codecs.base import CodecState
@@ -19,18 +19,15 @@ from ..parts.guard import DROPPED, Guard, Ordinary
 from ..parts.info import MergeInfo
 from ..parts.merges import Merge, follow
 from ..parts.schedules import Land, Send
-from ..tensors.flat import tensors_in
-from .account import Account, Seconds
+from ..parts.tensors.flat import tensors_in
+from .account import Account, Measurements, Seconds
 from .agreement import check_in_step
 from .compatibility import HISTORIES, sound_counts
 from .fragment import FragmentState
-from .guarding import Guarding
-from .measurements import Measurements
 from .outer_step import Outcome
 from .saving import take_global
-from .shares import Shares, Trained
-from .stepping import Stepping
-from .transfer import Transfer
+from .stepping import Guarding, Stepping
+from .transfer import Shares, Trained, Transfer
 from .watch import UNKNOWN
 
 

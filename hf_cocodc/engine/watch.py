@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..errors import InputError, LeftBehind
-from ..tensors.sharding import local_shard, reshard
+from ..parts.tensors.flat import local_shard, reshard
 from .fragment import FragmentState
 
 UNKNOWN = -1

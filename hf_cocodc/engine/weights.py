@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..links.base import Link, Parcel
-from ..links.trailer import Trailer
+from ..link.base import Link, Parcel
+from ..link.records import Trailer
 from ..parts.codecs import unrounded
-from ..tensors.flat import is_finite
-from ..tensors.sharding import reshard
+from ..parts.tensors.flat import is_finite, reshard
 from .account import Totals
 from .agreement import check_in_step
 from .fragment import FragmentState

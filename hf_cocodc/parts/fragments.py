@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..tensors.flat import split_views
-from ..tensors.sharding import local_shard
 from .blocks import Block, find_blocks
+from .tensors.flat import local_shard, split_views
 
 EVEN = 1.1
 """With `split_rows` nothing that is outside the blocks makes a fragment larger than this, relative to the mean fragment."""
@@ -295,3 +294,11 @@ def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None
             assert cut[:1] == [0] and cut[-1:] == [len(params[name])] and cut[1:-1:2] == cut[2:-1:2], (
                 f"fragments must cover every value of {name} exactly once, not {rows}"
             )
+
+
+def names_in(found: list) -> frozenset[str]:
+    """Names of the parameters in a saved layout. Raises TypeError or ValueError if it is none."""
+    names = [name for fragment in found for name, *_ in fragment]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("the layout has a parameter without a name")
+    return frozenset(names)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors.norms import norms, square_of_difference
 from .info import OuterInfo
+from .tensors.pieces import norms, square_of_difference
 
 OuterState = dict[str, Any]
 """Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`. Checkpoints save it."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..coordinator.hello import may_differ
 from ..errors import CheckpointError
+from ..snapshot.local_weights import base_digest
 from .inner_optimizer import parts_of
-from .local_weights import base_digest
 
 logger = logging.getLogger(__name__)
 

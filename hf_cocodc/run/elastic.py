@@ -15,21 +15,21 @@ from typing import Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
-from ..coordinator.messages import Member
 from ..engine.saving import wait_for_transfers
 from ..errors import CheckpointError, LeftBehind
-from ..links.log import Marker
-from ..links.spreading import gather
-from ..links.trailer import Ending, Words
+from ..link.log import Marker
+from ..link.records import Ending, Words
+from ..link.spreading import gather
+from ..link.within import main_says
+from ..net.letters import Member
 from ..settings import RegionConfig
-from .checkpoint import Saved
-from .donor import write_base
+from ..snapshot.checkpoint import Saved
+from ..snapshot.donor import write_base
+from ..status import tell
 from .newcomer import JoiningRank
 from .runner import Runner
 from .saving import facts_of
 from .session import RegionSession
-from .shelf import main_says
-from .status import tell
 
 logger = logging.getLogger(__name__)
 

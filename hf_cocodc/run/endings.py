@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..links.base import Link
-from ..links.trailer import Ending, Word, Words
+from ..link.base import Link
+from ..link.records import Ending, Word, Words
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ..engine.saving import wait_for_transfers
 from ..engine.synchronizer import Synchronizer
 from ..errors import LeftBehind, LinkError
-from ..links.base import Link
-from ..links.trailer import Ending, Words
+from ..link.base import Link
+from ..link.records import Ending, Words
 from .elastic import Elastic
 from .endings import Endings
 

@@ -9,7 +9,7 @@ import functools
 import logging
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,15 +17,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..errors import CheckpointError, InputError, LinkError
-from ..links.base import Link
-from ..links.spreading import gather, spread
-from . import checkpoint as disk
-from . import local_weights
-from .checkpoint import Saved
+from ..link.base import Link
+from ..link.spreading import gather, spread
+from ..link.within import main_says
+from ..resolve import value_in
+from ..snapshot import checkpoint as disk
+from ..snapshot import local_weights
+from ..snapshot.checkpoint import Saved
+from ..snapshot.choose import CanResume
+from ..snapshot.manifest import FOLDER
+from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
-from .manifest import FOLDER
-from .resume import CanResume
-from .shelf import main_says
 
 logger = logging.getLogger(__name__)
 
@@ -189,3 +191,86 @@ def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
 
 def _in_words(origin: Origin) -> str:
     return "from step 0, without a checkpoint" if origin.step == _NOTHING else f"from step {origin.step}"
+
+
+class Writer(NamedTuple):
+    """Region that wrote the checkpoint that a region resumes from; -1 if it was taken over."""
+
+    region: int
+
+
+def check(
+    saved: Saved,
+    settings: dict[str, Any],
+    link: Link,
+    about: About,
+    allowed: Collection[str],
+    model: nn.Module,
+    is_new: bool = False,
+) -> None:
+    """Compare the run that wrote a checkpoint with this one; warn if this run cannot be exact. A collective call.
+
+    Args:
+        saved: our part of the checkpoint.
+        settings: of the method.
+        link: of this region.
+        about: the rest of this training.
+        allowed: regions.may_differ.
+        model: unwrapped; it holds the weights that were saved with the checkpoint.
+        is_new: the checkpoint is the base of a newcomer, which comes into a run that trains.
+
+    Raises:
+        CheckpointError: the checkpoint is of another method, model or training, is used by two regions, or is of a region with
+            another number of lanes; or the model holds other weights.
+    """
+    facts = saved.facts
+    writer = -1 if facts.taken_over else facts.region
+    writers = [other.region for other in link.gather(Writer(writer), "who wrote the checkpoints")]
+    # regions may be renumbered, but two regions with equal local weights and random numbers would train the same steps
+    if writer not in (-1, link.region) and writers.count(writer) > 1:
+        raise CheckpointError(
+            f"the checkpoint is region {facts.region}'s, and this is region {link.region}. Give every region its own, or let "
+            "regions find theirs: trainer.train(resume_from_checkpoint=True), or hf-cocodc train RECIPE --resume."
+        )
+    if facts.num_lanes != link.num_lanes:
+        raise CheckpointError(
+            f"a region of {facts.num_lanes} lane(s) wrote the checkpoint, this region has {link.num_lanes}. Launch it with as "
+            "many ranks and the same sharding, or start a new run from checkpoint-N."
+        )
+    theirs = facts.settings
+    method = theirs.get("method")
+    if method != settings["method"]:
+        raise CheckpointError(
+            f"the checkpoint was written with outer.method={method}, this run has {settings['method']}. Resume with the method "
+            "that wrote it, or start a new run from its global model (checkpoint-N)."
+        )
+    names = theirs.keys() | settings.keys()
+    changed = {name for name in names if value_in(theirs, name) != value_in(settings, name)}
+    for name in sorted(changed):
+        logger.warning(
+            "outer.%s was %r when the checkpoint was written and is %r now: the run continues with the new value, and "
+            "differs from the run that was stopped.",
+            *(name, value_in(theirs, name), value_in(settings, name)),
+        )
+    for sentence in refuse_another_run(facts.model, facts.facts, about, allowed):
+        logger.warning(sentence)
+    local_weights.check(model, saved.weights, saved.synchronised)
+    if is_new:
+        logger.info(
+            "region %d begins with the global params, outer state and inner optimizer of region %d, with its own random numbers "
+            "and without residuals.",
+            *(link.region, facts.region),
+        )
+        return
+    if facts.num_regions != link.num_regions:
+        logger.warning(
+            "resuming %d regions as %d: the data is divided again, and in this epoch some samples are seen twice and some not at "
+            "all. Unsent steps and residuals of regions that left are lost.",
+            *(facts.num_regions, link.num_regions),
+        )
+    if facts.taken_over:
+        logger.warning(
+            "region %d had no checkpoint of step %d: it continues with the global params, outer state and inner optimizer of "
+            "region %d, with its own random numbers and without residuals.",
+            *(link.region, facts.step, facts.region),
+        )

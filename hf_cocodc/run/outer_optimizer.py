@@ -20,25 +20,24 @@ from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
 from ..errors import InputError, RunStopped
-from ..links.base import Link
-from ..links.trailer import Words
+from ..link.base import Link
+from ..link.records import Words
 from ..methods import Method
 from ..newer import INNER
 from ..resolve import as_config, continuing, from_config, lost_steps, settings
 from ..settings import OuterConfig, RegionConfig
+from ..snapshot.checkpoint import Saved
+from ..snapshot.donor import Inner
 from .about import About, of_loop
-from .checkpoint import Saved
 from .connect import begin_over, meet
-from .donor import Inner
 from .elastic import Elastic
 from .endings import Endings
 from .finishing import Finishing
 from .inner_optimizer import InnerOptimizer
-from .joining import advance, inner_of, joins, place_for_bases, read_base
 from .journal import Journal
-from .loaded import agree_on_beginning, in_all, take_loaded
+from .loaded import agree_on_beginning, check, in_all, take_loaded
+from .newcomer import advance, inner_of, joins, place_for_bases, read_base
 from .recovery import recover, ruined_at_the_end
-from .resume import check
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
 from ..errors import CocodcError
-from ..links.trailer import Ending
+from ..link.records import Ending
 from ..parts.guard import lower_median
 from ..settings import OuterConfig
 from .endings import Endings

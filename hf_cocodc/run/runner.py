@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..engine.synchronizer import Synchronizer
-from .donor import Inner
+from ..snapshot.donor import Inner
 from .endings import Endings
 from .saving import Savable
 from .session import RegionSession

@@ -10,17 +10,17 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..engine.synchronizer import Synchronizer
-from ..links.base import Link
-from ..tensors.contents import digests
-from . import checkpoint as disk
-from . import local_weights, owner
+from ..link.base import Link
+from ..link.within import main_says
+from ..parts.tensors.flat import digests
+from ..snapshot import checkpoint as disk
+from ..snapshot import folder as owner
+from ..snapshot import local_weights
+from ..snapshot.checkpoint import Facts, Saved
 from .about import About
-from .checkpoint import Saved
-from .facts import Facts
 from .inner_optimizer import InnerOptimizer
 from .journal import Journal
 from .loaded import in_all, refuse_damaged, restore_buffers, take_loaded
-from .shelf import main_says
 from .spent import Spent
 
 

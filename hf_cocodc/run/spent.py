@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from ..engine.synchronizer import Synchronizer
-from ..links.base import Link
+from ..link.base import Link
 
 
 class Trains(Protocol):

@@ -5,12 +5,12 @@ import socket
 
 import torch.distributed as dist
 
-from ..coordinator.addresses import free_port
 from ..coordinator.secret import secret_of
 from ..coordinator.server import Served, serve_in_thread
 from ..errors import InputError
+from ..net.addresses import free_port
+from ..parts.tensors.pieces import REGIONS_HERE
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig
-from ..tensors.threads import REGIONS_HERE
 
 
 def split_world(num_regions: int) -> int:

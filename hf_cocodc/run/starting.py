@@ -16,11 +16,11 @@ from ..auto import is_auto
 from ..engine.memory import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
-from ..links.base import Link
-from ..links.spreading import gather
+from ..link.base import Link
+from ..link.spreading import gather
 from ..resolve import from_config, guard_of, method_of
 from ..settings import OuterConfig
-from .checkpoint import Saved
+from ..snapshot.checkpoint import Saved
 from .journal import Journal, Mark
 from .session import session_of
 from .supported import outer_device

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from ..engine.watch import refuse_complex
 from ..errors import InputError
 from ..parts.codecs import has_radial, has_rank
+from ..parts.tensors.memory import HOST
 from ..resolve import from_config
 from ..settings import OuterConfig
-from ..tensors.pools import HOST
 
 
 def refuse_unsupported(

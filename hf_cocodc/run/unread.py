@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..links.base import Link
+from ..link.base import Link
 from ..settings import ENV_REGIONS, RegionConfig, from_env
 from .about import About
 from .journal import Journal

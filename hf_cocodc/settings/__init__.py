@@ -1,4 +1,4 @@
-"""The settings of a run as frozen dataclasses: the sections `outer` and `regions` of a recipe. Nothing here imports torch.
+"""What users write: the settings of a run as frozen dataclasses, and recipes, which hold them. Nothing here imports torch.
 
 `OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags, and
 `help` shows them. Fields that most runs leave alone (`rules.expert`) come after the others. A field that is None takes the

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..errors import CocodcError, InputError, nearest, reason, shown
-from ..recipes.recipe import Recipe
+from ..settings.recipe import Recipe
 
 MUON = "muon"
 """What `training.optim` says for the optimizer that Trainer does not have."""

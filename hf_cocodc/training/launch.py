@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,17 +19,55 @@ from typing import IO
 import psutil
 
 from ..errors import InputError, RunStopped
-from ..recipes.recipe import Recipe
+from ..parts.tensors.pieces import REGIONS_HERE
 from ..run.journal import earlier_name
 from ..run.lock import hold, region_lock
-from ..run.status import ENV_STATUS, LEFT, heard
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS
-from ..tensors.threads import REGIONS_HERE
+from ..settings.recipe import Recipe
+from ..status import ENV_STATUS, LEFT, forget, heard
 from .building import output_dir
-from .command import ENV_COMMAND, ENV_OUTLIVES
+
+ENV_COMMAND = "HF_COCODC_COMMAND"
+"""Number of the process to watch."""
+ENV_OUTLIVES = "HF_COCODC_OUTLIVES_COMMAND"
+"""1 for a region that was started on its own, otherwise 0."""
+POLL_S = 1.0
+PATIENCE_S = 600.0
+"""Time for a last checkpoint. Without the command there is no coordinator, and regions hear of a signal only with a
+transfer: that may be a round away."""
+
+
+def end_with_command() -> None:
+    """Watch the command, if there is one. When it is gone, this process gets SIGTERM, and SIGKILL if it goes on.
+
+    A process that may outlive the command gets no signal.
+    """
+    command = os.environ.get(ENV_COMMAND)
+    if command is not None:
+        threading.Thread(target=_watch, args=(int(command),), name="hf_cocodc-command", daemon=True).start()
+
+
+def _watch(command: int) -> None:
+    try:
+        process = psutil.Process(command)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(POLL_S)
+    except psutil.NoSuchProcess:
+        pass
+    forget()
+    if os.environ.get(ENV_OUTLIVES) == "1":
+        return
+    os.kill(os.getpid(), signal.SIGTERM)
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        sys.stderr.write(
+            f"the command that started this region (process {command}) is gone: the region stops.\n"
+        )
+    time.sleep(PATIENCE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 GRACE_S = 30.0
-POLL_S = 0.2
+_CHECK_S = 0.2
 _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
@@ -308,7 +347,7 @@ def watch(
             deadline = min(deadline, time.monotonic() + timeout_s + GRACE_S)
         if time.monotonic() > deadline:
             stop(processes)
-        time.sleep(POLL_S)
+        time.sleep(_CHECK_S)
     for each in processes:
         each.log.close()
     return failed

@@ -16,8 +16,8 @@ from typing import Any, get_args, get_type_hints
 import psutil
 
 from ..errors import InputError, nearest, reason, short, shown
-from ..recipes.reading import converted
-from ..recipes.recipe import Recipe
+from ..settings.reading import converted
+from ..settings.recipe import Recipe
 from . import building
 from .building import blaming
 from .rules import check_sections
@@ -103,7 +103,7 @@ def _arguments(recipe: Recipe) -> Any:
     from transformers import TrainingArguments, set_seed
     from transformers.integrations import get_reporting_integration_callbacks
 
-    from ..integrations.attaching import refuse_arguments
+    from ..trainer.attaching import refuse_arguments
 
     class Arguments(TrainingArguments):
         """Arguments that do not choose a device: that would start CUDA, or join a process group, in this process."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..integrations.trainer import CoCoDCCallback
-from ..run.status import ENV_STATUS, tell
+from ..status import ENV_STATUS, tell
+from ..trainer.callback import CoCoDCCallback
 
 TELL_S = 1.0
 

@@ -4,9 +4,9 @@ import os
 
 from ..errors import InputError, shown
 from ..newer import INNER
-from ..recipes.recipe import Recipe
 from ..resolve import check as check_outer
 from ..resolve import settings
+from ..settings.recipe import Recipe
 
 _PATHS = ("/", "./", "../")
 """How a text begins that can only be a path."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import InputError
-from ..links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
+from ..link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from ..methods import Method
-from ..recipes.recipe import Recipe
 from ..settings import OF_EVERY_METHOD, OuterConfig
+from ..settings.recipe import Recipe
 from .building import output_dir
 
 T = TypeVar("T")

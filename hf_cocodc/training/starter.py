@@ -8,13 +8,13 @@ from typing import Any
 from ..auto import SHORT_RUN, in_words
 from ..errors import InputError, nearest, shown
 from ..newer import INNER, known
-from ..recipes.keys import keys
-from ..recipes.parsing import read_yaml
-from ..recipes.recipe import Recipe
-from ..recipes.writing import scalar
 from ..resolve import settings
 from ..settings import OuterConfig
+from ..settings.keys import keys
 from ..settings.outer import AUTO, FOLLOWING
+from ..settings.reading import read_yaml
+from ..settings.recipe import Recipe
+from ..settings.writing import scalar
 
 _WIDTH = 110
 _BUILTIN = "python-stdlib"

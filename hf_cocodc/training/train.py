@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CocodcError, InputError, RunLeft
-from ..recipes.arguments import add_recipe
-from ..recipes.recipe import Recipe, facts_of_data
-from ..run.durable import FULL
-from ..run.export import is_saved, note_saved
 from ..run.lock import hold, region_lock
-from ..run.status import LEFT, tell
+from ..settings.recipe import Recipe, add_recipe, facts_of_data
+from ..snapshot.durable import FULL
+from ..snapshot.export import is_saved, note_saved
+from ..status import LEFT, tell
 from . import building
-from .command import end_with_command
+from .launch import end_with_command
 from .preflight import check, preflight
 
 
@@ -33,7 +32,7 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     """
     from transformers import TrainingArguments
 
-    from ..integrations.trainer import CoCoDCCallback
+    from ..trainer.callback import CoCoDCCallback
 
     check(recipe)
     facts = facts_of_data(recipe) | ({"training.optim": building.MUON} if building.has_muon(recipe) else {})
@@ -51,7 +50,7 @@ def _train(recipe: Recipe, args: Any, callback: Any) -> Any:
     """Build everything, train and save; return the Trainer."""
     from transformers import Trainer, default_data_collator, set_seed
 
-    from ..run.ranks import from_main
+    from ..link.within import from_main
     from ..run.shards import num_shards, region_shard
     from .data import pack
     from .metrics import causal_lm_metrics

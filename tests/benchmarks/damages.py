@@ -73,8 +73,8 @@ def _too_fast(place: Place, inner: torch.optim.Optimizer, global_params: Params)
 
 def _weight(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
     """The trailer of one transfer claims a weight of 1e6."""
-    from hf_cocodc.links import calls
-    from hf_cocodc.links.trailer import Trailer
+    from hf_cocodc.link import calls
+    from hf_cocodc.link.records import Trailer
 
     to_row = calls.to_row
 
@@ -90,8 +90,8 @@ def _flip(gathered: bool) -> Callable[..., None]:
     """One bit of one piece on the network; `gathered`: of a mean on its way back, otherwise of an outer gradient."""
 
     def begin(place: Place, inner: torch.optim.Optimizer, global_params: Params) -> None:
-        from hf_cocodc.links.connection import Connection, Operation
-        from hf_cocodc.links.exchange import Exchange
+        from hf_cocodc.link.exchange import Exchange
+        from hf_cocodc.net.connection import Connection, Operation
 
         due, now = threading.Event(), threading.local()
         send, start = Exchange._send, Connection.send

@@ -21,8 +21,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.bench.report import BenchReport, write
 
 from . import workload

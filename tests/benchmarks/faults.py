@@ -23,8 +23,9 @@ from typing import Any
 
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.connection import CoordinatorConnection
-from hf_cocodc.coordinator.messages import Alive, Back, Member, Place, Terms, to_plain
-from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.messages import Alive, Back, Place, Terms, to_plain
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.letters import Member
 from hf_cocodc.parts.guard import WARM_UP
 from hf_cocodc.tools.bench.report import BenchReport, write
 from hf_cocodc.tools.doctor.facts import parts_of

@@ -28,8 +28,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.links.base import Arrival, Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Arrival, Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.guard import Verdict
 from hf_cocodc.tools.bench.report import BenchReport, Row, write
 from tests.toys import VOCAB, llama

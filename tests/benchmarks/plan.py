@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, write
 from hf_cocodc.tools.bench.workers import PORT, coordinator_in_region_0, run, serve
 from hf_cocodc.tools.plan.course import MEASURED, WARM_UP, mean

@@ -10,11 +10,11 @@ import torch
 
 from hf_cocodc.errors import InputError, nearest, shown
 from hf_cocodc.methods import METHODS
-from hf_cocodc.recipes.files import shipped
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.parts.tensors.pieces import cores
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.tensors.threads import cores
+from hf_cocodc.settings.reading import shipped
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench import link
 from hf_cocodc.tools.bench.report import BenchReport
 from hf_cocodc.tools.bench.workers import PORT, Company, coordinator_in_region_0, run, serve

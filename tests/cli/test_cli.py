@@ -18,8 +18,8 @@ from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import CocodcError, InputError
 from hf_cocodc.parts import rules
-from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import launch
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "quickstart"

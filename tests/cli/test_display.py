@@ -12,7 +12,7 @@ import pytest
 
 from hf_cocodc.cli.display import Display
 from hf_cocodc.run.journal import Journal
-from hf_cocodc.run.status import ENV_STATUS, LEFT, tell
+from hf_cocodc.status import ENV_STATUS, LEFT, tell
 
 
 def test_a_new_run_does_not_show_the_journal_of_an_earlier_one(
@@ -55,7 +55,7 @@ class Run:
         self.display = Display([0, 1], paths, 100, statuses=self.statuses, clock=self.clock)
 
     def tell(self, region: int, doing: str, **facts: Any) -> None:
-        self.monkeypatch.setattr("hf_cocodc.run.status._news", [])
+        self.monkeypatch.setattr("hf_cocodc.status._news", [])
         self.monkeypatch.setenv(ENV_STATUS, str(self.statuses[region]))
         tell(doing, **facts)
 
@@ -236,7 +236,7 @@ def test_a_region_that_joins_says_how_it_comes_in(
 ) -> None:
     """Each step once, although another word has replaced it; and it has not resumed anything."""
     monkeypatch.setenv(ENV_STATUS, str(tmp_path / "status.json"))
-    monkeypatch.setattr("hf_cocodc.run.status._news", [])
+    monkeypatch.setattr("hf_cocodc.status._news", [])
     journal = Journal(tmp_path / "journal.jsonl")
     assert journal.path is not None
     display = Display([3], [journal.path], 100, joins=True, statuses=[tmp_path / "status.json"])

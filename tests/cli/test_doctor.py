@@ -14,7 +14,7 @@ from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.tools.doctor import examine, facts
-from hf_cocodc.tools.doctor.findings import OK, Finding
+from hf_cocodc.tools.doctor.facts import OK, Finding
 
 
 @pytest.fixture(autouse=True)

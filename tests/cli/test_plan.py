@@ -13,7 +13,7 @@ import pytest
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.methods import METHODS
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from hf_cocodc.tools.plan import choice, speeds, written
 from hf_cocodc.tools.plan.flights import MSS, MTU

@@ -12,11 +12,12 @@ from hf_cocodc import RegionConfig
 from hf_cocodc.cli import coordinator
 from hf_cocodc.cli.joining import way_back
 from hf_cocodc.cli.main import main, parse
-from hf_cocodc.coordinator.secret import Keys, secret_of
+from hf_cocodc.coordinator.secret import secret_of
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.settings import ENV_SECRET
+from hf_cocodc.settings.recipe import Recipe
 from tests.coordinator.regions import hello, meet, part
 from tests.secret import secret
 

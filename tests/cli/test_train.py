@@ -15,8 +15,8 @@ import pytest
 
 from hf_cocodc.cli import train
 from hf_cocodc.cli.main import main
-from hf_cocodc.run.status import LEFT
 from hf_cocodc.settings import RegionConfig
+from hf_cocodc.status import LEFT
 from hf_cocodc.training import launch
 
 
@@ -38,9 +38,9 @@ def test_a_region_that_was_lost_hides_no_checkpoint_of_those_that_have_stopped(
     lost = a_region(tmp_path, 2)
     steps = {"region-0": (20, 40), "region-1": (20, 40), "region-2": (10,)}
     monkeypatch.setattr(
-        "hf_cocodc.run.checkpoint.checkpoints", lambda region: dict.fromkeys(steps[region.name], region)
+        "hf_cocodc.snapshot.checkpoint.checkpoints", lambda region: dict.fromkeys(steps[region.name], region)
     )
-    monkeypatch.setattr("hf_cocodc.run.checkpoint.unusable", lambda path, hashes: None)
+    monkeypatch.setattr("hf_cocodc.snapshot.checkpoint.unusable", lambda path, hashes: None)
     for name in steps:
         (tmp_path / name).mkdir()
     said = train._saved(tmp_path, [*stopped, lost])
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_simulation() -> None:
     script = """
 import os, signal, sys, torch
 from hf_cocodc.cli.main import main
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.training import preflight, simulation
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets a command in the background ignore it
 def train(region, link):

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Back, Beat, Hello, Place, Terms, Welcome
-from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.net.keys import Keys
 from tests.secret import secret
 
 OURS, THEIRS = "a secret of the run", "another secret"

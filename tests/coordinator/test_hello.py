@@ -9,9 +9,9 @@ from torch import nn
 
 from hf_cocodc.coordinator.hello import compare, side_by_side
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.run import hellos
+from hf_cocodc.run import connect as hellos
 from hf_cocodc.run.about import function_of
-from hf_cocodc.run.hellos import hello
+from hf_cocodc.run.connect import hello
 from tests.toys import llama
 
 MODEL = llama()

@@ -13,15 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_cocodc.coordinator.channel import line_of
 from hf_cocodc.coordinator.client import status
 from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
-from hf_cocodc.coordinator.identity import Identity, identity
 from hf_cocodc.coordinator.messages import Beat, Post, Posted, to_plain
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError
+from hf_cocodc.net.channel import line_of
+from hf_cocodc.net.keys import Identity, Keys, identity
 from tests.secret import secret
 
 from .regions import OTHER, OURS, SECRET, THEIRS, Region, hello, meet, part, wait_until

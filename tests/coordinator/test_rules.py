@@ -7,7 +7,6 @@ from hf_cocodc.coordinator.messages import (
     Hears,
     Hello,
     Leave,
-    Member,
     Paired,
     Place,
     Post,
@@ -22,6 +21,7 @@ from hf_cocodc.coordinator.messages import (
 )
 from hf_cocodc.coordinator.rules import VOID_S, Came, Ended, Event, Run, SendTo, Tick, step
 from hf_cocodc.coordinator.state import with_time_to_return
+from hf_cocodc.net.letters import Member
 
 
 def hello(region: int, elastic: bool = False, join: bool = False, count: int = 2) -> Hello:

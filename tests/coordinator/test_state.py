@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Member, Terms
+from hf_cocodc.coordinator.messages import Bye, Change, Decided, Decision, Terms
 from hf_cocodc.coordinator.rules import VOID_S, Run, durable
 from hf_cocodc.coordinator.runs import Runs
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.coordinator.state import StateFile, with_time_to_return
 from hf_cocodc.errors import InputError
+from hf_cocodc.net.letters import Member
 
 from .regions import hello
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_cocodc.coordinator.messages import Decided, Decision, Member, Report, from_plain, to_plain
+from hf_cocodc.coordinator.messages import Decided, Decision, Report, from_plain, to_plain
 from hf_cocodc.coordinator.verdict import settle
 from hf_cocodc.errors import LinkError
+from hf_cocodc.net.letters import Member
 
 
 def moments(num_regions: int) -> Iterator[tuple[list[bool], list[bool]]]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hf_cocodc.errors import LeftBehind
-from hf_cocodc.links.base import Arrival
-from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, VirtualLink, _Call
-from hf_cocodc.links.process_state import process_state, set_process_state
-from hf_cocodc.links.records import Record
+from hf_cocodc.link.base import Arrival
+from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, VirtualLink, _Call
+from hf_cocodc.link.process_state import process_state, set_process_state
+from hf_cocodc.link.records import Record
 from hf_cocodc.parts.codecs import without_residuals
 
 T = TypeVar("T")

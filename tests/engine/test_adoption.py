@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.links.trailer import Ending, Word
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.records import Ending, Word
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.methods import small

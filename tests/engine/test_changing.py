@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import LeftBehind
-from hf_cocodc.links.lockstep import VirtualLink
+from hf_cocodc.link.lockstep import VirtualLink
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs import without_residuals
 from hf_cocodc.parts.guard import Guard
+from hf_cocodc.parts.tensors.flat import digest, tensors_in
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.flat import digest, tensors_in
 from tests.engine.changing import ChangingLink, Sets, run_changing
 from tests.methods import small
 from tests.toys import Blocks, params_of

@@ -15,18 +15,17 @@ from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.engine.fragment import FragmentState
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.methods import METHODS
+from hf_cocodc.parts.tensors import flat as tensors
+from hf_cocodc.parts.tensors.memory import HOST, Departure, Pool
 from hf_cocodc.resolve import from_config
-from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run.facts import Facts
-from hf_cocodc.run.hellos import hello
+from hf_cocodc.run.connect import hello
 from hf_cocodc.run.supported import outer_device
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors import flat as tensors
-from hf_cocodc.tensors.departures import Departure
-from hf_cocodc.tensors.pools import HOST, Pool
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot.checkpoint import Facts
 from tests.far import FAR, Far
 from tests.methods import small
 from tests.processes.test_link import run_over_tcp

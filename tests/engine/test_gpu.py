@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from hf_cocodc.methods import METHODS
+from hf_cocodc.parts.tensors.memory import HOST, Departure, Pool, bring
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.departures import Departure, bring
-from hf_cocodc.tensors.pools import HOST, Pool
 from tests.engine.test_device import trajectory
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Region, llama, run

@@ -16,8 +16,8 @@ from hf_cocodc.engine import saving
 from hf_cocodc.engine.compatibility import HISTORIES
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import HandshakeError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.processes.test_link import run_over_tcp

@@ -9,12 +9,12 @@ from torch import Tensor
 from hf_cocodc.engine import local_params
 from hf_cocodc.engine.local_params import LocalParams, staged_bytes
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.parts.fragments import Fragment
+from hf_cocodc.parts.tensors.memory import HOST
+from hf_cocodc.parts.tensors.pieces import cuts
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.pieces import cuts
-from hf_cocodc.tensors.pools import HOST
 from tests.far import FAR
 from tests.toys import Blocks
 

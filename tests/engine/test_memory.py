@@ -9,11 +9,11 @@ import torch
 
 from hf_cocodc.engine.memory import forecast, memory
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
+from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.newer import known
+from hf_cocodc.parts.tensors.memory import HOST
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.pools import HOST
 from tests.toys import Blocks
 
 ROOT = Path(__file__).parents[2]

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine import fragment, landing, outer_step
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Arrival, ArrivedHandle, Handle, Parcel
-from hf_cocodc.links.lockstep import LockstepHub, LockstepLink, loopback
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.link.base import Arrival, ArrivedHandle, Handle, Parcel
+from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
+from hf_cocodc.link.records import Trailer
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
 from hf_cocodc.parts.codecs.base import Result
 from hf_cocodc.parts.schedules import AgreedStats, Land, Schedule
+from hf_cocodc.parts.tensors.flat import digest as flat_digest
+from hf_cocodc.parts.tensors.memory import HOST, Pool
+from hf_cocodc.parts.tensors.pieces import PIECE, cuts, square, square_of_difference
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.flat import digest as flat_digest
-from hf_cocodc.tensors.norms import square, square_of_difference
-from hf_cocodc.tensors.pieces import PIECE, cuts
-from hf_cocodc.tensors.pools import HOST, Pool
 from tests.methods import small
 from tests.toys import Blocks, Region, params_of, run
 

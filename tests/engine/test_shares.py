@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.engine.shares import TOKENS, Shares, Trained
 from hf_cocodc.engine.synchronizer import Synchronizer
+from hf_cocodc.engine.transfer import TOKENS, Shares, Trained
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback, run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback, run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from tests.toys import Blocks

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from hf_cocodc.engine.compatibility import HISTORIES
-from hf_cocodc.engine.guarding import Guarding
-from hf_cocodc.engine.stepping import Stepping
+from hf_cocodc.engine.stepping import Guarding, Stepping
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback, run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback, run_in_lockstep
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.parts import schedules
 from hf_cocodc.parts.guard import Guard
 from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.outer import OuterState, OuterTransform, Step
+from hf_cocodc.parts.tensors.memory import HOST
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.pools import HOST
 from tests.far import FAR
 from tests.methods import small
 from tests.processes.test_link import run_over_tcp

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.parts.codecs.base import Codec, Conversation
 from hf_cocodc.parts.guard import Guard
-from hf_cocodc.tensors.flat import tensors_in
+from hf_cocodc.parts.tensors.flat import tensors_in
 from tests.engine.test_stepping import SETTINGS, START, STEPS, method_of, train
 from tests.processes.test_link import run_over_tcp
 from tests.toys import Blocks, params_of

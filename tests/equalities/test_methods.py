@@ -21,8 +21,8 @@ from hf_cocodc.parts.merges import Merge
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.resolve import check, from_config
 from hf_cocodc.resolve import settings as settings_of
-from hf_cocodc.run.trees import put_together, take_apart
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.snapshot.checkpoint import put_together, take_apart
 from tests.equalities.test_equalities import live, locals_of
 from tests.methods import small
 from tests.toys import Blocks, Region, global_of, llama_adamw, params_of, run, train_llama

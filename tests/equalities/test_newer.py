@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link, Parcel
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.link.base import Link, Parcel
+from hf_cocodc.link.records import Trailer
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.newer import NEWER, known
 from hf_cocodc.parts import codecs
@@ -23,9 +23,9 @@ from hf_cocodc.parts.codecs.tiles import Tiled
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.parts.guard import Guard, Ordinary, Said, believed, judge
+from hf_cocodc.parts.tensors.pieces import square
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tensors.norms import square
 from tests.equalities.test_equalities import live, locals_of
 from tests.parts.test_codecs import transfer
 from tests.processes.test_link import run_over_tcp

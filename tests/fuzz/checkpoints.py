@@ -31,9 +31,10 @@ from transformers import Trainer
 
 from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError, CocodcError
-from hf_cocodc.links.base import Link
-from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import manifest, numbering
+from hf_cocodc.link.base import Link
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import manifest
 from tests.run.test_resuming import checkpoint_of, make, resumed, weights_of
 
 FULL = 1000

@@ -465,8 +465,8 @@ def _keys() -> Sequence[str]:
     from peft import LoraConfig
     from transformers import LlamaConfig, TrainingArguments
 
-    from hf_cocodc.recipes.recipe import DataSection, EvaluationSection, ModelSection, TokenizerSection
     from hf_cocodc.settings import OuterConfig, RegionConfig
+    from hf_cocodc.settings.recipe import DataSection, EvaluationSection, ModelSection, TokenizerSection
 
     sections = {
         **{"model": ModelSection, "tokenizer": TokenizerSection, "data": DataSection, "outer": OuterConfig},

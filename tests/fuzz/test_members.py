@@ -23,22 +23,22 @@ from hf_cocodc.coordinator.messages import (
     Decided,
     Decision,
     Hello,
-    Member,
     Posted,
     Terms,
     from_plain,
     to_plain,
 )
 from hf_cocodc.coordinator.rules import Came, Ended, Run, SendTo, Tick
-from hf_cocodc.coordinator.validation import MOST
 from hf_cocodc.errors import DonorLost, LinkError, RegionLostError
-from hf_cocodc.links import rules as links
-from hf_cocodc.links.rules import Call, Part, Standing
-from hf_cocodc.links.wire import _count_in
-from hf_cocodc.run import asking
-from hf_cocodc.run.asking import Donors
+from hf_cocodc.link import rules as links
+from hf_cocodc.link.rules import Call, Part, Standing
+from hf_cocodc.net.letters import Member
+from hf_cocodc.net.validation import MOST
+from hf_cocodc.net.wire import _count_in
+from hf_cocodc.snapshot import base as asking
+from hf_cocodc.snapshot.base import Donors
 from tests.fuzz.test_messages import NAMES, PLAIN
-from tests.links.memory import Regions
+from tests.link.memory import Regions
 
 ME, OTHER, NEW = Member(0, 1), Member(1, 2), Member(2, 3)
 TERMS = Terms(count=2, elastic=True, most=3)

@@ -18,24 +18,22 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_cocodc.coordinator.channel import Channel
-from hf_cocodc.coordinator.cipher import Altered, Cipher
 from hf_cocodc.coordinator.entrance import Entrance, key_id
-from hf_cocodc.coordinator.messages import PROTOCOL, Member
-from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.coordinator.messages import PROTOCOL
 from hf_cocodc.errors import CheckpointError, InputError, LinkError
-from hf_cocodc.links.letters import from_plain as whereabouts
-from hf_cocodc.links.log import Entry, Marker, from_plain, to_plain
-from hf_cocodc.links.records import ROW, from_row, to_row
-from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.run.donor import NUMBERS, offered
-from hf_cocodc.run.facts import Facts
-from hf_cocodc.run.frames import Frames
-from hf_cocodc.run.parcel import check_files
-from hf_cocodc.run.trees import put_together
+from hf_cocodc.link.log import Entry, Marker, from_plain, to_plain
+from hf_cocodc.link.records import ROW, Trailer, from_row, to_row
+from hf_cocodc.net.channel import Channel
+from hf_cocodc.net.keys import Altered, Cipher, Keys
+from hf_cocodc.net.letters import Member
+from hf_cocodc.net.letters import from_plain as whereabouts
 from hf_cocodc.settings import RegionConfig
+from hf_cocodc.snapshot.checkpoint import Facts, put_together
+from hf_cocodc.snapshot.donor import NUMBERS, offered
+from hf_cocodc.snapshot.files import check_files
+from hf_cocodc.snapshot.frames import Frames
 from hf_cocodc.tools.doctor import others
-from hf_cocodc.tools.doctor.findings import lines
+from hf_cocodc.tools.doctor.facts import lines
 from hf_cocodc.tools.doctor.others import places
 from tests.secret import secret
 

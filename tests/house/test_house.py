@@ -15,30 +15,37 @@ import hf_cocodc
 PACKAGE = Path(hf_cocodc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
-    ("errors", "tensors", "threads"),
-    ("settings", "parts"),
-    ("methods", "recipes"),
-    ("newer",),
-    ("resolve", "coordinator"),
-    ("auto", "links"),
-    ("engine",),
+    ("errors", "threads", "status"),
+    ("settings", "parts", "net"),
+    ("methods", "coordinator"),
+    ("link",),
+    ("engine", "snapshot"),
     ("run",),
-    ("integrations",),
+    ("trainer",),
     ("training",),
-    ("tools", "train"),
+    ("tools",),
     ("cli",),
-    ("__main__", "__init__"),
 )
-"""The folders and the single modules of the package, from the ground up."""
+"""The folders of the package and the single modules beside them, from the ground up."""
+ALIASES = {
+    "newer": "methods",
+    "resolve": "methods",
+    "auto": "methods",
+    "train": "training",
+    "__main__": "cli",
+    "__init__": "cli",
+}
+"""Single modules that stand where another place stands. Those of one place import each other as they like."""
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-NO_TORCH = {"settings", "recipes"}
-ALGORITHMS = {"parts", "methods", "newer"}
+NO_TORCH = {"settings"}
+ALGORITHMS = {"parts", "methods"}
 DISTRIBUTED = ("torch.distributed", "accelerate", "transformers")
 
 
 def place(module: Path) -> str:
     """The name in FLOORS that a file belongs to."""
-    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    name = module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return ALIASES.get(name, name)
 
 
 @functools.cache
@@ -64,9 +71,10 @@ def imports(module: Path) -> set[str]:
 def uses(module: Path) -> set[str]:
     """The other places of the package that a file imports from."""
     names = (name.split(".") for name in imports(module))
-    return {parts[1] for parts in names if parts[0] == "hf_cocodc" and len(parts) > 1} & FLOOR_OF.keys() - {
-        place(module)
+    places = {
+        ALIASES.get(parts[1], parts[1]) for parts in names if parts[0] == "hf_cocodc" and len(parts) > 1
     }
+    return places & FLOOR_OF.keys() - {place(module)}
 
 
 def test_modules_import_from_lower_floors_only() -> None:
@@ -87,10 +95,10 @@ def test_algorithms_know_nothing_of_clusters() -> None:
             assert not {name for name in names if name.split(".")[0] == "torch"}, module
 
 
-def test_only_integrations_and_what_stands_on_them_import_transformers() -> None:
-    """Everything below `integrations/` works without Transformers' classes."""
+def test_only_the_trainer_and_what_stands_on_it_import_transformers() -> None:
+    """Everything below `trainer/` works without Transformers' classes."""
     for module in MODULES:
-        if FLOOR_OF[place(module)] < FLOOR_OF["integrations"]:
+        if FLOOR_OF[place(module)] < FLOOR_OF["trainer"]:
             assert not {name for name in imports(module) if name.split(".")[0] == "transformers"}, module
 
 
@@ -107,9 +115,8 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 LONG = {
-    "coordinator/messages.py": "every message, and who may send it",
     "coordinator/rules.py": "all that a coordinator decides",
-    "links/tcp.py": "one link, and its state",
+    "link/tcp.py": "one link, and its state",
 }
 
 
@@ -122,8 +129,8 @@ def test_files_stay_short() -> None:
 
 
 PICKLES = {
-    "run/joining.py": ("torch.load",),
-    "run/parcel.py": ("torch.load", "dcp_to_torch_save"),
+    "run/newcomer.py": ("torch.load",),
+    "snapshot/files.py": ("torch.load", "dcp_to_torch_save"),
 }
 """Where a pickle is read: this region's own, and with weights_only."""
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     "equalities",
     "engine",
-    "run/test_checkpoints.py",
+    "snapshot/test_checkpoints.py",
     "parts/test_own.py",
-    "integrations/test_matrix.py",
+    "trainer/test_matrix.py",
     "training/test_starter.py",
     "tools/plan/test_choice.py",
 )

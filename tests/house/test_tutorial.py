@@ -18,9 +18,9 @@ from torch import Tensor
 from hf_cocodc import OuterConfig, OuterOptimizer, simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import CheckpointError, HandshakeError
-from hf_cocodc.links.base import Link
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training.preflight import check
 from tests.toys import Blocks
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_cocodc.links.lockstep import VirtualLink
+from hf_cocodc.link.lockstep import VirtualLink
 from hf_cocodc.methods import Method
 from hf_cocodc.settings import OuterConfig
 from tests.oracles.problem import Problem, RegionTrajectory, Trajectory

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_cocodc.links.lockstep import VirtualLink
+from hf_cocodc.link.lockstep import VirtualLink
 from hf_cocodc.methods import Method
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.block import Integers

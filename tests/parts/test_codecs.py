@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Arrival, Parcel
-from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.link.base import Arrival, Parcel
+from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, CodecState, Coder, Plain, weighted_mean
 from hf_cocodc.parts.codecs.block import Float4, Integers

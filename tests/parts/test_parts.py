@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_cocodc.errors import LinkError
-from hf_cocodc.links.lockstep import LockstepLink, VirtualLink, run_in_lockstep
+from hf_cocodc.link.lockstep import LockstepLink, VirtualLink, run_in_lockstep
 from hf_cocodc.parts import outer, schedules
 from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send

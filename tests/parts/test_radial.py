@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Arrival, Parcel
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.link.base import Arrival, Parcel
+from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs, fragments
 from hf_cocodc.parts.fragments import Fragment
 from hf_cocodc.resolve import from_config

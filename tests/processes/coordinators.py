@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cocodc.coordinator import server
-from hf_cocodc.coordinator.secret import Keys
+from hf_cocodc.net.keys import Keys
 from tests.processes.forks import fork, wait_until
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_cocodc.links.log import Item, Log, Marker
+from hf_cocodc.link.log import Item, Log, Marker
 from tests.processes.coming_worker import loop
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.errors import LeftBehind
-from hf_cocodc.links.tcp import TcpLink
-from tests.links.memory import linked
-from tests.links.training import Trained, method_of
+from hf_cocodc.link.tcp import TcpLink
+from tests.link.memory import linked
+from tests.link.training import Trained, method_of
 
 TIMEOUT_S = 30.0
 

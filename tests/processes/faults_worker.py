@@ -48,14 +48,14 @@ def sends_have(region: int, index: int | None, operation: str, memory: torch.Ten
 
 POINTS: dict[str, tuple[str, str, str, Callable[..., bool]]] = {
     "before a send": ("hf_cocodc.engine.traffic", "Traffic", "send", always),
-    "in a transfer": ("hf_cocodc.links.view", "View", "begin_swap", tells),
-    "before its haves": ("hf_cocodc.links.view", "View", "begin_swap", says_have),
-    "between its haves": ("hf_cocodc.links.view", "View", "_start", sends_have),
+    "in a transfer": ("hf_cocodc.net.view", "View", "begin_swap", tells),
+    "before its haves": ("hf_cocodc.net.view", "View", "begin_swap", says_have),
+    "between its haves": ("hf_cocodc.net.view", "View", "_start", sends_have),
     "after a landing": ("hf_cocodc.engine.traffic", "Traffic", "land", always),
     "in finish": ("hf_cocodc.engine.traffic", "Traffic", "end", always),
     "in a save": ("hf_cocodc.engine.synchronizer", "Synchronizer", "state_dict", always),
-    "while it gives its base": ("hf_cocodc.run.donor", "Donation", "_send", always),
-    "before it connects to a newcomer": ("hf_cocodc.links.tcp", "TcpLink", "_meet", always),
+    "while it gives its base": ("hf_cocodc.snapshot.donor", "Donation", "_send", always),
+    "before it connects to a newcomer": ("hf_cocodc.link.tcp", "TcpLink", "_meet", always),
 }
 """Module, class and method, and which of its calls count."""
 AFTER = {"in a transfer", "between its haves", "after a landing", "in a save"}

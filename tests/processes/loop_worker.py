@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, region_shard
-from hf_cocodc.tensors.sharding import local_shard
+from hf_cocodc.parts.tensors.flat import local_shard
 from tests.processes.sharded_worker import shard
 from tests.processes.worker import Tokens
 from tests.toys import batch, llama, params_of

@@ -9,13 +9,13 @@ import time
 
 import torch
 
-from hf_cocodc.coordinator.addresses import own_address
 from hf_cocodc.coordinator.client import Client
 from hf_cocodc.coordinator.messages import Hello, Terms
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import CocodcError
-from hf_cocodc.links.tcp import TcpLink
-from hf_cocodc.links.wire import Wire
+from hf_cocodc.link.tcp import TcpLink
+from hf_cocodc.net.addresses import own_address
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.wire import Wire
 from hf_cocodc.settings import RegionConfig
 from tests.secret import secret
 

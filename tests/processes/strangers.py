@@ -17,8 +17,8 @@ import psutil
 
 from hf_cocodc.coordinator.client import ask
 from hf_cocodc.coordinator.messages import PROTOCOL, AskLeave
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.errors import MeetingError
+from hf_cocodc.net.keys import Keys
 from tests.processes.coming_worker import loop
 
 GARBAGE = 200

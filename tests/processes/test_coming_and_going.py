@@ -14,8 +14,8 @@ import torch
 
 from hf_cocodc.coordinator import client
 from hf_cocodc.coordinator.messages import AskLeave
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.run.unread import merged
 from hf_cocodc.tools.report.runs import read_run
 from tests.processes.coming_worker import HURRY, events, loop, step_of, trainer

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from hf_cocodc.coordinator.messages import Terms
-from hf_cocodc.links.base import Parcel
-from hf_cocodc.links.trailer import Trailer
+from hf_cocodc.link.base import Parcel
+from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.fragments import Fragment
-from tests.links.memory import linked
+from tests.link.memory import linked
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.forks import fork, wait_until
 from tests.processes.test_elastic import STEPS, Three, check_survivors

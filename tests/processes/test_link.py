@@ -14,24 +14,25 @@ import pytest
 import torch
 
 from hf_cocodc.coordinator.messages import Terms
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links import connection, exchange, pacing, wire
-from hf_cocodc.links.base import Arrival, Handle, Link, Parcel
-from hf_cocodc.links.lockstep import run_in_lockstep
-from hf_cocodc.links.tcp import TcpLink
-from hf_cocodc.links.trailer import Trailer
-from hf_cocodc.links.wire import connections_for
+from hf_cocodc.link import exchange
+from hf_cocodc.link.base import Arrival, Handle, Link, Parcel
+from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.link.records import Trailer
+from hf_cocodc.link.tcp import TcpLink
+from hf_cocodc.net import connection, pacing, wire
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.wire import connections_for
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.codecs.base import Codec, Coder, Plain
 from hf_cocodc.parts.codecs.block import Float4, Integers
 from hf_cocodc.parts.codecs.cast import Cast
 from hf_cocodc.parts.codecs.topk import TopK
 from hf_cocodc.parts.fragments import Fragment
-from hf_cocodc.tensors.pools import Pool
+from hf_cocodc.parts.tensors.memory import Pool
 from tests.far import FAR
-from tests.links.memory import linked
+from tests.link.memory import linked
 from tests.secret import secret
 
 GBIT = 125e6

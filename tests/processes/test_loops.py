@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.journal import read
+from hf_cocodc.snapshot import checkpoint as state
 from tests.processes import forks
 from tests.processes.launching import run_regions
 from tests.processes.loop_worker import SAVED_AT, go_back, main, poisoned, stop_twice

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.run.journal import read
 from tests.processes.coming_worker import HURRY, events
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.connect import connect
 from tests.processes import pipeline_worker
 from tests.processes.launching import ROOT, run_recipe, run_regions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_cocodc.links.base import Link
+from hf_cocodc.link.base import Link
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.training.simulation import simulate
 from tests.processes import worker

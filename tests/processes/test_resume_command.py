@@ -15,9 +15,9 @@ import pytest
 
 from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
-from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import numbering
 from hf_cocodc.run.journal import read
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as numbering
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import Served, serve_in_thread
+from hf_cocodc.net.keys import Keys
 from tests.processes.ending_worker import live
 from tests.processes.forks import TIMEOUT_S, fork, region_env, wait_until
 from tests.processes.strangers import ordering

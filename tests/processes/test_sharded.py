@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.run import checkpoint as state
 from hf_cocodc.run.connect import connect
 from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.snapshot import checkpoint as state
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
 from tests.toys import llama, params_of

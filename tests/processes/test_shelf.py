@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
-from hf_cocodc.coordinator.messages import Member
 from hf_cocodc.errors import CheckpointError, LeftBehind, LinkError, RegionLostError
-from hf_cocodc.links.lockstep import loopback
-from hf_cocodc.links.log import Marker
-from hf_cocodc.run.base import DonorLost, Received, received_in
+from hf_cocodc.link.lockstep import loopback
+from hf_cocodc.link.log import Marker
+from hf_cocodc.link.within import main_says, of_all
+from hf_cocodc.net.letters import Member
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
-from hf_cocodc.run.ranks import of_all
-from hf_cocodc.run.resume import Wish
-from hf_cocodc.run.shelf import main_says
+from hf_cocodc.snapshot.base import DonorLost, Received, received_in
+from hf_cocodc.snapshot.choose import Wish
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 

@@ -15,15 +15,15 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_cocodc.errors import LinkError, RegionLostError
-from hf_cocodc.links.connection import Operation
-from hf_cocodc.links.exchange import Exchange
-from hf_cocodc.links.letters import Whereabouts, from_plain
-from hf_cocodc.links.view import Revoked, UnderWay, View
-from hf_cocodc.links.wire import Wire
+from hf_cocodc.link.exchange import Exchange
+from hf_cocodc.net.connection import Operation
+from hf_cocodc.net.letters import Whereabouts, from_plain
+from hf_cocodc.net.view import Revoked, UnderWay, View
+from hf_cocodc.net.wire import Wire
 from hf_cocodc.parts.codecs.base import Coder, Message, mean_of
 from hf_cocodc.parts.codecs.block import Integers
 from hf_cocodc.parts.codecs.cast import Cast
-from hf_cocodc.tensors.pools import Pool
+from hf_cocodc.parts.tensors.memory import Pool
 from tests.processes.forks import fork, torch_master
 from tests.processes.launching import TIMEOUT_S
 

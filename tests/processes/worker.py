@@ -27,8 +27,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, region_shard
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.tcp import TcpLink
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.tcp import TcpLink
 from tests.toys import VOCAB, llama
 
 STEPS = 11

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.auto import MEASURED, MEDIUM, MEDIUM_RUN, SHORT_RUN, for_rounds, too_few_rounds, values_for
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.methods import Method, diloco
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import from_config, settings
-from hf_cocodc.run import checkpoint as disk
 from hf_cocodc.settings.outer import AUTO, FOLLOWING
+from hf_cocodc.snapshot import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
 from tests.toys import llama, params_of, train_loop
 

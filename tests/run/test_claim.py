@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.link.lockstep import loopback
 
 TAKEN = r"another OuterOptimizer, or another CoCoDCCallback, trains this Linear: .* End the first one \(finish\(\) or close\(\)\)"
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback, run_in_lockstep
-from hf_cocodc.run import hellos
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback, run_in_lockstep
+from hf_cocodc.run import connect as hellos
 from hf_cocodc.run.about import About
 from hf_cocodc.run.journal import read
 

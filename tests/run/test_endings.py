@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hf_cocodc.links.trailer import Ending, Word
+from hf_cocodc.link.records import Ending, Word
 from hf_cocodc.run.endings import Endings
 
 

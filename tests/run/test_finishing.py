@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_cocodc.errors import LeftBehind, LinkError
-from hf_cocodc.links.trailer import Words
+from hf_cocodc.link.records import Words
 from hf_cocodc.run.finishing import Finishing
 
 

@@ -14,8 +14,8 @@ from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
-from hf_cocodc.links.base import Link
-from hf_cocodc.run import checkpoint as state
+from hf_cocodc.link.base import Link
+from hf_cocodc.snapshot import checkpoint as state
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import (
     STEPS,

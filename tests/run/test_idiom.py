@@ -15,10 +15,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError
-from hf_cocodc.links.base import Link
-from hf_cocodc.run import checkpoint as state
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
-from hf_cocodc.run.pointers import point
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot.folder import point
 from tests.run.test_resuming import STEPS, checkpoint_of, make, weights_of
 
 SAVED = (4, 8, 12, STEPS)

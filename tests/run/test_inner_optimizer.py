@@ -16,8 +16,8 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback, run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback, run_in_lockstep
 from hf_cocodc.run.about import of_loop
 from hf_cocodc.run.inner_optimizer import InnerOptimizer
 from tests.toys import batch, llama, params_of

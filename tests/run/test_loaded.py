@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from hf_cocodc import OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError
-from hf_cocodc.links.base import Link
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from tests.processes.launching import environment
 from tests.processes.worker import Tokens

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_cocodc import OuterConfig, OuterOptimizer
-from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.newer import known
 from hf_cocodc.resolve import lost_steps
 

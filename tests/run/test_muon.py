@@ -23,11 +23,11 @@ from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, simulate
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.recipes.parsing import read_yaml
-from hf_cocodc.recipes.recipe import Recipe
-from hf_cocodc.run.checkpoint import read
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.muon import MuonAdamW, muon
+from hf_cocodc.settings.reading import read_yaml
+from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.snapshot.checkpoint import read
 from hf_cocodc.training.preflight import check, preflight
 from hf_cocodc.training.starter import starter
 from hf_cocodc.training.train import run

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import RunStopped
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.journal import read
 from hf_cocodc.tools.report.runs import read_run

@@ -14,10 +14,11 @@ from transformers import Trainer
 
 from hf_cocodc.cli.display import Display
 from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
-from hf_cocodc.links.base import Link
-from hf_cocodc.run import checkpoint as state
-from hf_cocodc.run import manifest, numbering
+from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import manifest
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import (
     STEPS,

@@ -33,13 +33,13 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, OuterOptimizer, RegionConfig, simulate
 from hf_cocodc.errors import CheckpointError, InputError, RunStopped
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback
-from hf_cocodc.run import checkpoint as state
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
-from hf_cocodc.run.local_weights import kept, restore, weights_file
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
 from tests.processes.worker import Tokens
-from tests.run.test_checkpoints import SETTINGS
+from tests.snapshot.test_checkpoints import SETTINGS
 from tests.toys import llama, params_of
 
 H = 4

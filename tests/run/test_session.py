@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from hf_cocodc import RegionConfig
-from hf_cocodc.coordinator.messages import Member, Over
+from hf_cocodc.coordinator.messages import Over
 from hf_cocodc.errors import LeftBehind, LinkError, RunOver
+from hf_cocodc.net.letters import Member
 from hf_cocodc.run import session as session_module
 from hf_cocodc.run.session import RegionContext, RegionSession
 

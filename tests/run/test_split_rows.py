@@ -14,12 +14,12 @@ from torch import Tensor
 
 from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import CheckpointError, InputError
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import loopback
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.parts import fragments
 from hf_cocodc.parts.blocks import find_blocks
 from hf_cocodc.resolve import from_config
-from hf_cocodc.run import checkpoint as disk
+from hf_cocodc.snapshot import checkpoint as disk
 from hf_cocodc.training.simulation import simulate
 from tests.toys import llama, params_of, train_loop
 

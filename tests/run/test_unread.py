@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 
 from hf_cocodc import OuterConfig, OuterOptimizer, RegionConfig
-from hf_cocodc.links.base import Link
-from hf_cocodc.links.lockstep import run_in_lockstep
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.run.unread import Attendance, Unread, attendance_of, merged, report_unread
 from tests.toys import Blocks

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from hf_cocodc import OuterConfig, RegionConfig
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError, RegionLostError
-from hf_cocodc.run import waiting
+from hf_cocodc.run import session as waiting
 from hf_cocodc.run.connect import connect
 from tests.processes.launching import environment
 

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hf_cocodc.coordinator.messages import Decided, Member
-from hf_cocodc.links import rules
-from hf_cocodc.links.rules import Call, Part, Standing
+from hf_cocodc.coordinator.messages import Decided
+from hf_cocodc.link import rules
+from hf_cocodc.link.rules import Call, Part, Standing
+from hf_cocodc.net.letters import Member
 
 if TYPE_CHECKING:
     from .process import Flight, Process

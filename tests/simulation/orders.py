@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import Back, Bye, Leave, Member, Place, Terms
+from hf_cocodc.coordinator.messages import Back, Bye, Leave, Place, Terms
 from hf_cocodc.coordinator.rules import Came, Ended, Run, Seat, SendTo, Tick
-from hf_cocodc.links import rules as link
-from hf_cocodc.links.rules import Part, Standing
+from hf_cocodc.link import rules as link
+from hf_cocodc.link.rules import Part, Standing
+from hf_cocodc.net.letters import Member
 
 from .checks import Violation
 from .coordinating import kept

@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_cocodc.coordinator.messages import Bye, Hello, Leave, Member, Post, Ready
-from hf_cocodc.links import rules
-from hf_cocodc.links.rules import Standing
+from hf_cocodc.coordinator.messages import Bye, Hello, Leave, Post, Ready
+from hf_cocodc.link import rules
+from hf_cocodc.link.rules import Standing
+from hf_cocodc.net.letters import Member
 
 from .network import Connection
 from .shell import LeftBehind, Lost, Result, Shell

@@ -1,4 +1,4 @@
-"""What `links/tcp.py` and the client do around the rules of a link, in virtual time."""
+"""What `link/tcp.py` and the client do around the rules of a link, in virtual time."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ from hf_cocodc.coordinator.messages import (
     Gone,
     Here,
     Leave,
-    Member,
     Over,
     Paired,
     Place,
@@ -30,8 +29,9 @@ from hf_cocodc.coordinator.messages import (
     Waiting,
     Welcome,
 )
-from hf_cocodc.links import rules
-from hf_cocodc.links.rules import Begin, Call, Part, Standing
+from hf_cocodc.link import rules
+from hf_cocodc.link.rules import Begin, Call, Part, Standing
+from hf_cocodc.net.letters import Member
 
 from .network import Actor, Connection
 

@@ -4,21 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from hf_cocodc.coordinator import rules as coordinator
-from hf_cocodc.coordinator.messages import (
-    Ask,
-    Back,
-    Decided,
-    Decision,
-    Hello,
-    Member,
-    Place,
-    Refuse,
-    Report,
-    Terms,
-)
+from hf_cocodc.coordinator.messages import Ask, Back, Decided, Decision, Hello, Place, Refuse, Report, Terms
 from hf_cocodc.coordinator.rules import Came, Run, SendTo
-from hf_cocodc.links import rules as link
-from hf_cocodc.links.rules import Begin, Part, Standing
+from hf_cocodc.link import rules as link
+from hf_cocodc.link.rules import Begin, Part, Standing
+from hf_cocodc.net.letters import Member
 
 FIRST, SECOND, THIRD, NEWCOMER = (Member(region, region + 1) for region in range(4))
 MEMBERS = FIRST, SECOND, THIRD

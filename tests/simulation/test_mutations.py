@@ -10,7 +10,7 @@ import pytest
 
 from hf_cocodc.coordinator import rules as coordinator
 from hf_cocodc.coordinator import verdict
-from hf_cocodc.links import rules as link
+from hf_cocodc.link import rules as link
 
 from .schedules import random_plan, run
 from .test_named import PLANS as NAMED

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_cocodc.coordinator.messages import Member, Terms
+from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.coordinator.rules import Run
+from hf_cocodc.net.letters import Member
 
 from .checks import Checks, Violation
 from .coordinating import COORDINATOR, Coordinator

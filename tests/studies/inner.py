@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import building
 
 from .text import VOCABULARY, english

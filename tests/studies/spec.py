@@ -12,9 +12,8 @@ from typing import Any
 from hf_cocodc import OuterConfig
 from hf_cocodc.auto import for_rounds
 from hf_cocodc.errors import InputError, nearest, shown
-from hf_cocodc.recipes.files import read_recipe
-from hf_cocodc.recipes.parsing import read_file
 from hf_cocodc.settings.outer import AUTO, FOLLOWING
+from hf_cocodc.settings.reading import read_file, read_recipe
 
 Settings = dict[str, Any]
 Changes = dict[str, Any]

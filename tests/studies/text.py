@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.errors import InputError, shown
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.settings.recipe import Recipe
 
 END = 256
 """The token between two documents; the tokens below it are bytes."""

@@ -13,12 +13,12 @@ import torch
 from hf_cocodc import Recipe, simulate
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.base import Link
+from hf_cocodc.link.base import Link
 from hf_cocodc.methods import Method
 from hf_cocodc.parts.codecs.base import message_bytes
 from hf_cocodc.parts.codecs.cast import Cast
+from hf_cocodc.parts.tensors.flat import digest
 from hf_cocodc.resolve import from_config, guard_of
-from hf_cocodc.tensors.flat import digest
 
 from .absences import Absences
 from .inner import Inner, base, held_out_loss

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_cocodc.tensors.departures import Departure
-from hf_cocodc.tensors.pools import Pool
+from hf_cocodc.parts.tensors.memory import Departure, Pool
 
 
 def test_a_second_attempt_gets_the_same_copy() -> None:

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from hf_cocodc.tensors import threads
-from hf_cocodc.tensors.threads import HostThreads, divide
+from hf_cocodc.parts.tensors import pieces as threads
+from hf_cocodc.parts.tensors.pieces import HostThreads, divide
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64])

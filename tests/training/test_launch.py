@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hf_cocodc.recipes.recipe import Recipe
-from hf_cocodc.run.status import ENV_STATUS, tell
+from hf_cocodc.settings.recipe import Recipe
+from hf_cocodc.status import ENV_STATUS, tell
 from hf_cocodc.training import launch
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, tr
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
-from hf_cocodc.recipes.recipe import Recipe
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import launch, preflight
 from hf_cocodc.training.data import byte_tokenizer
 

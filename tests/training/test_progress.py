@@ -8,7 +8,7 @@ import pytest
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, RegionConfig
-from hf_cocodc.run.status import ENV_STATUS, forget, heard, tell
+from hf_cocodc.status import ENV_STATUS, forget, heard, tell
 from hf_cocodc.training.progress import Progress
 from tests.processes.worker import Tokens
 from tests.toys import llama

@@ -13,9 +13,9 @@ from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.cli.simulate import Labelled
 from hf_cocodc.errors import InputError
-from hf_cocodc.links.lockstep import VirtualLink, run_in_lockstep
-from hf_cocodc.run.export import SAVED
+from hf_cocodc.link.lockstep import VirtualLink, run_in_lockstep
 from hf_cocodc.run.journal import read
+from hf_cocodc.snapshot.export import SAVED
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarise
 

@@ -14,11 +14,11 @@ from hf_cocodc.auto import SHORT_RUN, for_rounds
 from hf_cocodc.cli.main import main
 from hf_cocodc.errors import InputError
 from hf_cocodc.newer import known
-from hf_cocodc.recipes.parsing import read_yaml
-from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, settings
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.settings.outer import AUTO, FOLLOWING
+from hf_cocodc.settings.reading import read_yaml
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import building
 from hf_cocodc.training.simulation import simulate
 from hf_cocodc.training.starter import starter

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...tensors.pieces import UNSHARED
 from ..fragments import Fragment
+from ..tensors.pieces import UNSHARED
 
 CodecState = dict[str, Any]
 """The state of a codec for one fragment (a residual, a warm start): named tensors and numbers, saved in checkpoints."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...tensors.pieces import UNSHARED
+from ..tensors.pieces import UNSHARED
 from .base import Codec, Plain
 
 _GROUP = 1 << 18

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...tensors.flat import flat_zeros
 from ..fragments import Fragment
+from ..tensors.flat import flat_zeros
 from .base import Codec, CodecState, Conversation, Result
 
 

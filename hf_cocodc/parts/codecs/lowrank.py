@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...tensors.flat import split_views
 from ..fragments import Fragment
+from ..tensors.flat import split_views
 from .base import CodecState, Coder, Conversation, Message, Result, message_bytes
 from .block import Integers
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...tensors.norms import square
 from ..fragments import Fragment
+from ..tensors.pieces import square
 from .base import Codec, CodecState, Conversation, Message, Result, message_bytes, unshared
 from .cast import Cast
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, nearest, shown
-from ...links.base import drive
+from ...link.base import drive
 from ...parts import codecs
 from ...parts.choose import CODECS
 from ...parts.codecs.base import Codec, CodecState, Message, Reply

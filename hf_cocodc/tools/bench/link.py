@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...coordinator.addresses import own_address
 from ...coordinator.client import Client
-from ...coordinator.secret import Keys, new_secret
 from ...coordinator.server import serve_in_thread
 from ...errors import InputError, LinkError, nearest, shown
-from ...links.base import Parcel
-from ...links.tcp import TcpLink
-from ...links.trailer import Trailer
-from ...links.wire import Wire
+from ...link.base import Parcel
+from ...link.records import Trailer
+from ...link.tcp import TcpLink
+from ...net.addresses import own_address
+from ...net.keys import Keys, new_secret
+from ...net.wire import Wire
 from ...parts.codecs.base import Codec
 from ...parts.fragments import Fragment
-from ...tensors.flat import digest
-from ...tensors.threads import cores
+from ...parts.tensors.flat import digest
+from ...parts.tensors.pieces import cores
 from .codec import KNOWN
 from .report import BenchReport, Row
 from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, serve, start_here

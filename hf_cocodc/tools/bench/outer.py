@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.synchronizer import Synchronizer
-from ...links.base import Arrival, Handle, Parcel
-from ...links.lockstep import LockstepHub, LockstepLink
+from ...link.base import Arrival, Handle, Parcel
+from ...link.lockstep import LockstepHub, LockstepLink
 from ...parts.codecs.base import Result
 from ...parts.schedules import every
 from ...resolve import from_config

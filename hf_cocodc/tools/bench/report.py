@@ -85,7 +85,7 @@ def machine() -> Row:
     import psutil
     import torch
 
-    from ...tensors.threads import cores
+    from ...parts.tensors.pieces import cores
 
     return {
         "system": platform.system(),

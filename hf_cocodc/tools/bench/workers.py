@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from ...coordinator.connection import CoordinatorConnection, error_of
 from ...coordinator.messages import Hello, Post, Posted, Refuse, Terms, Welcome
-from ...coordinator.secret import Keys
 from ...coordinator.server import serve_in_thread
 from ...errors import CocodcError, LinkError
+from ...net.keys import Keys
 
 TIMEOUT_S = 120.0
 PORT = 29650

@@ -2,13 +2,12 @@
 
 import time
 
-from ...coordinator.addresses import is_loopback
 from ...coordinator.client import status
 from ...coordinator.connection import NobodyAnswers
-from ...coordinator.secret import Keys
 from ...errors import CocodcError, InputError, MeetingError
-from .facts import parts_of
-from .findings import OK, WARN, WRONG, Finding
+from ...net.addresses import is_loopback
+from ...net.keys import Keys
+from .facts import OK, WARN, WRONG, Finding, parts_of
 
 SLOW_S = 2.0
 """Seconds for a connection to the coordinator after which doctor warns."""

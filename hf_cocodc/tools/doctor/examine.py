@@ -9,15 +9,15 @@ from typing import Any
 from ...coordinator.hello import in_recipe
 from ...coordinator.secret import secret_of
 from ...errors import CocodcError, InputError, shown
-from ...links.pacing import congestion_of
-from ...recipes.recipe import Recipe, facts_of_data
+from ...net.pacing import congestion_of
 from ...resolve import settings
-from ...run.samples import spread_samples
+from ...settings.recipe import Recipe, facts_of_data
+from ...trainer.samples import spread_samples
 from ...training import building
 from ...training.data import load_text
 from ...training.preflight import on_meta, preflight
 from . import coordinator, facts, others, place, way
-from .findings import OK, WRONG, Finding, unknown
+from .facts import OK, WRONG, Finding, unknown
 from .needs import Needs, needs
 
 

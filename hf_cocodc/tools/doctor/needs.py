@@ -9,10 +9,10 @@ import torch
 from ...engine.memory import forecast
 from ...methods import Method
 from ...parts.schedules import AgreedStats, Land, Send
-from ...recipes.recipe import Recipe
+from ...parts.tensors.flat import tensors_in
+from ...parts.tensors.memory import HOST
 from ...resolve import from_config
-from ...tensors.flat import tensors_in
-from ...tensors.pools import HOST
+from ...settings.recipe import Recipe
 
 _EVENTS = 400
 _META = torch.device("meta")

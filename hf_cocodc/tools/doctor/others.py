@@ -12,16 +12,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...coordinator.addresses import listen_at, named
 from ...coordinator.client import relay_at, told_by_doctors
 from ...coordinator.hello import Difference, differences, may_differ
-from ...coordinator.secret import Keys
 from ...errors import CocodcError, InputError, MeetingError, short
+from ...net.addresses import listen_at, named
+from ...net.keys import Keys
 from ...settings import RegionConfig
 from ...settings.regions import address_parts
 from .coordinator import gone
-from .facts import parts_of
-from .findings import OK, WARN, WRONG, Finding
+from .facts import OK, WARN, WRONG, Finding, parts_of
 from .way import ANNOUNCE
 
 _MAPPINGS = ("versions", "settings", "facts")

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from .facts import Disk, Machine
-from .findings import OK, WARN, WRONG, Finding, unknown
+from .facts import OK, WARN, WRONG, Disk, Finding, Machine, unknown
 from .needs import Needs
 
 _TIGHT = 1.2

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from ...coordinator.addresses import is_loopback
-from ...links.pacing import NOT_KEPT
-from .facts import Network, is_private, parts_of
-from .findings import OK, WARN, WRONG, Finding, unknown
+from ...net.addresses import is_loopback
+from ...net.pacing import NOT_KEPT
+from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unknown
 
 _SMALL_BUFFER = 4 << 20
 _PACKET = 1500

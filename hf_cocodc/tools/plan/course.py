@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ...engine.measurements import Measurements
-from ...links.base import Arrival
-from ...links.trailer import Trailer
+from ...engine.account import Measurements
+from ...link.base import Arrival
+from ...link.records import Trailer
 from ...parts.codecs.base import Result
 from ...parts.schedules import Schedule, Send
 

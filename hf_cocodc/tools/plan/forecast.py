@@ -9,22 +9,21 @@ import torch
 
 from ...engine.memory import forecast as memory_of
 from ...engine.stepping import steps_ahead
-from ...links.base import drive
-from ...links.exchange import num_pieces
+from ...link.base import drive
+from ...link.exchange import num_pieces
 from ...methods import Method
 from ...parts.blocks import find_blocks
 from ...parts.codecs.base import Message, Reply, swaps_whole
 from ...parts.fragments import Fragment
 from ...parts.schedules import every
-from ...recipes.recipe import Recipe
+from ...parts.tensors.memory import HOST
 from ...resolve import from_config, settings
 from ...settings import OuterConfig
-from ...tensors.pools import HOST
+from ...settings.recipe import Recipe
 from ..report.summary import data_parallel_bytes
 from .course import Cargo, Carried, Course, Work, course, mean
-from .flights import LinkFigures
+from .flights import LIMIT, TRIALS, Codes, LinkFigures, TcpLine, wanted_connections
 from .speeds import Speeds
-from .tcp import LIMIT, TRIALS, Codes, TcpLine, wanted_connections
 
 _SIDE, _LOW_RANK = 64, 4
 

@@ -12,8 +12,8 @@ from ..bench.report import BenchReport, Row
 from ..report.summary import describe
 from .choice import foremost
 from .course import Course
+from .flights import TRIALS
 from .forecast import Forecast, Subject
-from .tcp import TRIALS
 
 _WIDTH = 100
 ROWS = 10

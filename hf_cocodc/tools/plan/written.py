@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import InputError, short
-from ...recipes.files import read_chain, read_recipe
-from ...recipes.reading import override_key
-from ...recipes.recipe import Recipe
-from ...recipes.writing import Notes, notes_of, written
+from ...settings.reading import override_key, read_chain, read_recipe
+from ...settings.recipe import Recipe
+from ...settings.writing import Notes, notes_of, written
 from ..bench.report import read
 from .flights import MSS, MTU
 from .forecast import Forecast, Subject

@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from .events import MOST_NUMBER, figure
-from .journals import RegionJournal
+from .journals import MOST_NUMBER, RegionJournal, figure
 from .runs import RunRecord
-from .spending import sent_over, shares
+from .spending import sent_over, shares, totals
 from .story import Activity, sections
 from .timeline import unit_of
-from .totals import totals
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
 _STYLES = ("-", "--", ":", "-.")

@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
-from .events import MOST, Event, figure
-from .journals import NAME, Events, RegionJournal, find, read_journal
+from .journals import MOST, NAME, Event, Events, RegionJournal, figure, find, read_journal
 from .members import MemberChange, attended, changes, num_regions, spans
 from .story import Story, arrival_of, blame, sections, story_of
 

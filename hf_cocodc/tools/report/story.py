@@ -7,8 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ...run.journal import BEGINNINGS
-from .events import Event, figure
-from .journals import RegionJournal
+from .journals import Event, RegionJournal, figure
 
 
 class Activity(Enum):

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...run.unread import merged
-from .events import Event, figure
-from .journals import RegionJournal
+from .journals import Event, RegionJournal, figure
 from .members import attended, periods, sentence
 from .runs import RunRecord
-from .spending import union
-from .totals import totals
+from .spending import totals, union
 
 
 @dataclass(frozen=True)

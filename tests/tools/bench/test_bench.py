@@ -17,9 +17,9 @@ import pytest
 
 from hf_cocodc import __version__
 from hf_cocodc.cli.main import main
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import HandshakeError, LinkError
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.tools.bench import link, workers
 from hf_cocodc.tools.bench.report import BenchReport, read, write
 from tests.benchmarks.emulation import privileges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_cocodc.tools.doctor.findings import WRONG, Finding, lines
+from hf_cocodc.tools.doctor.facts import WRONG, Finding, lines
 
 
 def test_long_lines_are_wrapped() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hf_cocodc.coordinator.secret import Keys
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import MeetingError
+from hf_cocodc.net.keys import Keys
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.tools.doctor import coordinator as doctors_coordinator
 from hf_cocodc.tools.doctor import others
-from hf_cocodc.tools.doctor.findings import OK, WARN, WRONG, Finding
+from hf_cocodc.tools.doctor.facts import OK, WARN, WRONG, Finding
 from tests.secret import secret
 
 KEYS = Keys.from_secret(secret("a secret for the tests of a doctor"))

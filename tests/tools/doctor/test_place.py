@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_cocodc.tools.doctor import facts, place
-from hf_cocodc.tools.doctor.facts import Device, Disk, Machine
-from hf_cocodc.tools.doctor.findings import OK, UNKNOWN, WARN, WRONG
+from hf_cocodc.tools.doctor.facts import OK, UNKNOWN, WARN, WRONG, Device, Disk, Machine
 from hf_cocodc.tools.doctor.needs import Needs
 
 GB = 10**9

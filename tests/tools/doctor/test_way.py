@@ -11,8 +11,7 @@ import pytest
 
 from hf_cocodc.errors import InputError
 from hf_cocodc.tools.doctor import facts, way
-from hf_cocodc.tools.doctor.facts import Network
-from hf_cocodc.tools.doctor.findings import OK, UNKNOWN, WARN, WRONG
+from hf_cocodc.tools.doctor.facts import OK, UNKNOWN, WARN, WRONG, Network
 
 FAR = Network(
     address="10.0.0.2",

@@ -13,9 +13,9 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS
 from hf_cocodc.newer import known
 from hf_cocodc.parts.choose import CODECS
-from hf_cocodc.recipes.recipe import Recipe
 from hf_cocodc.resolve import from_config, lost_steps
 from hf_cocodc.settings import OuterConfig
+from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.plan import choice, table, written
 from hf_cocodc.tools.plan.flights import LinkFigures
 from hf_cocodc.tools.plan.forecast import Subject

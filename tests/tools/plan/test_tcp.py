@@ -10,8 +10,16 @@ import pytest
 
 from hf_cocodc.tools.plan import flights
 from hf_cocodc.tools.plan.course import Cargo
-from hf_cocodc.tools.plan.flights import FIRST_WINDOW, MSS, MTU, LinkFigures
-from hf_cocodc.tools.plan.tcp import OVERHEAD_S, Codes, TcpLine, wanted_connections
+from hf_cocodc.tools.plan.flights import (
+    FIRST_WINDOW,
+    MSS,
+    MTU,
+    OVERHEAD_S,
+    Codes,
+    LinkFigures,
+    TcpLine,
+    wanted_connections,
+)
 
 MB = 10**6
 

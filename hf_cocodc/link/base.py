@@ -1,0 +1,282 @@
+"""The interface of a link. Regions exchange data only through links while they train."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from ..parts.codecs.base import Conversation, Result
+from ..parts.guard import Verdict
+from ..parts.tensors.memory import Pool
+from .records import Record, Trailer, Words
+from .stopping import StopAgreement
+
+T = TypeVar("T")
+
+
+class Arrival(NamedTuple):
+    """A finished transfer.
+
+    Attributes:
+        result: the end of the codec's conversation.
+        trailers: one per region that took part; equal in all regions.
+        bytes_sent: payload bytes that this region sent for the transfer.
+        seconds: time that the link took, from the moment when the last region came to the transfer.
+        square: sum of squares of the mean, over all lanes of the region; computed while training goes on. Not finite if the mean
+            is not, or is larger than what the regions sent (`parts.guard.believed`).
+        members: the regions that took part, in the order of the trailers.
+        changes: how often regions had come in or left before the transfer was sent; -1 if the link does not count that.
+        ended_at: when the mean was here, by the link's clock; None if unknown.
+    """
+
+    result: Result
+    trailers: tuple[Trailer, ...]
+    bytes_sent: int
+    seconds: float
+    square: float
+    members: tuple[int, ...]
+    changes: int = -1
+    ended_at: float | None = None
+
+    @property
+    def words(self) -> Words:
+        """The words of the regions that took part."""
+        return {region: trailer.word for region, trailer in zip(self.members, self.trailers, strict=True)}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the mean can be believed; equal in all regions, and before the landing only within a lane."""
+        return math.isfinite(self.square)
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Arrival:
+        """Block until the transfer has ended; may be called again.
+
+        Raises:
+            LinkError: the transfer failed or its deadline passed; the message names the transfer and the region.
+            LeftBehind: the other regions have gone on without this one.
+        """
+        ...
+
+
+def as_they_say(trailers: Sequence[Trailer]) -> Verdict:
+    """Every region counts as its trailer says."""
+    return Verdict(tuple(trailer.weight for trailer in trailers))
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What a region brings to a mean over the regions.
+
+    Attributes:
+        converse: begins a conversation of a codec about this region's outer gradient; called while training goes on, and once
+            more for every further attempt. Each conversation starts from the same values.
+        numel: length of the outer gradient.
+        trailer: returns this region's numbers, the same at every call; called while training goes on.
+        what: names the transfer in messages ("fragment 0 sent at step 100").
+        judge: says how much each region counts in the mean, from the trailers of all; equal in all regions. By default as much as
+            it says itself.
+        then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
+    """
+
+    converse: Callable[[], Conversation]
+    numel: int
+    trailer: Callable[[], Trailer]
+    what: str
+    then: Callable[[Arrival], None] | None = None
+    judge: Callable[[Sequence[Trailer]], Verdict] = as_they_say
+
+
+class Link(Protocol):
+    """Reaches the same lane of every other region. All regions make the same calls in the same order.
+
+    The regions may change during a run (`is_elastic`): one is lost, leaves or comes in. A region keeps its id `region`. Each call
+    has its own members: those that were there when it was made, less those that were lost before it ended. They are equal in
+    all regions, while `members`, which shows what this region knows now, need not be at any one moment.
+    """
+
+    region: int
+    lane: int
+    """The shard of the region's model that this link carries; 0 if all ranks hold the same parameters."""
+    num_lanes: int
+    replicas: bool
+    """Whether several ranks of the region hold the same parameters (DDP)."""
+    agreement: StopAgreement | None
+    """How ranks agree on a step to stop at; None if only transfers can tell them to stop."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the regions may change during the run."""
+        ...
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The regions that are there now, in ascending order."""
+        ...
+
+    @property
+    def num_regions(self) -> int:
+        """The number of members."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """This region's place among the members."""
+        ...
+
+    @property
+    def most_regions(self) -> int:
+        """The number of members that there can be, as far as it is known."""
+        ...
+
+    def takes_part(self) -> bool:
+        """Whether this region takes part in calls made now; not while it is coming in. A collective call of its ranks."""
+        ...
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        """The members of the last `gather` or `broadcast`; equal in all of them."""
+        ...
+
+    @property
+    def knows(self) -> int:
+        """The number of the newest change of the members that this region knows, for the next trailer."""
+        ...
+
+    def landed(self, arrival: Arrival) -> None:
+        """Called at every landing: a change that all its trailers know counts from the next inner step on."""
+        ...
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        """Make gathers and broadcasts that belong together; again, if the members of the last are not those of the first.
+
+        What `call` returns or raises counts only if the members did not change meanwhile. Messages call it `what`.
+        """
+        ...
+
+    @property
+    def timing(self) -> str:
+        """What `clock` shows: "measured" or "simulated" seconds, or "none": it stands still."""
+        ...
+
+    @property
+    def awaits(self) -> int | None:
+        """The region for which this link now waits; None if it waits for none."""
+        ...
+
+    def mean(self, parcel: Parcel) -> Handle:
+        """Start the mean over the regions that a parcel asks for; returns at once."""
+        ...
+
+    def bring_to(self, home: Pool) -> None:
+        """Place means in memory of `home` from now on; until this call they are on the host. Some links ignore the call."""
+        ...
+
+    def give(self, mean: Tensor) -> None:
+        """Return an arrival's mean to the pool; do not use it afterwards."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of `values` (1-D fp64, host) over the lanes of this region."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds, by the clock that times transfers."""
+        ...
+
+    def tick(self, inner_step: int) -> None:
+        """Called after every inner step with its number, before its transfers. Simulated time advances by an inner step."""
+        ...
+
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        """Overwrite `flat` (fp32, host) with the values of region `source`; blocks until they are here.
+
+        Without `source`, and if that region is gone, it is the first member.
+        """
+        ...
+
+    def count_broadcasts(self) -> int:
+        """Bytes that this rank has sent with broadcasts, to all other regions together, since the last count."""
+        ...
+
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        """The record of every region in `parties`, in their order; blocks until all have called. See `records`."""
+        ...
+
+    def lead(self, call: Callable[["Link"], T], what: str) -> T | None:
+        """Let the region's leader make a call with its own link, for as long as it needs.
+
+        Other ranks of the region wait, without a time-out, and return None. Messages call it `what`.
+        """
+        ...
+
+    def leave_note(self, reason: str) -> None:
+        """Write down why this region leaves. Other regions read the note when they hear that it leaves."""
+        ...
+
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        """The note that `region` left, if any. Waits for it if it is not here yet."""
+        ...
+
+    def close(self, reason: str | None = None) -> None:
+        """Leave the link. Give a `reason` if this is not the normal end: the other regions are told."""
+        ...
+
+
+class FixedSet:
+    """What a link says about regions that never change."""
+
+    region: int
+    num_regions: int
+    is_elastic = False
+    knows = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self.num_regions))
+
+    @property
+    def position(self) -> int:
+        return self.region
+
+    @property
+    def most_regions(self) -> int:
+        return self.num_regions
+
+    def takes_part(self) -> bool:
+        return True
+
+    @property
+    def parties(self) -> tuple[int, ...]:
+        return self.members
+
+    def landed(self, arrival: Arrival) -> None:
+        """Nothing changes."""
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        return call()
+
+
+class ArrivedHandle:
+    """The handle of an arrival that is already here."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self._arrival = arrival
+
+    def wait(self) -> Arrival:
+        return self._arrival
+
+
+def drive(conversation: Conversation, exchange: Callable) -> Result:
+    """Run a conversation to its end; `exchange` answers each message."""
+    try:
+        message = next(conversation)
+        while True:
+            message = conversation.send(exchange(message))
+    except StopIteration as end:
+        return end.value

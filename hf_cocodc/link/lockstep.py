@@ -1,0 +1,343 @@
+"""Many regions in one process: exactly the numbers of the real link, without sockets."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, LinkError
+from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, message_bytes
+from ..parts.guard import Verdict, believed
+from ..parts.tensors.memory import Pool
+from ..parts.tensors.pieces import square
+from .base import Arrival, FixedSet, Handle, Link, Parcel
+from .calls import SMALL, broadcast_chain, digest_of
+from .process_state import process_state, set_process_state
+from .records import Record, Trailer, checked
+from .stopping import StopAgreement
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualLink:
+    """A link of simulated time. Its arrival times decide what adaptive schedules do, and how long training is blocked.
+
+    All regions share one serial link. A transfer starts when the last region has sent it and all earlier transfers have
+    passed.
+
+    Attributes:
+        step_time_s: T_c, seconds of an inner step.
+        latency_s: seconds in one direction.
+        bandwidth: bytes per second that a region can send.
+
+    Raises:
+        InputError: step_time_s or bandwidth is not positive, or latency_s is negative.
+    """
+
+    step_time_s: float
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("step_time_s", self.step_time_s), ("bandwidth", self.bandwidth)):
+            if not 0 < value < math.inf:
+                raise InputError(f"{name}={value} of a VirtualLink must be positive and finite.")
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError(f"latency_s={self.latency_s} of a VirtualLink must be finite, and not negative.")
+
+
+def loopback() -> "LockstepLink":
+    """The link of a single region: every mean is the region's own value, and no byte leaves the process."""
+    return LockstepHub(1).links[0]
+
+
+def run_in_lockstep(
+    num_regions: int, body: Callable[[int, "LockstepLink"], T], link: VirtualLink | None = None
+) -> list[T]:
+    """Run body(region, link) for every region in this process; return the results in the order of the regions.
+
+    Regions take turns: one region runs until it needs something that another region has not sent yet. Each region has its
+    own thread, and its own state of the random numbers of torch, NumPy and Python. Only one region runs at a time: results
+    do not depend on timing. The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With
+    `link`, time is simulated; without it clocks stand still, as the time of regions that take turns says nothing.
+
+    Raises:
+        LinkError: every region waits for another.
+        Exception: the first exception that a body raised.
+    """
+    return LockstepHub(num_regions, link).run(body)
+
+
+class LockstepHub:
+    """Connects the links of `num_regions` regions; `links[r]` is the link of region r."""
+
+    def __init__(self, num_regions: int, virtual: VirtualLink | None = None) -> None:
+        self.virtual = virtual
+        self.timing = "measured" if virtual is None else "simulated"
+        self._busy_until = 0.0
+        self.links = [LockstepLink(self, region, num_regions) for region in range(num_regions)]
+        self._open_calls: dict[int, _Call] = {}
+        self._turns = [threading.Semaphore(0) for _ in self.links]
+        self._waits: dict[int, Callable[[], bool]] = {region: lambda: True for region in range(num_regions)}
+        self._over = threading.Event()
+        self.notes: dict[int, str] = {}
+        self._errors: list[BaseException] = []
+
+    def run(self, body: Callable[[int, "LockstepLink"], T]) -> list[T]:
+        """See `run_in_lockstep`."""
+        if self.virtual is None:
+            self.timing = "none"
+        results: dict[int, T] = {}
+        state = process_state()
+
+        def live(region: int) -> None:
+            self._turns[region].acquire()
+            try:
+                if not self._errors:
+                    set_process_state(state)
+                    results[region] = body(region, self.links[region])
+            except BaseException as error:  # raised again below, in the caller's thread
+                self._errors.append(error)
+            del self._waits[region]
+            self._pass_the_turn(region)
+
+        threads = [
+            threading.Thread(target=live, args=(link.region,), name=f"region {link.region}", daemon=True)
+            for link in self.links
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        while not self._over.wait(timeout=1.0):
+            pass  # a wait without end would sleep through a Ctrl-C that comes in the moment before it begins
+        for thread in threads:
+            thread.join()
+        set_process_state(state)
+        if self._errors:
+            raise self._errors[0]
+        return [results[link.region] for link in self.links]
+
+    def bring(self, region: int, number: int, what: str, item: Any, resolve: "Resolve") -> "_Call":
+        """Region `region` makes its call `number` with `item`; `resolve` gives the answers when enough regions have called."""
+        call = self._open_calls.setdefault(number, _Call(what))
+        if call.what != what:
+            raise LinkError(
+                f"regions are out of step: region {region} calls for {what}, another region for {call.what}. Every region "
+                "must make the same calls in the same order."
+            )
+        call.brought[region] = item
+        if call.answers is None:
+            call.answers = resolve(call.brought, len(self.links))
+        if len(call.brought) == len(self.links):
+            del self._open_calls[number]
+        return call
+
+    def answer(self, region: int, call: "_Call") -> Any:
+        """The answer to region `region`; the other regions run until it is known."""
+        if call.answers is None:
+            state = process_state()
+            self._waits[region] = lambda: call.answers is not None
+            self._pass_the_turn(region)
+            self._turns[region].acquire()
+            if self._errors:
+                raise LinkError(f"another region failed while region {region} waited for {call.what}.")
+            self._waits[region] = lambda: True
+            set_process_state(state)
+        assert call.answers is not None
+        return call.answers[region]
+
+    def arrival_s(self, sent_s: float, bytes_sent: int) -> tuple[float, float]:
+        """Arrival time and duration of a transfer that the last region sends at `sent_s`, in simulated seconds."""
+        if self.virtual is None:
+            return 0.0, 0.0
+        start = max(self._busy_until, sent_s)
+        self._busy_until = start + bytes_sent / self.virtual.bandwidth
+        trips = 1 if len(self.links) <= 2 else 2
+        arrival = self._busy_until + trips * self.virtual.latency_s
+        return arrival, arrival - start
+
+    def _pass_the_turn(self, region: int) -> None:
+        """Let the next region run that can continue. If there is none, all regions wait for each other: an error."""
+        order = sorted(self._waits, key=lambda other: (other - region - 1) % len(self.links))
+        able = [other for other in order if self._errors or self._waits[other]()]
+        if able:
+            self._turns[able[0]].release()
+        elif order:
+            self._errors.append(
+                LinkError(
+                    "every region waits for another. Every region must make the same calls in the same order."
+                )
+            )
+            self._turns[order[0]].release()
+        else:
+            self._over.set()
+
+
+class _Call:
+    """A call that all regions make: the item that each region brings, and later the answer that each region gets."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.brought: dict[int, Any] = {}
+        self.answers: Sequence[Any] | None = None
+
+
+Resolve = Callable[[dict[int, Any], int], Sequence[Any] | None]
+"""(items by region, number of regions) -> the answers, in the order of the regions; None until enough regions have called."""
+
+
+def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
+    def resolve(brought: dict[int, Any], num_regions: int) -> Sequence[Any] | None:
+        return answers([brought[r] for r in range(num_regions)]) if len(brought) == num_regions else None
+
+    return resolve
+
+
+class LockstepLink(FixedSet):
+    """One region's side of a `LockstepHub`; `link.base.Link` describes the calls."""
+
+    awaits: int | None = None
+
+    def __init__(self, hub: LockstepHub, region: int, num_regions: int) -> None:
+        self.region = region
+        self.num_regions = num_regions
+        self.lane, self.num_lanes = 0, 1
+        self.replicas = False
+        self.agreement: StopAgreement | None = None
+        self._broadcast_bytes = 0
+        self._hub = hub
+        self._calls = 0
+        self.now = 0.0
+        """Simulated seconds; stays 0 if time is not simulated."""
+
+    @property
+    def timing(self) -> str:
+        return self._hub.timing
+
+    def mean(self, parcel: Parcel) -> Handle:
+        resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
+        item = (parcel.converse(), parcel.trailer(), self.now, parcel.judge)
+        return _LockstepHandle(self, self._bring(parcel.what, item, resolve), parcel.then)
+
+    def bring_to(self, home: Pool) -> None:
+        """Means stay on the host."""
+
+    def give(self, mean: Tensor) -> None:
+        """This link keeps no memory for reuse."""
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+    def clock(self) -> float:
+        return time.perf_counter() if self.timing == "measured" else self.now
+
+    def tick(self, inner_step: int) -> None:
+        if self._hub.virtual is not None:
+            self.now += self._hub.virtual.step_time_s
+
+    def answer(self, call: "_Call") -> Any:
+        """The answer to this region."""
+        return self._hub.answer(self.region, call)
+
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        source = 0 if source is None else source
+        resolve = _from_all(partial(_broadcast, source))
+        found, sends = self._hub.answer(self.region, self._bring(what, flat.clone(), resolve))
+        flat.copy_(found)
+        self._broadcast_bytes += sends * flat.nbytes
+
+    def count_broadcasts(self) -> int:
+        counted, self._broadcast_bytes = self._broadcast_bytes, 0
+        return counted
+
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        all_records = _from_all(lambda records: [tuple(records)] * len(records))
+        return self._hub.answer(self.region, self._bring(what, record, all_records))
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T:
+        return call(self)
+
+    def leave_note(self, reason: str) -> None:
+        self._hub.notes[self.region] = reason
+
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        return self._hub.notes.get(region)
+
+    def close(self, reason: str | None = None) -> None:
+        pass
+
+    def _bring(self, what: str, item: Any, resolve: Resolve) -> _Call:
+        self._calls += 1
+        return self._hub.bring(self.region, self._calls, what, item, resolve)
+
+
+class _LockstepHandle:
+    def __init__(self, link: LockstepLink, call: _Call, then: Callable[[Arrival], None] | None) -> None:
+        self._link, self._call, self._then = link, call, then
+
+    def wait(self) -> Arrival:
+        arrival, arrives_at = self._link.answer(self._call)
+        self._link.now = max(self._link.now, arrives_at)
+        # called once, and released: it may reference the previous transfer
+        then, self._then = self._then, None
+        if then is not None:
+            then(arrival)
+        return arrival
+
+
+def _broadcast(source: int, brought: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """For each region what `source` has, and how often it sends it over a real link (see `calls.BroadcastCall`)."""
+    if brought[source].nbytes <= SMALL:
+        senders = (source,) * (len(brought) - 1)
+    else:
+        senders = broadcast_chain([digest_of(each.view(torch.uint8)) for each in brought], source)[:-1]
+    return [(brought[source], senders.count(region)) for region in range(len(brought))]
+
+
+def _mean_all(
+    brought: Sequence[tuple[Conversation, Trailer, float, Callable[[Sequence[Trailer]], Verdict]]],
+    arrival_s: Callable[[float, int], tuple[float, float]],
+) -> list[tuple[Arrival, float]]:
+    """Run the conversations of all regions together, message by message; return each region's arrival and its time."""
+    conversations = [conversation for conversation, _, _, _ in brought]
+    trailers = tuple(checked(trailer, region) for region, (_, trailer, _, _) in enumerate(brought))
+    verdict = brought[0][-1](trailers)  # that of any region is the same
+    num_regions = len(brought)
+    sent = [0] * num_regions
+    results: list[Result] = []
+
+    def advance(conversation: Conversation, reply: Reply | None) -> Message | None:
+        try:
+            return next(conversation) if reply is None else conversation.send(reply)
+        except StopIteration as end:
+            results.append(end.value)
+            return None
+
+    replies: Sequence[Reply | None] = [None] * num_regions
+    while not results:
+        found = [
+            advance(conversation, reply) for conversation, reply in zip(conversations, replies, strict=True)
+        ]
+        messages = [message for message in found if message is not None]
+        if messages:
+            for region, message in enumerate(messages):
+                sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
+            replies = mean_of(messages, verdict.weights, verdict.divisor)
+    squares = [believed(square(result.mean), verdict) for result in results]
+    arrives_at, seconds = arrival_s(max(sent_s for _, _, sent_s, _ in brought), max(sent))
+    ended_at = arrives_at if arrives_at else None
+    members = tuple(range(num_regions))
+    return [
+        (
+            Arrival(result, trailers, count, seconds, found, members, ended_at=ended_at),
+            arrives_at,
+        )
+        for result, count, found in zip(results, sent, squares, strict=True)
+    ]

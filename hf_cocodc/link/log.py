@@ -1,0 +1,312 @@
+"""The log of a run: what calls gave, and where the members stood. From a base and the log after it, a newcomer follows them.
+
+All that regions agree on is a function of a base (a checkpoint) and the results of the calls after it. An `Entry` is the
+result of one call. A `Marker` says that everything up to an inner step is in the log.
+"""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import LinkError
+from ..net.letters import Member
+from ..net.validation import whole
+from ..parts.codecs.base import CodecState
+from ..settings.regions import MOST_REGIONS
+from .records import ROW, to_row
+
+_LONGEST_NAME = 1000
+"""Characters of the name of a call."""
+_DEEPEST = 8
+"""Levels of a codec's state."""
+
+
+class Epoch(NamedTuple):
+    """Who takes part, and the number of changes of that so far: losses, regions that came in, regions that left."""
+
+    number: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The result of a call that has completed.
+
+    Attributes:
+        op: number of the call.
+        kind: "mean", "gather" or "broadcast".
+        what: names the call, as in messages.
+        epoch: number of changes when it completed.
+        members: the regions that took part.
+        rows: their trailers or records: (members, ROW) fp64; (0, ROW) for a broadcast.
+        values: the mean (fp32), or the bytes of a broadcast (uint8); empty for a gathering.
+        state: the codec's next state. Residuals are each region's own: a list of its lengths stands for each (`drop_residuals`).
+        seconds: see `Arrival`.
+        square: see `Arrival`.
+    """
+
+    op: int
+    kind: str
+    what: str
+    epoch: int
+    members: tuple[int, ...]
+    rows: Tensor
+    values: Tensor
+    state: CodecState
+    seconds: float = 0.0
+    square: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return self.rows.nbytes + self.values.nbytes + _bytes_in(self.state)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Where the members stand at the end of an inner step. All that has landed up to this step is in the log before it.
+
+    Attributes:
+        step: the inner step, with all its events.
+        submitted: calls made so far.
+        number: number of the epoch from the next step on.
+        losses: losses among the changes that `number` counts.
+        members: who takes part from the next step on; lost members may still be among them.
+        lost: tickets of all members that were lost.
+        admitted: tickets of the members that come in with this marker.
+        held: whether the members wait for more regions after this step, because they are too few. `members` are then those that
+            have said so, and those that come in.
+    """
+
+    step: int
+    submitted: int
+    number: int
+    losses: int
+    members: tuple[Member, ...]
+    lost: tuple[int, ...] = ()
+    admitted: tuple[int, ...] = ()
+    held: bool = False
+
+    num_bytes = 0
+
+
+Item = Entry | Marker
+Sink = Callable[[Item], bool]
+"""Takes the items of a log; returns whether it takes more."""
+
+
+def drop_residuals(state: CodecState) -> CodecState:
+    """A codec's state without the values of its residuals: a newcomer has lost nothing in earlier transfers.
+
+    >>> drop_residuals({"residual": torch.ones(3), "codec": {}})
+    {'residual': [3], 'codec': {}}
+    >>> with_residuals({"residual": [3], "codec": {}})
+    {'residual': tensor([0., 0., 0.]), 'codec': {}}
+    """
+    return _with_each(state, lambda residual: list(residual.shape))
+
+
+def with_residuals(state: CodecState) -> CodecState:
+    """The codec's state with residuals of zeros."""
+    return _with_each(state, torch.zeros)
+
+
+def _with_each(state: CodecState, residual: Callable[[Any], Any]) -> CodecState:
+    changed: CodecState = {}
+    for name, value in state.items():
+        if name == "residual":
+            changed[name] = residual(value)
+        else:
+            changed[name] = _with_each(value, residual) if isinstance(value, dict) else value
+    return changed
+
+
+def rows_of(records: Sequence[tuple]) -> Tensor:
+    """Records as rows, in order: (number of records, ROW) fp64."""
+    return torch.stack([to_row(record) for record in records]) if records else torch.zeros(0, ROW).double()
+
+
+def to_plain(item: Item) -> dict[str, Any]:
+    """An item as a dict of texts, numbers, lists, dicts and tensors."""
+    plain = {field.name: getattr(item, field.name) for field in fields(item)}
+    if isinstance(item, Marker):
+        plain["members"] = [list(member) for member in item.members]
+        return {"marker": {**plain, "lost": list(item.lost), "admitted": list(item.admitted)}}
+    return {"entry": {**plain, "members": list(item.members)}}
+
+
+def from_plain(plain: Mapping[str, Any]) -> Item:
+    """The item of which `to_plain` made this.
+
+    Raises:
+        LinkError: it is none.
+    """
+    try:
+        [(name, found)] = dict(plain).items()
+        kind: type[Item] = {"entry": Entry, "marker": Marker}[name]
+        if kind is Marker:
+            members = _sorted(Member(*map(whole, member)) for member in found["members"])
+            step, submitted, number, losses = (
+                whole(found[field]) for field in ("step", "submitted", "number", "losses")
+            )
+            lost, admitted = (tuple(map(whole, found[field])) for field in ("lost", "admitted"))
+            if len(plain[name]) != len(fields(Marker)) or not isinstance(found["held"], bool):
+                raise ValueError("it has other fields")
+            return Marker(step, submitted, number, losses, members, lost, admitted, found["held"])
+        entry = Entry(**{**found, "members": _sorted(map(whole, found["members"]))})
+        _check(entry)
+    except (KeyError, TypeError, ValueError) as error:
+        raise LinkError(
+            f"the log of another region holds something else than an entry: {repr(error)[:200]}."
+        ) from error
+    return entry
+
+
+def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
+    """Members as they come: sorted, none twice, not too many.
+
+    Raises:
+        ValueError: they are not.
+    """
+    found = tuple(itertools.islice(members, MOST_REGIONS + 1))
+    if len(found) > MOST_REGIONS or list(found) != sorted(set(found)):
+        raise ValueError(f"{str(found)[:80]} are no members")
+    return found
+
+
+def _check(entry: Entry) -> None:
+    whole(entry.op)
+    whole(entry.epoch)
+    expected = 0 if entry.kind == "broadcast" else len(entry.members)
+    is_sound = (
+        entry.kind in ("mean", "gather", "broadcast")
+        and isinstance(entry.what, str)
+        and len(entry.what) <= _LONGEST_NAME
+        and isinstance(entry.rows, Tensor)
+        and entry.rows.shape == (expected, ROW)
+        and entry.rows.dtype == torch.float64
+        and isinstance(entry.values, Tensor)
+        and entry.values.dtype == (torch.uint8 if entry.kind == "broadcast" else torch.float32)
+        and entry.values.dim() == 1
+        and isinstance(entry.state, dict)
+        and _is_state(entry.state, entry.values.numel(), _DEEPEST)
+        and isinstance(entry.seconds, float)
+        and isinstance(entry.square, float)
+    )
+    if not is_sound:
+        raise ValueError(f"call {entry.op} ({str(entry.what)[:80]}) is damaged")
+
+
+def _is_state(value: Any, numel: int, levels: int) -> bool:
+    """Whether a value can be a codec's state without residuals, of a fragment of so many values."""
+    if isinstance(value, dict):
+        return levels > 0 and all(
+            isinstance(key, str)
+            and (each == [numel] if key == "residual" else _is_state(each, numel, levels - 1))
+            for key, each in value.items()
+        )
+    if isinstance(value, list):
+        return all(isinstance(each, int | float) for each in value)
+    return isinstance(value, Tensor | int | float)
+
+
+class Log:
+    """What has yet to be sent to one newcomer. The link's thread puts items in; the newcomer's sender takes them out.
+
+    Args:
+        limit: bytes that may wait here. A log that outgrows it ends at once: the newcomer needs a new base.
+
+    Attributes:
+        overflowed: whether it has outgrown its limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: deque[Item] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._ended = False
+        self.overflowed = False
+
+    def __call__(self, item: Item) -> bool:
+        """Put an item in; never blocks. Returns whether the log takes more."""
+        with self._changed:
+            if self._ended:
+                return False
+            self._items.append(item)
+            self._bytes += item.num_bytes
+            if self._bytes > self._limit:
+                self.overflowed = self._ended = True
+                self._items.clear()
+            self._changed.notify_all()
+            return not self._ended
+
+    def close(self) -> None:
+        """Take no more items; those that are here can still be taken out."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Item]:
+        """The items, in order, as they come; ends when the log has ended and is empty."""
+        return (item for item in self.items() if item is not None)
+
+    def items(self, quiet_s: float | None = None) -> Iterator[Item | None]:
+        """The same; None whenever no item has come for `quiet_s` seconds."""
+        while True:
+            item = None
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._ended, quiet_s)
+                if self._items:
+                    item = self._items.popleft()
+                    self._bytes -= item.num_bytes
+                elif self._ended:
+                    return
+            yield item
+
+
+class Sinks:
+    """Those who take the log of this member, each from a call on."""
+
+    def __init__(self) -> None:
+        self._first: dict[Sink, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, sink: Sink, first: int, marker: Marker) -> None:
+        """Give `sink` this marker, and then what follows from call `first` on. If it returns False, it gets no more."""
+        with self._lock:
+            if sink(marker):
+                self._first[sink] = first
+
+    def remove(self, sink: Sink) -> None:
+        """Give `sink` no more."""
+        with self._lock:
+            self._first.pop(sink, None)
+
+    def write(self, make: Callable[[], Item], op: int | None = None) -> None:
+        """Give all sinks an item, or those that take call `op`. It is made only if there is such a sink."""
+        with self._lock:
+            takers = [sink for sink, first in self._first.items() if op is None or op >= first]
+            if not takers:
+                return
+            item = make()
+            for sink in takers:
+                if not sink(item):
+                    del self._first[sink]
+
+
+def _bytes_in(state: CodecState) -> int:
+    """Bytes of the tensors of a nested state."""
+    total = 0
+    for value in state.values():
+        if isinstance(value, Tensor):
+            total += value.nbytes
+        elif isinstance(value, dict):
+            total += _bytes_in(value)
+    return total

@@ -1,0 +1,1059 @@
+"""The link between machines: it executes what the rules say (`rules`), with connections and one thread of its own.
+
+A fixed run and an elastic one have the same link. In a fixed run every loss fails all calls.
+"""
+
+import logging
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..coordinator.client import Client
+from ..coordinator.messages import (
+    Announce,
+    Ask,
+    AskStop,
+    Back,
+    Beat,
+    Bye,
+    Decided,
+    Gone,
+    Hears,
+    Here,
+    Note,
+    Noted,
+    Paired,
+    Place,
+    Post,
+    Posted,
+    Promise,
+    Ready,
+    Refuse,
+    Resumed,
+    StopAt,
+    Suspect,
+    Terms,
+    ToRegion,
+    Ways,
+    Welcome,
+)
+from ..coordinator.rules import KEPT_DECISIONS
+from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
+from ..net.letters import Introduction, Letters, Member
+from ..net.recovery import Liveness
+from ..net.view import View
+from ..net.wire import FIRST, Wire
+from ..parts.codecs.base import CodecState
+from ..parts.tensors.memory import Pool
+from ..threads import NativeThread, at_rest
+from . import rules
+from .attempts import Attempt, InHand, Make, Pending
+from .base import Arrival, Handle, Link, Parcel, T
+from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
+from .following import FollowedMean, Following, copy_bytes, records_in
+from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
+from .records import Record
+from .rules import Part, Standing
+from .stopping import StopAgreement
+
+logger = logging.getLogger(__name__)
+
+_CALLS = 1 << 40
+"""The order of an attempt is that of its losses first: so many calls are between two of them."""
+_POLL_S = 0.1
+_FRESH_S = 3.0
+"""The coordinator says something every second: one that has not for so long may be frozen, and knows nothing of the others."""
+_LEAVE_S = 1.0
+"""How long a link that closes after an error waits for its thread."""
+
+
+class TcpLink:
+    """Reaches the other regions of a run. See `Link` for its methods.
+
+    Args:
+        client: has met the other regions (`Client.meet`).
+        terms: of the run.
+        wire: connects to nobody yet.
+        compared: what this region has told of itself; told again to a coordinator that has forgotten it.
+        timeout_s: seconds that `close` waits for calls in progress.
+        wait_s: how long a loss waits for a coordinator that is away.
+        pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
+
+    Attributes:
+        me: this process.
+        events: what happened, for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left") and
+            facts.
+        parties: see `Link.parties`.
+        ending: what this region says when the link is closed in good order.
+        beat: the part of its signs of life that the run knows: `doing` and `max_steps`.
+        on: called in the client's thread with every message of the coordinator, after the link has heard it.
+
+    Raises:
+        LinkError: a member cannot be reached.
+    """
+
+    lane, num_lanes = 0, 1
+    replicas = False
+    timing = "measured"
+
+    def __init__(
+        self,
+        client: Client,
+        terms: Terms,
+        wire: Wire,
+        compared: Mapping[str, Any],
+        *,
+        timeout_s: float = 120.0,
+        wait_s: float = math.inf,
+        pin_memory: bool = False,
+    ) -> None:
+        self.wait_s = wait_s
+        self.agreement: StopAgreement | None = None
+        self.events: deque[tuple[str, dict[str, Any]]] = deque()
+        self.ending = Bye(how="finished")
+        self.beat = Beat()
+        self.landed_at = 0.0
+        self.on: Callable[[ToRegion], None] = lambda message: None
+        self.terms, self._compared, self._timeout_s = terms, compared, timeout_s
+        self._memory = MeanMemory(pin_memory)
+        self._broadcast_bytes = 0
+        self._changed = threading.Condition(threading.RLock())
+        self._notes: dict[int, str] = {}
+        self._step = 0
+        self._warned_at = self._frozen_at = 0.0
+        self._epochs: list[int] = []
+        self._depth = 0
+        self._closed = False
+        self._enter(client, wire, client.welcome)
+        self.parties: tuple[int, ...] = (self.region,)
+        client.start(self._hear, self._sign, self._back)
+        try:
+            self._connect_all(client.welcome)
+        except BaseException as error:
+            self.leave_note(str(error))
+            client.close(Bye(how="failed"))
+            wire.close()
+            raise
+
+    def _enter(self, client: Client, wire: Wire, welcome: Welcome) -> None:
+        """Be a process of the run, with this connection to the coordinator."""
+        self._client, self.wire, self.me, self.region = client, wire, welcome.me, welcome.me.region
+        self.run = welcome.run
+        wire.note_of, wire.liveness_of = self.note_of, self._liveness_of
+        wire.relay = None if welcome.relay is None else (client.host, welcome.relay)
+        members = tuple(place.member for place in welcome.members)
+        standing = Standing.JOINING if welcome.joins else Standing.MEMBER
+        changes = 0 if welcome.joins else welcome.changes
+        self._part = Part(
+            me=self.me,
+            elastic=self.terms.elastic,
+            standing=standing,
+            roster=() if welcome.joins else members,
+            changes=changes,
+            losses=welcome.losses,
+        )
+        self._decisions: deque[Decided] = deque(maxlen=KEPT_DECISIONS)
+        self._skipped = welcome.changes if welcome.joins else 0
+        self._pending: deque[Pending] = deque()
+        self._ready: deque[Pending] = deque()
+        self._hand: InHand | None = None
+        self._failure: BaseException | None = None
+        self._generation = 0
+        self._thread: threading.Thread | None = None
+        self._whys: dict[Member, str] = {}
+        self._late: set[Member] = set()
+        self._hosts = {place.member: place.host for place in (*welcome.members, *welcome.others)}
+        self._hosts.setdefault(self.me, wire.address)
+        self._letters = Letters()
+        self._paired: dict[int, Member] = {}
+        self._gone: set[Member] = set()
+        self._met: set[Member] = set()
+        self._unpaired: dict[Member, str] = {}
+        self._unheard: dict[Member, float] = {}
+        self._told_ways: dict[int, str] = {}
+        self._sinks = Sinks()
+        self._following: Following | None = None
+        self._has_moved = False
+
+    # ---- what the engine asks ------------------------------------------------------------------------------------
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.terms.elastic
+
+    @property
+    def standing(self) -> Standing:
+        """What this process is to the run."""
+        return self._part.standing
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(member.region for member in self._part.members)
+
+    @property
+    def num_regions(self) -> int:
+        return len(self.members)
+
+    @property
+    def position(self) -> int:
+        return self.members.index(self.region)
+
+    @property
+    def most_regions(self) -> int:
+        return max(len(self.members), self.terms.most if self.is_elastic else 0)
+
+    @property
+    def epoch(self) -> Epoch:
+        """Who takes part, and the number of changes of that so far, as far as this process knows now."""
+        part = self._part
+        return Epoch(part.changes + part.losses, tuple(member.region for member in part.members))
+
+    @property
+    def knows(self) -> int:
+        return self._part.knows if self._part.standing is Standing.MEMBER else 0
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this region takes part in no call from the next inner step on."""
+        return self._part.is_leaving
+
+    @property
+    def awaits(self) -> int | None:
+        return self.wire.waits.region
+
+    def takes_part(self) -> bool:
+        return self._part.standing not in (Standing.JOINING, Standing.FOLLOWING)
+
+    def bring_to(self, home: Pool) -> None:
+        self._memory.bring_to(home)
+
+    def give(self, mean: Tensor) -> None:
+        self._memory.give(mean)
+
+    def total(self, values: Tensor) -> Tensor:
+        return values
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def count_broadcasts(self) -> int:
+        counted, self._broadcast_bytes = self._broadcast_bytes, 0
+        return counted
+
+    def lead(self, call: Callable[[Link], T], what: str) -> T:
+        return call(self)
+
+    def mean(self, parcel: Parcel) -> Handle:
+        log = self._log_to_ask()
+        if log is not None:
+            return FollowedMean(log.ask("mean", parcel.what), parcel, self._memory.bring_home)
+
+        def make(view: View, regions: tuple[int, ...]) -> Attempt:
+            return MeanCall(view, regions, parcel, self._memory)
+
+        def finish(pending: Pending, found: Arrival) -> Arrival:
+            sent = found.bytes_sent + pending.void_bytes
+            arrival = found._replace(bytes_sent=sent, changes=pending.done.changes)
+            mean, state = arrival.result.mean, arrival.result.state
+            self._write(pending, "mean", arrival.trailers, mean, state, arrival.seconds, arrival.square)
+            if parcel.then is not None:
+                parcel.then(arrival)
+            return arrival
+
+        return self._submit(parcel.what, make, finish)
+
+    def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
+        if self.standing is Standing.JOINING:
+            return
+        log = self._log_to_ask()
+        if log is not None:
+            entry = log.ask("broadcast", what).wait()
+            copy_bytes(entry, flat)
+            self._note(entry.epoch, entry.members)
+            return
+
+        def make(view: View, regions: tuple[int, ...]) -> Attempt:
+            place = regions.index(source) if source in regions else 0
+            # a copy: an attempt that fails may have written to it
+            return BroadcastCall(view, flat.view(torch.uint8).clone(), place, what)
+
+        def finish(pending: Pending, raw: Tensor) -> Tensor:
+            self._write(pending, "broadcast", (), raw, {})
+            return raw
+
+        pending = self._submit(what, make, finish)
+        flat.view(torch.uint8).copy_(pending.wait())
+        self._broadcast_bytes += pending.bytes_sent + pending.void_bytes
+        self._note(pending.epoch, pending.parties)
+
+    def gather(self, record: Record, what: str) -> tuple[Record, ...]:
+        if self.standing is Standing.JOINING:
+            self._note(0, (self.region,))
+            return (record,)
+        log = self._log_to_ask()
+        if log is not None:
+            entry = log.ask("gather", what).wait()
+            self._note(entry.epoch, entry.members)
+            return records_in(entry, type(record))
+
+        def make(view: View, regions: tuple[int, ...]) -> Attempt:
+            return GatherCall(view, regions, record, what)
+
+        def finish(pending: Pending, records: tuple[Record, ...]) -> tuple[Record, ...]:
+            self._write(pending, "gather", records, torch.empty(0), {})
+            return records
+
+        pending = self._submit(what, make, finish)
+        found = pending.wait()
+        self._note(pending.epoch, pending.parties)
+        self._gathered = pending
+        return found
+
+    def together(self, call: Callable[[], T], what: str) -> T:
+        while True:
+            start = len(self._epochs)
+            self._depth += 1
+            try:
+                value: T | None = call()
+                error: Exception | None = None
+            except LinkError:
+                raise
+            except Exception as raised:
+                value, error = None, raised
+            finally:
+                self._depth -= 1
+                epochs = self._epochs[start:]
+                if not self._depth:
+                    self._epochs = []
+            if len(set(epochs)) <= 1:
+                if error is not None:
+                    raise error
+                return value  # type: ignore[return-value]  # what the call returned
+
+    def landed(self, arrival: Arrival) -> None:
+        self.beat, self.landed_at = replace(self.beat, landed_at=self._step), time.monotonic()
+        if self.standing is Standing.MEMBER and self.is_elastic and arrival.trailers:
+            self._feed(rules.Landed(min(each.knows for each in arrival.trailers), arrival.changes))
+            self._has_moved = True
+
+    def tick(self, inner_step: int) -> None:
+        if self.standing is Standing.MEMBER and self.is_elastic:
+            admitted = self._feed(rules.Ticked())
+            if self._has_moved or admitted:
+                self._has_moved = False
+                self._sinks.write(partial(self._mark, self._part.roster, admitted))
+        self._step = inner_step
+
+    def leave_note(self, reason: str) -> None:
+        self._notes[self.region] = reason
+        self._client.send(Note(text=reason))
+
+    def note_of(self, region: int, wait_s: float = 0.0) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: region in self._notes, wait_s)
+            return self._notes.get(region)
+
+    def _liveness_of(self, region: int) -> Liveness:
+        """What the coordinator knows of the process of a region."""
+        member = self._paired.get(region)
+        ended_at = -math.inf if member is None else self._unheard.get(member, -math.inf)
+        is_fresh = time.monotonic() - self._client.heard_at < _FRESH_S
+        return Liveness(self.has_coordinator and is_fresh, ended_at)
+
+    # ---- what the run asks, beside the engine ---------------------------------------------------------------------
+
+    def would_leave(self, known: int) -> bool:
+        """Whether this region leaves with the changes up to `known`."""
+        announced = self._part.announced
+        return any(
+            each.kind == "leave" and each.member == self.me and each.number <= known for each in announced
+        )
+
+    def regroup(self, known: int) -> tuple[int, ...]:
+        """Let changes that all members know count at once, while they are too few to train. After a gathering.
+
+        Args:
+            known: the smallest number of a change that any of its records tells.
+
+        Returns:
+            The members from now on; equal in all of them.
+        """
+        if self.standing is not Standing.MEMBER:
+            return self.members
+        call = self._gathered.done
+        self._feed(rules.Landed(known, call.changes))
+        due = [each for each in self._part.announced if each.number <= self._part.due]
+        left = [each.member for each in due if each.kind == "leave"]
+        admitted = self._feed(rules.Ticked())
+        came = [each for each in self._part.roster if each.ticket in admitted]
+        # also one that some know to be lost: all must find the same
+        stay = [each for each in call.parties if each not in left]
+        present = tuple(sorted({*stay, *came}))
+        self._has_moved = False
+        self._sinks.write(partial(self._mark, present, admitted, held=True))
+        return tuple(member.region for member in present)
+
+    def log_to(self, sink: Sink) -> None:
+        """Give `sink` the log of all that follows the state of this moment; between two inner steps, after a step's events.
+
+        The first item is a marker of this step. Items may be kept. A sink that returns False gets no more.
+        """
+        self._sinks.add(sink, self._part.submitted + 1, self._mark(self._part.roster, ()))
+
+    def stop_log(self, sink: Sink) -> None:
+        """Give `sink` no more items."""
+        self._sinks.remove(sink)
+
+    def follow(self, source: Iterable[Item]) -> None:
+        """Answer calls from the log of a member, once its base is loaded; again with another one, if that log has ended.
+
+        Calls without answer fail with the error that `source` raises.
+        """
+        if self._following is not None:
+            self._following.fail(LinkError("this region follows the log of another member now."))
+        self._following = Following(source, self._without_log)
+        self._feed(rules.Followed())
+
+    def next_marker(self, timeout_s: float | None = None) -> Marker | None:
+        """The next marker of the log; None if none comes within `timeout_s`. Make all inner steps up to it, then `apply` it.
+
+        Raises:
+            LinkError: the log has ended.
+        """
+        assert self._following is not None
+        return self._following.next_marker(timeout_s)
+
+    def apply(self, marker: Marker) -> bool:
+        """All inner steps up to this marker are made, with their events. Returns whether this process is a member now.
+
+        Raises:
+            LeftBehind: members have let it in, and have missed it since; or one of them cannot be reached.
+        """
+        if self.standing is Standing.OUT:
+            raise self._failure or left_behind(self.region)
+        assert self._following is not None
+        is_in = self.me.ticket in marker.admitted
+        for member, why in self._unpaired.items():
+            if member in marker.members:
+                raise LeftBehind(f"region {self.region} has no connection to region {member.region}: {why}")
+        self._feed(
+            rules.Marked(
+                marker.submitted,
+                marker.number - marker.losses,
+                marker.losses,
+                marker.lost,
+                marker.members,
+                is_in,
+            )
+        )
+        self._following.skip(marker.submitted)
+        if is_in:
+            self._tell_epoch(f"region {self.region} has come in")
+        return is_in
+
+    def say_ready(self) -> None:
+        """This newcomer is less than one interval behind."""
+        self._client.send(Ready())
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the members are to let this newcomer in."""
+        return any(each.member == self.me for each in self._part.announced)
+
+    def is_there(self, member: Member) -> bool:
+        """Whether a process takes part or is to come in, as far as this one knows."""
+        return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
+
+    def stream(
+        self, member: Member, number: int, timeout_s: float, look: Callable[[], object]
+    ) -> socket.socket:
+        """One more connection to a process, once this one is connected to it; see `Pair.stream`.
+
+        Raises:
+            LinkError: it is not in time.
+        """
+        until = time.monotonic() + timeout_s
+        while self._paired.get(member.region) != member:
+            look()
+            if time.monotonic() > until:
+                raise LinkError(f"region {member.region} has not been connected within {timeout_s:g} s.")
+            time.sleep(_POLL_S)
+        return self.wire.stream(member.region, number, max(until - time.monotonic(), _POLL_S), look)
+
+    @property
+    def donors(self) -> tuple[Member, ...]:
+        """Members that may give a base, as far as this process knows."""
+        places = (each.member for each in self._client.welcome.members)
+        known = {*places, *self._part.roster} - {self.me}
+        return tuple(sorted(each for each in known if self.is_there(each)))
+
+    def post(self, to: Member, topic: str, **content: Any) -> None:
+        """Send a small message to another process of the run."""
+        self._client.send(Post(to=to, topic=topic, content=content))
+
+    def send(self, message: Any) -> None:
+        """Send a message to the coordinator."""
+        self._client.send(message)
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the coordinator is there, and decides."""
+        return self._client.answers
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error with which all calls of this process end; None before."""
+        return self._failure
+
+    def part_with(self) -> None:
+        """Be lost to the others at once, so that they do not wait for this process: it comes back as another one."""
+        self._fail_all(LinkError("the link is closed."))
+        if self._following is not None:
+            self._following.fail(LinkError("the link is closed."))
+        self.leave_note("it comes back")
+        self._client.close(Bye(how="left"))
+        self.wire.close()
+
+    def begin_again(self, client: Client, wire: Wire) -> None:
+        """Be a newcomer, after `part_with`. `client` has joined the run."""
+        with self._changed:
+            self._enter(client, wire, client.welcome)
+            self._notes = {}
+        client.start(self._hear, self._sign, self._back)
+        self._connect_all(client.welcome)
+
+    def close(self, reason: str | None = None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if reason is None and isinstance(self._failure, RegionLostError):
+            reason = str(self._failure)
+        has_ended = reason is None and self._end_calls()
+        if reason is None and not has_ended and self.standing is Standing.MEMBER:
+            reason = f"calls of region {self.region} had not ended after {self._timeout_s:g} s"
+        thread = self._thread
+        if not has_ended:
+            self._fail_all(LinkError("the link is closed."))
+            if thread is not None:
+                thread.join(_LEAVE_S)
+        if self._following is not None:
+            self._following.fail(LinkError("the link is closed."))
+        if reason is not None:
+            self.leave_note(reason)
+        if reason is None and self.standing is Standing.MEMBER:
+            self.wire.drain()
+        self._client.close(self.ending if reason is None else Bye(how="failed", step=self._step))
+        self.wire.close()
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    def _log_to_ask(self) -> Following | None:
+        """The log that answers calls; None if this process makes them itself."""
+        if self.standing is Standing.JOINING:
+            raise LinkError("a newcomer takes part in no transfer before it has a base.")
+        return self._following if self.standing is Standing.FOLLOWING else None
+
+    def _submit(self, what: str, make: Make, finish: Callable[[Pending, Any], Any]) -> Pending:
+        """Make a call; returns at once."""
+        pending = Pending(what, make, finish)
+        with self._changed:
+            if self._failure is not None:
+                pending.fail(self._failure)
+            elif self._closed:
+                raise LinkError(f"the link is closed: {what} cannot travel.")
+            else:
+                self._pending.append(pending)
+                self._feed(rules.Made(what))
+        return pending
+
+    def _feed(self, event: rules.Event) -> tuple[int, ...]:
+        """Let something happen, and do what the rules say. Returns the tickets of regions that have come in."""
+        admitted: tuple[int, ...] = ()
+        with self._changed:
+            before = self._part
+            self._part, effects = rules.step(before, event)
+            for effect in effects:
+                match effect:
+                    case rules.Begin():
+                        self._hand = InHand(effect, self._pending[0])
+                        self._need_thread()
+                    case rules.Complete(call):
+                        pending = self._pending.popleft()
+                        pending.call, self._hand = call, None
+                        self._ready.append(pending)
+                        self._need_thread()
+                    case rules.Abandon():
+                        self._abandon()
+                    case rules.Again(call):
+                        self._retry(self._pending[call.number - self._part.done - 1], call)
+                    case rules.Tell(report):
+                        self._client.send(report)
+                    case rules.Drop(member, why):
+                        self._drop(member, why)
+                    case rules.Switched(joined, left):
+                        self._switched(joined, left)
+                        admitted = tuple(member.ticket for member in joined)
+                    case rules.Fail(member, why):
+                        self._fail(member, why)
+            if self._part.losses != before.losses and self.standing is Standing.MEMBER:
+                self._has_moved = True
+                lost = [each for each in before.members if each.ticket in self._part.lost]
+                self._tell_epoch(self._lost_in_words(lost))
+            self._changed.notify_all()
+        return admitted
+
+    def _need_thread(self) -> None:
+        if self._thread is None:
+            self._thread = NativeThread(self._work, "hf_cocodc-link", (self._generation,))
+            self._thread.start()
+
+    def _work(self, generation: int) -> None:
+        """The link's thread: it makes attempts, and ends calls that have completed, in order."""
+        while True:
+            with self._changed:
+                while generation == self._generation and not self._ready and not self._may_begin():
+                    if self._closed and not self._pending:
+                        return
+                    with at_rest():
+                        self._changed.wait()
+                if generation != self._generation:
+                    return
+                pending = self._ready.popleft() if self._ready else None
+                hand = self._hand
+            try:
+                if pending is not None:
+                    pending.end()
+                elif hand is not None:
+                    self._attempt(hand)
+            except BaseException as error:  # every error must reach the training thread
+                self._fail_all(error, generation)
+            pending = hand = None
+
+    def _may_begin(self) -> bool:
+        return self._hand is not None and self._hand.attempt is None
+
+    def _attempt(self, hand: InHand) -> None:
+        """Make the attempt in hand, and say that this process holds its result."""
+        begin = hand.begin
+        try:
+            found = self._begin(hand).run()
+            with self._changed:
+                if self._hand is not hand:
+                    return
+                hand.pending.found, hand.pending.bytes_sent = found, hand.attempt.bytes_sent  # type: ignore[union-attr]
+                self._feed(rules.Held(begin.number, begin.losses))
+            if self.is_elastic:
+                view, what = hand.view, hand.pending.what
+                assert view is not None
+                view.wait(view.begin_swap(torch.ones(1), what).pending, what, may_be_late=True)
+                self._feed(rules.AllHeld(begin.number, begin.losses))
+        except RegionLostError as error:
+            missed = [each for each in begin.parties if each.region == error.region and each != self.me]
+            if not missed:
+                raise
+            self._feed(rules.Missed(begin.number, begin.losses, missed[0], str(error)))
+        except LinkError:
+            if self._hand is hand:  # else it is void, and says so
+                raise
+
+    def _begin(self, hand: InHand) -> Attempt:
+        begin = hand.begin
+        with self._changed:
+            for member in begin.parties:
+                if member != self.me and self._paired.get(member.region) != member:
+                    raise RegionLostError(member.region, f"there is no connection to region {member.region}")
+            regions = tuple(member.region for member in begin.parties)
+            # connections that were made one by one differ in number, and all members must cut alike
+            count = None if self.is_elastic else self._count
+            hand.view = self.wire.view(regions, begin.losses * _CALLS + begin.number, count)
+            assert hand.pending.make is not None
+            hand.attempt = hand.pending.make(hand.view, regions)
+            self.wire.waits.moved()
+            return hand.attempt
+
+    def _abandon(self) -> None:
+        """Leave the thread alone that makes an attempt: it may hang. Another one takes its place."""
+        hand, self._hand = self._hand, None
+        self.wire.waits.end()
+        if hand is not None and hand.view is not None:
+            hand.view.revoke()
+            self._generation += 1
+            self._thread = None
+
+    def _retry(self, pending: Pending, call: rules.Call) -> None:
+        pending.void_bytes += pending.bytes_sent
+        pending.bytes_sent, pending.found = 0, None
+        part = self._part
+        members = [member.region for member in part.without_lost(call.parties)]
+        lost = [member for member in call.parties if member.ticket in part.lost]
+        facts = {
+            "epoch": call.changes + part.losses,
+            "op": call.number,
+            "what": call.what,
+            "members": members,
+        }
+        self.events.append(("retry", {**facts, "why": self._lost_in_words(lost)}))
+
+    def _fail(self, member: Member | None, why: str) -> None:
+        """The rules say that no call of this process will complete."""
+        if member is None:
+            self._fail_all(left_behind(self.region, why))
+        elif not isinstance(self._failure, RegionLostError):
+            self._fail_all(RegionLostError(member.region, why))
+
+    def _fail_all(self, error: BaseException, generation: int | None = None) -> None:
+        """End all calls, also later ones, with this error. `generation`: of the thread whose error it is."""
+        with self._changed:
+            if generation not in (None, self._generation):
+                return  # its attempt was void
+            if self._failure is None:
+                self._failure = error
+            self._part = replace(self._part, standing=Standing.OUT, calls=())
+            self._abandon()
+            failed = [*self._ready, *self._pending]
+            self._ready.clear()
+            self._pending.clear()
+            self._generation += 1
+            self._thread = None
+            self._changed.notify_all()
+        if self._following is not None:
+            self._following.fail(error)
+        for pending in failed:
+            pending.fail(error)
+
+    def _end_calls(self) -> bool:
+        """Wait for the calls that were made. Returns whether all have completed."""
+        until = time.monotonic() + self._timeout_s
+        with self._changed:
+            self._feed(rules.NoMoreCalls())
+            ended = self._changed.wait_for(
+                lambda: not self._pending and not self._ready or self._failure is not None, self._timeout_s
+            )
+            thread = self._thread
+        if thread is not None and ended:
+            thread.join(max(until - time.monotonic(), 0))
+        return ended and self._failure is None
+
+    # ---- the coordinator, in its thread -----------------------------------------------------------------------------
+
+    def _hear(self, message: ToRegion) -> None:
+        match message:
+            case Ask(number=number):
+                self._feed(rules.Asked(number))
+            case Decided():
+                if message.decision.number == self._part.losses:  # the coordinator may repeat it
+                    self._decisions.append(message)
+                self._whys.update(zip(message.decision.lost, message.whys, strict=False))
+                self._feed(message)
+            case Announce(change=change):
+                if change.number > self._skipped:
+                    self._feed(rules.Known(change))
+            case Suspect():
+                self._suspect(message)
+            case Hears(member=member, hears=True):
+                self._unheard.pop(member, None)
+            case Hears(member=member):
+                self._unheard[member] = time.monotonic()
+            case Resumed():
+                self._tell_ways()
+                for other in list(self._paired.values()):  # it may have forgotten
+                    self._client.send(Paired(member=other))
+                if self._part.frozen:
+                    self._feed(rules.Asked(self._part.losses))
+            case Here(place=place):
+                self._meet(place)
+            case Gone(member=member):
+                self._gone.add(member)
+                self._unpair(member)
+            case AskStop(number=number):
+                if self.agreement is not None:
+                    self._client.send(Promise(number=number, step=self.agreement.promise()))
+            case StopAt(step=step, whys=whys):
+                if self.agreement is not None:
+                    self.agreement.answer(step, {int(region): str(why) for region, why in whys.items()})
+            case Noted(region=region, text=text):
+                with self._changed:
+                    self._notes[region] = text
+                    self._changed.notify_all()
+            case Posted(sender=sender, topic="wire", content=content):
+                self._letters.put(sender, content)
+            case Refuse(error=kind, why=why):
+                if self.is_elastic:
+                    self._fail_all(RunOver(why) if kind == "RunOver" else LeftBehind(why))
+                else:  # nobody comes or goes here
+                    logger.warning("region %d trains on without the coordinator: %s", self.region, why)
+        self.on(message)
+
+    def _suspect(self, suspect: Suspect) -> None:
+        """A member for which this one waits seems to be lost. It is only if this one still waits for it."""
+        with self._changed:
+            hand, region = self._hand, suspect.member.region
+            if hand is None or hand.begin.number != suspect.op or self.awaits != region:
+                return
+            if suspect.how == "late":
+                self._late.add(suspect.member)
+            why, begin = suspect.why, hand.begin
+            if not self.is_elastic:
+                note, what = self.note_of(region), hand.pending.what
+                since = f"while region {self.region} waited for {what}"
+                why = (
+                    f"region {region} left {since}: {note}"
+                    if note is not None
+                    else f"region {region} sent nothing {since}: {why}. Look at its machine and its last output, then start all "
+                    "regions again with --resume."
+                )
+            self._feed(rules.Missed(begin.number, begin.losses, suspect.member, why))
+
+    def _sign(self) -> Beat:
+        """A sign of life."""
+        if self.agreement is not None:
+            self.agreement.poll()
+        now, waits = time.monotonic(), self.wire.waits
+        self._watch(now)
+        with self._changed:
+            part, hand = self._part, self._hand
+            blocked = [each.awaited_at for each in self._pending if each.awaited_at is not None]
+        late_since, region = waits.late_since, waits.region
+        return replace(
+            self.beat,
+            step=self._step,
+            op=0 if hand is None else hand.begin.number,
+            awaits=None if hand is None else region,
+            waited_s=0.0 if late_since is None else now - late_since,
+            idle_s=max(now - waits.moved_at, 0.0),
+            blocked_s=now - min(blocked) if blocked else None,
+            changes=part.changes,
+            losses=part.losses,
+            members=part.without_lost(part.roster) if part.standing is Standing.MEMBER else (),
+            landed_s=now - self.landed_at if self.beat.landed_at >= 0 else 0.0,
+        )
+
+    def _watch(self, now: float) -> None:
+        """Say from time to time for whom this region waits. A fixed run needs no coordinator to give up in the end."""
+        if not self._part.frozen or self.has_coordinator:
+            self._frozen_at = now
+        elif now - self._frozen_at > self.wait_s:
+            self._fail_all(
+                LinkError(
+                    f"region {self.region} waits to hear who goes on after a loss, and the coordinator has not answered for "
+                    f"{now - self._frozen_at:.0f} s (regions.wait_s={self.wait_s:g}). Start it again (look at hf-cocodc status: "
+                    "one without its memory waits for all members), then all regions with --resume."
+                )
+            )
+            return
+        waits, hand = self.wire.waits, self._hand
+        since, region = waits.late_since, waits.region
+        if since is None or region is None or hand is None:
+            return
+        waited_s = now - since
+        if now - max(since, self._warned_at) > self._timeout_s:
+            self._warned_at = now
+            away = (
+                ""
+                if self.has_coordinator
+                else " The coordinator does not answer either: it must decide who is lost."
+            )
+            logger.warning(
+                "region %d has waited %.0f s for region %d (%s).%s",
+                self.region,
+                waited_s,
+                region,
+                waits.what,
+                away,
+            )
+        missed = [each for each in hand.begin.parties if each.region == region]
+        if (
+            not self.is_elastic
+            and not self.has_coordinator
+            and waited_s > self.terms.stuck_timeout_s
+            and missed
+        ):
+            why = (
+                f"region {region} sent nothing for {waited_s:.0f} s while region {self.region} waited for {waits.what}, and the "
+                "coordinator does not answer. Look at both machines, then start all regions again with --resume."
+            )
+            self._feed(rules.Missed(hand.begin.number, hand.begin.losses, missed[0], why))
+
+    def _back(self) -> Back:
+        """What this process says to a coordinator that it calls again."""
+        with self._changed:
+            part = self._part
+            members = part.without_lost(part.roster)
+            return Back(
+                run=self.run,
+                member=self.me,
+                is_member=part.standing is Standing.MEMBER,
+                host=self._hosts.get(self.me, ""),
+                generation=0,
+                losses=part.losses,
+                changes=part.changes,
+                announced=part.announced,
+                decisions=tuple(self._decisions),
+                members=tuple(Place(each, self._hosts.get(each, "")) for each in members),
+                terms=self.terms,
+                compared=dict(self._compared),
+            )
+
+    # ---- connections --------------------------------------------------------------------------------------------------
+
+    def _connect_all(self, welcome: Welcome) -> None:
+        """Connect to all that are there. With those that have met at the start this waits; a newcomer's connections come."""
+        others = [place.member for place in (*welcome.members, *welcome.others) if place.member != self.me]
+        if welcome.joins:
+            for other in others:
+                self._connect_soon(other)
+            return
+        by_region = {other.region: other for other in others}
+        self._count = self.wire.connect_all(
+            {region: self._introduction(other) for region, other in by_region.items()}
+        )
+        self._paired = by_region
+        self._tell_ways()
+        self.view = self.wire.view([self.region, *by_region], FIRST, self._count)
+
+    def _meet(self, place: Place) -> None:
+        """A newcomer is to be connected. The coordinator may say so again."""
+        newcomer = place.member
+        self._hosts.pop(newcomer, None)
+        self._hosts[newcomer] = place.host
+        if self._paired.get(newcomer.region) == newcomer:
+            self._client.send(Paired(member=newcomer))
+        elif newcomer != self.me and newcomer not in self._met:
+            self._notes.pop(newcomer.region, None)
+            self._connect_soon(newcomer)
+
+    def _connect_soon(self, other: Member) -> None:
+        self._met.add(other)
+        NativeThread(self._connect, "hf_cocodc-connect", (other,)).start()
+
+    def _connect(self, other: Member) -> None:
+        if self._paired.get(other.region) not in (None, other):
+            self.wire.drop(other.region)  # an earlier process of that region, which has left
+        try:
+            self.wire.connect(other.region, self._introduction(other), partial(self._claim, other))
+        except LinkError as error:  # it must not disturb the run
+            self._unpaired[other] = str(error)
+            if self.is_there(other) and not self._closed:
+                logger.warning(
+                    "region %d cannot be connected to region %d: %s", self.region, other.region, error
+                )
+        else:
+            self._client.send(Paired(member=other))
+            self._tell_ways()
+
+    def _tell_ways(self) -> None:
+        """Say by which ways this process is connected: to the coordinator, and in the journal."""
+        ways = self.wire.ways
+        self._client.send(Ways(regions=tuple(ways), ways=tuple(ways.values())))
+        if ways != self._told_ways:
+            self._told_ways = ways
+            self.events.append(("ways", {"ways": {str(region): way for region, way in ways.items()}}))
+
+    def _claim(self, other: Member) -> bool:
+        """Whether a connection is wanted: either end may have begun again meanwhile."""
+        of_region = [each for each in list(self._hosts) if each.region == other.region]  # the newest one last
+        if self._closed or other not in of_region[-1:] or not self.is_there(other):
+            return False
+        self._paired[other.region] = other
+        return True
+
+    def _introduction(self, other: Member) -> Introduction:
+        low, high = sorted((self.me.ticket, other.ticket))
+
+        def send(to: Member, content: dict[str, Any]) -> None:
+            self.post(to, "wire", **content)
+
+        return Introduction(other, f"{self.run}/{low}-{high}", send, self._letters, self._timeout_s)
+
+    def _unpair(self, member: Member) -> None:
+        if self._paired.get(member.region) == member:
+            self.wire.drop(member.region)
+            del self._paired[member.region]
+
+    # ---- who takes part, for journal and log -----------------------------------------------------------------------
+
+    def _drop(self, member: Member, why: str) -> None:
+        self._whys.setdefault(member, why)
+        self._unpair(member)
+        if member in self._late:
+            facts = {"epoch": self.epoch.number, "region": member.region}
+            self.events.append(("late", {**facts, "why": self._whys[member]}))
+
+    def _switched(self, joined: Sequence[Member], left: Sequence[Member]) -> None:
+        number = self.epoch.number
+        for member in left:
+            facts = {"step": self._step, "epoch": number, "region": member.region}
+            self.events.append(("left", {**facts, "why": "it has left in good order"}))
+        for member in joined:
+            self.events.append(("join", {"step": self._step, "epoch": number, "region": member.region}))
+        if self.me not in left:  # a region that leaves does not see what follows
+            words = [f"region {member.region} has left in good order" for member in left]
+            words += [f"region {member.region} has come in" for member in joined]
+            self._tell_epoch(", ".join(words), step=self._step)
+
+    def _tell_epoch(self, why: str, **facts: int) -> None:
+        number, members = self.epoch
+        told = {"epoch": number, "losses": self._part.losses, "members": list(members), "why": why}
+        self.events.append(("epoch", {**told, **facts}))
+        logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
+
+    def _lost_in_words(self, lost: Collection[Member]) -> str:
+        said = []
+        for member in lost:
+            why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
+            said.append(f"region {member.region} is lost: {why}")
+        return "; ".join(said)
+
+    def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
+        part = self._part
+        number, lost = part.changes + part.losses, tuple(sorted(part.lost))
+        return Marker(self._step, part.submitted, number, part.losses, members, lost, admitted, held)
+
+    def _write(
+        self,
+        pending: Pending,
+        kind: str,
+        records: Sequence[tuple],
+        values: Tensor,
+        state: CodecState,
+        seconds: float = 0.0,
+        square: float = 0.0,
+    ) -> None:
+        """Write the result of a call to the log."""
+
+        def make() -> Entry:
+            kept = values.to("cpu", copy=True)  # the engine overwrites the mean
+            told = pending.done.number, kind, pending.what, pending.epoch, pending.parties
+            return Entry(*told, rows_of(records), kept, drop_residuals(state), seconds, square)
+
+        self._sinks.write(make, pending.done.number)
+
+    def _note(self, epoch: int, parties: tuple[int, ...]) -> None:
+        """Remember in which epoch a gathering or a broadcast was, and who took part."""
+        self.parties = parties
+        if self._depth:
+            self._epochs.append(epoch)
+
+    def _without_log(self, error: BaseException) -> BaseException:
+        """The log has ended, and a call waits for its entry. A member has no other way to get this result."""
+        if self.standing is Standing.MEMBER:
+            why = f"it has not received all that was sent before it came in: {error}"
+            error = left_behind(self.region, why)
+            self._fail_all(error)
+        return error
+
+
+def left_behind(region: int, why: str = rules.LATE) -> LeftBehind:
+    """The error of all calls of a member without which the others have gone on."""
+    return LeftBehind(
+        f"the other regions have gone on without region {region}: {why}. It may come back (hf-cocodc train --join)."
+    )

@@ -1,0 +1,87 @@
+"""What the ranks of a region tell each other, as JSON or text in tensors. Nothing is pickled."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather
+
+from .base import Link
+from .group import error_of, failure_of
+
+Value = TypeVar("Value")
+
+
+def from_main(accelerator: Accelerator, value: Any) -> Any:
+    """The main process's `value`, which JSON can express, in all ranks of the region. A collective call."""
+    if accelerator.num_processes == 1:
+        return value
+    told = json.dumps(value).encode() if accelerator.is_main_process else b""
+    size = broadcast(torch.tensor([len(told)], device=accelerator.device))
+    text = torch.zeros(int(size), dtype=torch.uint8)
+    if accelerator.is_main_process:
+        text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+    return json.loads(bytes(broadcast(text.to(accelerator.device)).tolist()))
+
+
+def of_all(accelerator: Accelerator, text: str) -> list[str]:
+    """The texts of all ranks of the region, in their order. All have the same length in bytes. A collective call."""
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=accelerator.device)
+    told = bytes(gather(own).tolist())
+    return [told[start : start + len(own)].decode() for start in range(0, len(told), len(own))]
+
+
+def main_says(
+    link: Link,
+    accelerator: Accelerator,
+    find: Callable[[], Value],
+    what: str,
+    read: Callable[[Any], Value] = lambda plain: plain,
+) -> Value:
+    """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks.
+
+    `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
+
+    Args:
+        link: of this region.
+        accelerator: of this region.
+        find: called in the main process.
+        what: names the call in messages.
+        read: the value again, from what JSON makes of it.
+
+    Raises:
+        Exception: what `find` has raised, in the main process; in the other ranks an error of the same kind, or LinkError.
+    """
+
+    value: Any = None
+    failed: Exception | None = None
+
+    def attempt(_: Link) -> str | None:
+        nonlocal value, failed
+        if not accelerator.is_main_process:  # every pipeline stage leads itself
+            return None
+        try:
+            value = find()
+            return json.dumps({"value": value}, default=_plain) if accelerator.num_processes > 1 else None
+        except Exception as error:
+            failed = error
+            return json.dumps({"failure": failure_of(error)})
+
+    said = from_main(accelerator, link.lead(attempt, what))
+    if failed is not None:
+        raise failed
+    if accelerator.is_main_process:
+        return value
+    told = json.loads(said)
+    if "failure" in told:
+        raise error_of(told["failure"])
+    return read(told["value"])
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot express by itself, as what it can."""
+    return str(value) if isinstance(value, Path) else asdict(value)

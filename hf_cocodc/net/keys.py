@@ -1,0 +1,188 @@
+"""The secret of a run, and the keys, certificates and ciphers that follow from it."""
+
+import datetime
+import functools
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import ssl
+import tempfile
+import threading
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from ..errors import LinkError
+
+logger = logging.getLogger(__name__)
+
+SECRET_BYTES = 32
+"""Of a secret. A shorter one could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
+
+
+class Keys:
+    """A key, and the keys that follow from it (HKDF with SHA-256, RFC 5869). It is never shown.
+
+    Args:
+        raw: 32 bytes.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    @classmethod
+    def from_secret(cls, secret: str) -> "Keys":
+        """The keys of a secret: 64 hex digits. Raises ValueError if it is none."""
+        if not re.fullmatch(f"[0-9a-fA-F]{{{2 * SECRET_BYTES}}}", secret):
+            raise ValueError("a secret has 64 hex digits")
+        return cls(hmac.digest(b"hf_cocodc", bytes.fromhex(secret), hashlib.sha256))
+
+    def of(self, *names: object) -> "Keys":
+        """Keys for the purpose that the names describe. They reveal neither these keys nor the keys for another purpose."""
+        parts = (str(name).encode() for name in names)
+        info = b"".join(len(part).to_bytes(8, "big") + part for part in parts)  # no other names give the same
+        return Keys(hmac.digest(self.raw, info + b"\1", hashlib.sha256))
+
+    def __repr__(self) -> str:
+        return "Keys(hidden)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("keys are not written anywhere")
+
+
+def new_secret() -> str:
+    """32 random bytes, as a secret is written."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
+_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
+"""No machine's clock keeps anybody out."""
+
+
+class Identity:
+    """See `identity`.
+
+    Attributes:
+        certificate: in DER, equal in every process with the secret.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        private = Ed25519PrivateKey.from_private_bytes(keys.of("identity").raw)
+        certificate = (
+            x509.CertificateBuilder(_NAME, _NAME, private.public_key(), 1, _FROM, _UNTIL)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(private, None)  # of the same certificate, Ed25519 makes the same signature
+        )
+        self.certificate = certificate.public_bytes(serialization.Encoding.DER)
+        pem = private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ) + certificate.public_bytes(serialization.Encoding.PEM)
+        with (
+            tempfile.NamedTemporaryFile() as file
+        ):  # nobody else may read it; OpenSSL takes keys from files alone
+            file.write(pem)
+            file.flush()
+            self._contexts = {is_server: self._context(is_server, file.name) for is_server in (False, True)}
+
+    def _context(self, is_server: bool, file: str) -> ssl.SSLContext:
+        # of all who may sign certificates it trusts only this one; a default context would trust those of the system, too
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # addresses prove nothing
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.certificate)
+        context.load_cert_chain(file)
+        if is_server:
+            context.num_tickets = 0  # nobody resumes a session
+        return context
+
+    def wrap(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, is_server: bool) -> ssl.SSLObject:
+        """One end of a TLS 1.3 conversation, in which both ends prove themselves."""
+        return self._contexts[is_server].wrap_bio(incoming, outgoing, server_side=is_server)
+
+
+@functools.lru_cache(maxsize=64)
+def identity(keys: Keys) -> Identity:
+    """The identity that follows from the keys of a secret."""
+    return Identity(keys)
+
+
+_NUMBER = 8
+_TAG = 16
+_END = 1 << 63
+_NO_ROOM = b"\0\0\0\0"
+"""The first bytes of a nonce: the number of the message follows, and a key has one sender."""
+
+
+class Altered(LinkError):
+    """A message is not as it was sent, or not from whom it should be."""
+
+
+class Cipher:
+    """Seals messages at one end, or opens them at the other: number (8 bytes), message in AES-256-GCM, its tag (16 bytes).
+
+    Args:
+        keys: nothing else has them.
+        in_order: whether messages are opened in the order in which they were sealed, each once.
+
+    Attributes:
+        overhead: bytes by which a sealed message is longer.
+    """
+
+    overhead = _NUMBER + _TAG
+
+    def __init__(self, keys: Keys, in_order: bool = False) -> None:
+        self._aes = AESGCM(keys.raw)
+        self._in_order = in_order
+        self._num_sealed = self._num_opened = 0
+        self._lock = threading.Lock()
+
+    def seal(self, data: Any, about: bytes = b"") -> bytes:
+        """A message for the other end. Any thread may call it.
+
+        Args:
+            data: bytes, or anything with a buffer of bytes.
+            about: what it is bound to; not sent.
+
+        Raises:
+            LinkError: the key has sealed 2**63 messages.
+        """
+        with self._lock:
+            number = self._num_sealed
+            if number >= _END:
+                raise LinkError("a connection has sent 2**63 messages: connect again.")
+            self._num_sealed += 1
+        told = number.to_bytes(_NUMBER, "big")
+        return told + self._aes.encrypt(_NO_ROOM + told, data, about)
+
+    def open(self, data: Any, about: bytes = b"") -> bytes:
+        """The message that the other end has sealed. Raises Altered if it has not, or not with this `about`."""
+        sealed = memoryview(data).cast("B")
+        if len(sealed) < self.overhead:
+            raise Altered(f"{len(sealed)} bytes are too few for a sealed message")
+        told = bytes(sealed[:_NUMBER])
+        if self._in_order and told != self._num_opened.to_bytes(_NUMBER, "big"):
+            raise Altered("a message is missing, or has come twice")
+        try:
+            message = self._aes.decrypt(_NO_ROOM + told, sealed[_NUMBER:], about)
+        except InvalidTag:
+            raise Altered("a message was altered, or comes from somebody else") from None
+        self._num_opened += 1
+        return message
+
+
+Ciphers = tuple[Cipher, Cipher]
+"""What seals what this end sends, and what opens what comes."""
+
+
+def ciphers(keys: Keys, is_first: bool, in_order: bool) -> Ciphers:
+    """Those of one of two ends; exactly one of the two `is_first`. `keys`: no other conversation has them."""
+    ways = [Cipher(keys.of("aes-gcm", way), in_order) for way in ("from the first", "to the first")]
+    return (ways[0], ways[1]) if is_first else (ways[1], ways[0])

@@ -1,0 +1,115 @@
+"""Small messages between two processes of a run, over the coordinator: how they tell each other where they listen."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .port import TOKEN_BYTES
+from .validation import whole
+
+_MOST_LETTERS = 4096
+_MOST_ADDRESSES = 16
+_LONGEST_HOST = 255
+
+
+class Member(NamedTuple):
+    """A process of a region that takes part.
+
+    Attributes:
+        region: the region's number.
+        ticket: a number that no other process of this run has.
+    """
+
+    region: int
+    ticket: int
+
+
+class Whereabouts(NamedTuple):
+    """Where a process listens, and what the other end has to say first there.
+
+    Attributes:
+        addresses: pairs of a host and a port.
+        token: for callers of this pair.
+        share: this process's part of what the keys of the pair come from. It is never said where anybody else might hear it.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    token: bytes
+    share: bytes
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "at": [list(each) for each in self.addresses],
+            "token": self.token.hex(),
+            "share": self.share.hex(),
+        }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Whereabouts:
+    """What another process tells. Raises ValueError if it is none of ours."""
+    try:
+        token, share, found = bytes.fromhex(plain["token"]), bytes.fromhex(plain["share"]), plain["at"]
+        sizes = len(token), len(share)
+        if (
+            not isinstance(found, list)
+            or not 1 <= len(found) <= _MOST_ADDRESSES
+            or sizes != 2 * (TOKEN_BYTES,)
+        ):
+            raise ValueError(f"{str(plain)[:200]} says nowhere")
+        addresses = []
+        for host, port in found:
+            if not isinstance(host, str) or not 0 < len(host) <= _LONGEST_HOST:
+                raise ValueError(f"{str(host)[:80]!r} is no host")
+            addresses.append((host, whole(port, 1, 65535)))
+        return Whereabouts(tuple(addresses), token, share)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{str(plain)[:200]} says nowhere ({error!r})") from error
+
+
+class Letters:
+    """What other processes have sent this one, until somebody takes it."""
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[Member, str], Whereabouts] = {}
+        self._changed = threading.Condition()
+
+    def put(self, sender: Member, content: Mapping[str, Any]) -> None:
+        """Keep what another process has sent. Content that is no letter is ignored."""
+        key = content.get("key")
+        if isinstance(key, str):
+            with self._changed, contextlib.suppress(ValueError):
+                self._letters[sender, key] = from_plain(content)
+                while len(self._letters) > _MOST_LETTERS:
+                    del self._letters[next(iter(self._letters))]
+                self._changed.notify_all()
+
+    def take(self, sender: Member, key: str, timeout_s: float) -> Whereabouts:
+        """Wait for what `sender` sends under `key`. Raises TimeoutError if it does not come in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: (sender, key) in self._letters, timeout_s):
+                raise TimeoutError(f"it has not said within {timeout_s:g} s where it listens")
+            return self._letters.pop((sender, key))
+
+
+class Introduction(NamedTuple):
+    """Two processes tell each other where they listen.
+
+    Attributes:
+        other: the process at the other end.
+        key: the same at both ends; no other introduction of these two processes ever has it.
+        send: sends content to that process.
+        letters: what that process sends.
+        timeout_s: how long to wait for it.
+    """
+
+    other: Member
+    key: str
+    send: Callable[[Member, dict[str, Any]], None]
+    letters: Letters
+    timeout_s: float
+
+    def tell(self, own: Whereabouts) -> Whereabouts:
+        """Where the other process listens. Raises TimeoutError if it does not say."""
+        self.send(self.other, {"key": self.key, **own.to_plain()})
+        return self.letters.take(self.other, self.key, self.timeout_s)

@@ -1,0 +1,331 @@
+"""Pairs of regions: the TCP connections to one other region. Each pair fails alone.
+
+Both regions say over the coordinator where they listen, and both try to reach the other one: one way is enough.
+"""
+
+import contextlib
+import hashlib
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import LinkError, short
+from ..threads import NativeThread
+from .addresses import is_from, named
+from .connection import Connection, ConnectionLost
+from .keys import Ciphers, Keys, ciphers
+from .letters import Introduction, Whereabouts
+from .port import TOKEN_BYTES, Port, dial
+from .reaching import NotReached, Search
+from .recovery import Denied, Liveness, Recovery
+from .relay import role_at_relay, ticket
+
+T = TypeVar("T")
+
+MAX_CONNECTIONS = 16
+MAX_SOCKETS = 512
+"""Sockets that a process opens for its pairs; with many regions, each pair has fewer connections. Most systems allow 1024."""
+ASSUMED_RATE = 125e6
+"""Bytes per second that a region plans for without a rate limit: 1 Gbit/s."""
+_USABLE = 0.25
+"""Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
+connection that was idle or has lost a packet starts with far less."""
+_LOOK_S = 0.2
+_RECALL_S = 2.0
+
+
+class Pair:
+    """This region's end of the connections to one other region. Both ends make the same calls.
+
+    Args:
+        region: this region.
+        other: the other region.
+        port: on which this region listens.
+        addresses: where others reach it.
+        timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
+        own: the address of this machine to call from; empty for any.
+        keys: of the run's secret: with them, all that the two send each other is sealed; None without one.
+        word: what the coordinator knows of the other region.
+        relay: where the relay listens, if there is one.
+
+    Attributes:
+        control: the connection for control messages; None before `meet`.
+        bulk: the connections for payloads.
+        rtt_s: seconds of a round trip, set by the wire.
+        ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
+        way: "direct" if the region with the lower number calls the other one, "reversed" if that calls, "relayed" if both call
+            the relay.
+    """
+
+    def __init__(
+        self,
+        region: int,
+        other: int,
+        port: Port,
+        addresses: Sequence[tuple[str, int]],
+        timeout_s: float,
+        own: str = "",
+        keys: Keys | None = None,
+        word: Callable[[], Liveness] = Liveness,
+        relay: tuple[str, int] | None = None,
+    ) -> None:
+        self._ids, self._keys, self._relay = (region, other), keys, relay
+        self._port, self._addresses, self._timeout_s, self._own = port, tuple(addresses), timeout_s, own
+        self.ciphers: Ciphers | None = None
+        self.region = other
+        self.control: Connection | None = None
+        self.bulk: list[Connection] = []
+        self.rtt_s = 0.0
+        self.way = ""
+        self._called: tuple[str, int] | None = None
+        self._callers: list[tuple[str, int]] = []
+        self._token = self._resumes = self._role = b""
+        self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
+        self._came: dict[int, socket.socket] = {}
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Close all connections but streams."""
+        self._port.forget(self._token)
+        self._port.forget(self._resumes)
+        with self._changed:
+            came, self._came = self._came, {}
+        for connection in self.connections:
+            connection.close()
+        for unclaimed in came.values():
+            unclaimed.close()
+
+    def meet(self, introduction: Introduction) -> None:
+        """Make the control connection.
+
+        Args:
+            introduction: how the two ends tell each other where they listen.
+
+        Raises:
+            LinkError: the other end did not come in time, or neither end reaches the other one.
+        """
+        region, other = self._ids
+        token, share = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        search = Search(region < other, self._timeout_s, self._own, self._relay)
+        self._port.expect(token, search.take)
+        try:
+            theirs = introduction.tell(Whereabouts(self._addresses, token, share))
+            # the two shares make what only these two know
+            both = (share, theirs.share) if region < other else (theirs.share, share)
+            connection, self._called, is_relayed = search.run(theirs, ticket(self._keys, b"meet", *both))
+        except (TimeoutError, NotReached) as error:
+            raise LinkError(
+                f"region {region}, which listens at {' and '.join(named(*each) for each in self._addresses)}, and region {other} "
+                f"do not reach each other: {error}. One of them must reach the other one: open its port in the firewall "
+                "(regions.port), or name the address at which it is reached (regions.announce); or let the coordinator carry "
+                "what they send (hf-cocodc coordinator --relay)."
+            ) from error
+        finally:
+            self._port.forget(token)
+        self.way = "direct" if (self._called is not None) == (region < other) else "reversed"
+        if self._keys is not None:
+            # the keys follow from whom the ends expect: what comes from anybody else does not open
+            about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
+            self.ciphers = ciphers(self._keys.of("pair", *about), region < other, in_order=False)
+        if is_relayed:
+            self.way, self._role = "relayed", role_at_relay(region < other)
+            self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
+        else:
+            base = token if self._called is None else theirs.token
+            self._token, self._resumes = (
+                hashlib.sha256(what + base).digest() for what in (b"payloads", b"again")
+            )
+        if self._called is None:
+            self._callers = [each for each in theirs.addresses if is_from(connection, each[0])]
+            self._port.expect(self._token, self._arrive)
+            self._port.expect(self._resumes, self._come_back)
+        self.control = self._connection(connection, str(other))
+
+    def widen(self, count: int, congestion: str | None = None) -> None:
+        """Make payload connections; the end that has called for the first one calls for the others, too.
+
+        Args:
+            count: how many.
+            congestion: see `Connection`.
+
+        Raises:
+            LinkError: the other end cannot be reached any more.
+        """
+        opened = side_by_side([partial(self.stream, index, self._timeout_s) for index in range(count)], count)
+        self.bulk = [
+            self._connection(each, f"{self.region}-{index}", congestion) for index, each in enumerate(opened)
+        ]
+
+    def stream(
+        self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """One more connection. Both ends open it, with a number that no other one has, below 256.
+
+        Args:
+            look: called several times a second while this end waits; it may raise.
+
+        Raises:
+            LinkError: the other end cannot be reached, or has not called in time.
+        """
+        region, other = self._ids
+        if self._called is not None:
+            try:
+                return dial(*self._called, self._token, number, timeout_s, self._own, self._role)
+            except OSError as error:
+                why = short(error.strerror or error, 200)
+                raise LinkError(
+                    f"region {other} cannot be reached any more at {named(*self._called)}: {why}."
+                ) from error
+        until = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: number in self._came, _LOOK_S):
+                    return self._came.pop(number)
+            look()
+            if time.monotonic() > until:
+                raise LinkError(f"region {other} has not called region {region} within {timeout_s:g} s.")
+
+    def _arrive(self, connection: socket.socket, number: int) -> None:
+        """The other end has called for one more connection."""
+        with self._changed:
+            earlier = self._came.pop(number, None)
+            self._came[number] = connection
+            self._changed.notify_all()
+        if earlier is not None:
+            earlier.close()
+
+    def _connection(self, connected: socket.socket, name: str, congestion: str | None = None) -> Connection:
+        return Connection(connected, name, self._recovery.begin, congestion)
+
+    def _call_again(self, connection: Connection) -> None:
+        """Call for a broken connection; or look whether the region is there, if it calls.
+
+        Behind a router, its own addresses may be those of other machines here; and a relay does not speak for it.
+        """
+        try:
+            if self._called is not None:
+                number = self.connections.index(connection)
+                connection.attach(
+                    dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role)
+                )
+                return
+            for address in self._callers:
+                socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
+        except (ConnectionRefusedError, ConnectionResetError) as error:
+            if self.way != "relayed":
+                raise Denied(short(error.strerror or error, 200)) from error
+
+    def _come_back(self, connected: socket.socket, number: int) -> None:
+        """The other end has called for a broken connection."""
+        there = self.connections
+        if number >= len(there):
+            connected.close()
+            return
+
+        def attach() -> None:
+            with contextlib.suppress(OSError, ConnectionLost):  # it calls again
+                there[number].attach(connected)
+
+        NativeThread(attach, "hf_cocodc-connect").start()
+
+    def _end(self, error: ConnectionLost) -> None:
+        """The other region is lost."""
+        for connection in self.connections:
+            connection.end(error)
+
+    def revoke(self, order: int, error: Exception) -> None:
+        """See `Connection.revoke`."""
+        for connection in self.connections:
+            connection.revoke(order, error)
+
+    def pace(self, rate: float) -> bool:
+        """Let the kernel send at most `rate` bytes per second on each connection. Returns whether it does."""
+        return all(each.pace(rate) for each in self.connections)
+
+    @property
+    def lost_at(self) -> float:
+        """When one of the connections has ended; infinite before."""
+        return min(each.lost_at for each in self.connections)
+
+    def connection(self, index: int | None) -> Connection:
+        """Payload connection `index`, or the control connection."""
+        assert self.control is not None
+        return self.control if index is None else self.bulk[index % len(self.bulk)]
+
+    @property
+    def connections(self) -> list[Connection]:
+        """All but streams, the control connection first."""
+        return self.bulk if self.control is None else [self.control, *self.bulk]
+
+
+def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
+    """Number of connections that keep a link busy.
+
+    The link holds rtt_s x rate bytes in flight. One connection may have a share `_USABLE` of its window in flight.
+
+    Args:
+        rtt_s: seconds of a round trip.
+        rate: bytes per second of the link.
+        window: bytes of a socket's buffer; by default the limit of this machine's kernel for senders.
+    """
+    window = _send_buffer() if window is None else window
+    wanted = math.ceil(rtt_s * rate / (_USABLE * window))
+    return min(max(wanted, 1), MAX_CONNECTIONS)
+
+
+def _send_buffer() -> int:
+    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
+    limits = Path("/proc/sys/net/ipv4/tcp_wmem")
+    return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
+
+
+def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
+    """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
+
+    The threads are daemons, so that a region which does not answer keeps no process from its end.
+
+    Args:
+        calls: what the threads call.
+        threads: at most so many.
+
+    Raises:
+        BaseException: the first error of a call, as soon as it occurs; threads may still be waiting, but take no other call.
+    """
+    todo = list(enumerate(calls))
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+    changed = threading.Condition()
+    left = len(todo)
+    todo.reverse()
+
+    def work() -> None:
+        nonlocal left
+        while True:
+            with changed:
+                if not todo or failures:
+                    return
+                index, call = todo.pop()
+            try:
+                results[index] = call()
+            except BaseException as error:  # raised in the calling thread
+                with changed:
+                    failures.append(error)
+                    changed.notify()
+                return
+            with changed:
+                left -= 1
+                changed.notify()
+
+    for _ in range(min(threads, left)):
+        NativeThread(work, "hf_cocodc-connect").start()
+    with changed:
+        changed.wait_for(lambda: failures or not left)
+    if failures:
+        raise failures[0]
+    return [results[index] for index in range(len(results))]

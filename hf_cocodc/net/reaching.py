@@ -1,0 +1,159 @@
+"""Two processes find a connection between them: each tries to reach the other one, and the first way that works counts.
+
+Where neither is reached for a while, both call the relay, if there is one.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import short
+from .addresses import named
+from .letters import Whereabouts
+from .port import dial
+from .relay import role_at_relay
+
+REACH_S = 10.0
+"""Where nobody has been reached after so many seconds, no way exists."""
+_HEAD_START_S = 0.5
+"""The region with the higher number tries so much later: the other one's way is as good."""
+_RELAY_S = 3.0
+"""The relay is called so much later: a way of their own is better. One that a firewall swallows without a word is no way."""
+_AGAIN_S = 0.5
+_ASK, _YES = b"?", b"!"
+
+
+class Found(NamedTuple):
+    """A connection on which both ends have agreed.
+
+    Attributes:
+        connection: it blocks.
+        address: where this end has called; None if the other end has.
+        is_relayed: whether both have called the relay.
+    """
+
+    connection: socket.socket
+    address: tuple[str, int] | None
+    is_relayed: bool = False
+
+
+class NotReached(Exception):
+    """Neither end reaches the other one."""
+
+
+class Search:
+    """The search of one end.
+
+    Args:
+        asks: whether this end asks for agreement on each connection; the other end agrees to one of them.
+        timeout_s: seconds for the other end to agree, once a connection is there.
+        own: the address of this machine to call from; empty for any.
+        relay: where the relay listens; None if there is none.
+    """
+
+    def __init__(
+        self, asks: bool, timeout_s: float, own: str = "", relay: tuple[str, int] | None = None
+    ) -> None:
+        self._asks, self._timeout_s, self._own, self._relay = asks, timeout_s, own, relay
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._found: Found | None = None
+        self._candidates: set[socket.socket] = set()
+        self._failures: dict[tuple[str, int], str] = {}
+
+    def take(self, connection: socket.socket, number: int) -> None:
+        """The other end has called."""
+        threading.Thread(
+            target=self._consider, args=(connection, None), name="hf_cocodc-connect", daemon=True
+        ).start()
+
+    def run(self, theirs: Whereabouts, ticket: bytes = b"") -> Found:
+        """Search until both ends have agreed.
+
+        Args:
+            theirs: where the other end listens.
+            ticket: for the relay; the same at both ends.
+
+        Raises:
+            NotReached: they have not. Its text says what was tried from here.
+        """
+        began = time.monotonic()
+        calls = [(theirs.addresses, theirs.token, 0.0 if self._asks else _HEAD_START_S, False)]
+        if self._relay is not None:
+            calls.append(((self._relay,), ticket, _RELAY_S, True))
+            self._failures[self._relay] = "the other region has not come there"
+        for call in calls:
+            threading.Thread(target=self._call, args=call, name="hf_cocodc-connect", daemon=True).start()
+        while not self._over.wait(0.1):
+            waited_s = time.monotonic() - began
+            if waited_s > (self._timeout_s if self._candidates else min(REACH_S, self._timeout_s)):
+                break
+        with self._lock:
+            self._over.set()
+            others, found = list(self._candidates), self._found
+        for each in others:
+            _end(each)
+        if found is None:
+            relay = () if self._relay is None else (self._relay,)
+            raise NotReached(self._tried((*theirs.addresses, *relay)))
+        found.connection.settimeout(None)
+        return found
+
+    def _tried(self, addresses: Sequence[tuple[str, int]]) -> str:
+        return " and ".join(
+            f"{named(*each)} ({self._failures.get(each, 'what answers there is not that region')})"
+            for each in addresses
+        )
+
+    def _call(
+        self, addresses: Sequence[tuple[str, int]], token: bytes, wait_s: float, is_relay: bool
+    ) -> None:
+        """Try to reach the other end, at each of these addresses in turn."""
+        self._over.wait(wait_s)
+        role = role_at_relay(self._asks) if is_relay else b""
+        while not self._over.is_set():
+            for address in addresses:
+                try:
+                    connection = dial(*address, token, 0, REACH_S, self._own, role)
+                except OSError as error:
+                    if not (is_relay and isinstance(error, TimeoutError)):
+                        self._failures[address] = short(error.strerror or error, 200)
+                else:
+                    self._failures.pop(address, None)
+                    self._consider(connection, address, is_relay)
+            self._over.wait(_AGAIN_S)
+
+    def _consider(
+        self, connection: socket.socket, address: tuple[str, int] | None, is_relay: bool = False
+    ) -> None:
+        """Let both ends agree on a connection, or close it."""
+        with self._lock:
+            if self._over.is_set():
+                _end(connection)
+                return
+            self._candidates.add(connection)
+        is_chosen = False
+        with contextlib.suppress(OSError):
+            connection.settimeout(self._timeout_s)
+            if self._asks:
+                connection.sendall(_ASK)
+            is_chosen = connection.recv(1) == (_YES if self._asks else _ASK)
+        with self._lock:
+            self._candidates.discard(connection)
+            if is_chosen and not self._over.is_set():
+                with contextlib.suppress(OSError):
+                    if not self._asks:
+                        connection.sendall(_YES)
+                    self._found = Found(connection, address, is_relay)
+                    self._over.set()
+                    return
+        _end(connection)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,272 @@
+"""What a transfer uses of the connections between regions: some regions, by their positions; it can be revoked."""
+
+import contextlib
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import LinkError, RegionLostError
+from .connection import ConnectionLost, Operation
+from .keys import Altered, Cipher
+from .pairs import Pair
+
+LARGEST = 1 << 20
+
+
+class UnderWay(NamedTuple):
+    """An operation in progress with a region."""
+
+    region: int
+    operation: Operation
+
+
+class Revoked(LinkError):
+    """The view must not be used any more: the transfer that used it is void."""
+
+
+_VOID = "the transfer is void: a region was lost."
+
+
+class Waits:
+    """What this region waits for now, and since when: for its signs of life.
+
+    Attributes:
+        region: from which something is awaited; None if nothing is.
+        what: names the transfer.
+        late_since: since when that region has not come to the transfer, by the monotonic clock; None once it has.
+        moved_at: when something of a transfer has last arrived or left.
+    """
+
+    def __init__(self) -> None:
+        self.region: int | None = None
+        self.what = ""
+        self.late_since: float | None = None
+        self.moved_at = time.monotonic()
+
+    def begin(self, region: int, what: str, is_late: bool) -> None:
+        """Wait for `region`. `is_late`: whether it may not have come to the transfer yet."""
+        if not is_late:
+            self.late_since = None
+        elif self.late_since is None or (region, what) != (self.region, self.what):
+            self.late_since = time.monotonic()
+        self.region, self.what = region, what
+
+    def moved(self) -> None:
+        self.moved_at = time.monotonic()
+
+    def end(self) -> None:
+        """Nothing is awaited any more."""
+        self.region, self.late_since = None, None
+
+
+class Throttle:
+    """Keeps the rate limit of all that a region sends, where the kernel does not (`pacing`).
+
+    Attributes:
+        rate: bytes per second; None for no limit.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, num_bytes: int, stop: threading.Event) -> None:
+        """Wait until another message may be sent, or until `stop` is set."""
+        rate = self.rate
+        if rate is None:
+            return
+        now = time.monotonic()
+        stop.wait(max(self._free_at - now, 0.0))
+        with self._lock:
+            self._free_at = max(self._free_at, now) + num_bytes / rate
+
+
+class View:
+    """Some regions of a wire, by their positions, for the messages of one transfer between them.
+
+    Args:
+        region: this region.
+        pairs: the pairs with other regions, by region.
+        order: see `Wire.view`.
+        connections: number of connections for which a message is cut into pieces, equal in all regions.
+        timeout_s: seconds after which an operation that another region has begun counts as failed; None for never.
+        throttle: keeps the rate limit.
+        waits: shows what is awaited.
+        explain: makes the error for a failed operation: (region, what, seconds waited, the failure).
+
+    Attributes:
+        regions: the regions, in order; a position is an index into them.
+        region: the position of this region.
+        num_regions: number of regions.
+        others: the positions of the other regions.
+        connections: number of connections for which a message is cut into pieces.
+        rtt_s: seconds of a round trip to the most distant region.
+    """
+
+    def __init__(
+        self,
+        region: int,
+        pairs: Mapping[int, Pair],
+        order: int,
+        connections: int,
+        timeout_s: float | None,
+        throttle: Throttle,
+        waits: Waits,
+        explain: Callable[[int, str, float, Exception], LinkError],
+    ) -> None:
+        self.regions = sorted((region, *pairs))
+        self.num_regions, self.region = len(self.regions), self.regions.index(region)
+        self._pairs = {position: pairs[each] for position, each in enumerate(self.regions) if each != region}
+        self.others = list(self._pairs)
+        self.connections = connections
+        self.rtt_s = max((pair.rtt_s for pair in pairs.values()), default=0.0)
+        self._order, self._tags = order, itertools.count()
+        self._timeout_s, self._throttle, self._explain = timeout_s, throttle, explain
+        self._waits = waits
+        self._revoked = threading.Event()
+
+    def tag(self) -> int:
+        """A tag for the operations of one call. All regions make the same calls in order, and thus get the same tags."""
+        self._check()
+        return next(self._tags)
+
+    def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> UnderWay:
+        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
+
+        Encryption adds 24 bytes to each message.
+        """
+        self._throttle.wait(payload.numel(), self._revoked)
+        return self._start(region, index, "send", payload, tag, what)
+
+    def receive(self, region: int, buffer: Tensor, tag: int, index: int, what: str) -> UnderWay:
+        """Start to receive bytes into `buffer`; do not touch the buffer before they are here."""
+        return self._start(region, index, "receive", buffer, tag, what)
+
+    def wait(self, pending: Iterable[UnderWay], what: str, may_be_late: bool = False) -> None:
+        """Wait for operations. A region that `may_be_late` is waited for until the coordinator says that it is lost.
+
+        Raises:
+            RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
+            Revoked: the view was revoked.
+        """
+        for region, operation in pending:
+            self._check()
+            self._waits.begin(region, what, may_be_late)
+            with self._naming(region, what):
+                operation.wait(None if may_be_late else self._timeout_s)
+            self._check()
+            self._waits.moved()
+        self._waits.end()
+
+    def begin_swap(self, own: Tensor, what: str) -> "Swap":
+        """Start to exchange a small tensor with every other region, on the control connection."""
+        tag = self.tag()
+        got = {other: torch.empty_like(own) for other in self.others}
+        pending = []
+        for other in self.others:
+            pending.append(self._start(other, None, "send", own.view(torch.uint8), tag, what))
+            pending.append(self._start(other, None, "receive", got[other].view(torch.uint8), tag, what))
+        return Swap([got.get(region, own) for region in range(self.num_regions)], pending)
+
+    def swap(self, own: Tensor, what: str) -> list[Tensor]:
+        """The small tensors of all regions, in the order of the regions."""
+        swap = self.begin_swap(own, what)
+        self.wait(swap.pending, what)
+        return swap.values
+
+    def round_trip_s(self) -> float:
+        """The shortest of several tries: in the first ones regions may still come.
+
+        What a region says in the second swap it says once it has heard the others in the first one.
+        """
+        tries = []
+        for _ in range(4 if self.others else 0):
+            start = time.perf_counter()
+            for _ in range(2):
+                self.swap(torch.zeros(1, dtype=torch.float64), "the first round trip")
+            tries.append(time.perf_counter() - start)
+        return min(tries, default=0.0)
+
+    def revoke(self) -> None:
+        """End the use of this view: every later call raises `Revoked`, and so does a wait in progress.
+
+        Memory of unfinished operations must not be used again: what is under way is sent or received to its end.
+        """
+        self._revoked.set()
+        for pair in self._pairs.values():
+            pair.revoke(self._order, Revoked(_VOID))
+
+    def _start(
+        self, region: int, index: int | None, kind: str, memory: Tensor, tag: int, what: str
+    ) -> UnderWay:
+        """Start to "send" or "receive" on payload connection `index`, or on the control connection."""
+        pair, then, is_own = self._pairs[region], None, False
+        if pair.ciphers is not None:
+            # a message cannot be put into the place of another one
+            about = struct.pack(">QQqq", self._order, tag, -1 if index is None else index, memory.numel())
+            if kind == "send":
+                memory = torch.frombuffer(
+                    bytearray(pair.ciphers[0].seal(memory.numpy(), about)), dtype=torch.uint8
+                )
+                is_own = True
+            else:
+                cipher, asked = pair.ciphers[1], memory
+                memory = torch.empty(asked.numel() + cipher.overhead, dtype=torch.uint8)
+                then = partial(_open, pair.region, cipher, memory, asked, about, what)
+        operation = Operation(self._order, tag, memory, then, is_own)
+        with self._naming(pair.region, what):
+            self._check()
+            getattr(pair.connection(index), kind)(operation)
+        return UnderWay(pair.region, operation)
+
+    def _check(self) -> None:
+        if self._revoked.is_set():
+            raise Revoked(_VOID)
+
+    @contextlib.contextmanager
+    def _naming(self, region: int, what: str) -> Iterator[None]:
+        """Inside the block, turn failures of a connection into errors that name the region and the awaited transfer."""
+        since = time.perf_counter()
+        try:
+            yield
+        except TimeoutError as error:
+            self._check()
+            raise self._explain(region, what, time.perf_counter() - since, error) from error
+        except ConnectionLost as error:
+            self._check()
+            # in a fixed run those that have lost a region end, too: the first one is to blame
+            first = min(self._pairs.values(), key=lambda pair: pair.lost_at)
+            raise self._explain(first.region, what, time.perf_counter() - since, error) from error
+
+
+def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: bytes, what: str) -> None:
+    """Open what has come, into the memory that was asked for."""
+    try:
+        message = cipher.open(sealed.numpy(), about)
+    except Altered as error:
+        raise RegionLostError(
+            region,
+            f"what came from region {region} for {what} is not what that region has sent: {error}. Somebody on the network "
+            "between the regions alters it.",
+        ) from error
+    memoryview(asked.numpy())[:] = message
+
+
+class Swap(NamedTuple):
+    """A swap of small tensors in progress.
+
+    Attributes:
+        values: of all regions, in their order; valid once `pending` has ended.
+        pending: all operations.
+    """
+
+    values: list[Tensor]
+    pending: list[UnderWay]

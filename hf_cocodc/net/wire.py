@@ -1,0 +1,333 @@
+"""The TCP connections between regions, outside torch.distributed, and their errors.
+
+A `Wire` holds a pair of connected ends for each other region. A transfer uses a `View` of it.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ..errors import LinkError, RegionLostError
+from .keys import Keys
+from .letters import Introduction
+from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
+from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
+from .port import Port
+from .recovery import Liveness, NotBack
+from .view import LARGEST, Throttle, View, Waits
+
+logger = logging.getLogger(__name__)
+
+FIRST = 0
+"""Order of the first messages of a pair: all other views have a higher one."""
+_MOST_ASKED = 64
+"""What regions.connections may ask for."""
+_THREADS = 16
+"""The most pairs that meet at the same time."""
+_LONG_S = 0.005
+"""A shorter round trip belongs to one site."""
+_SOON = 0.25
+"""Share of the time-out in which a piece must have travelled."""
+_NEWS_S = 0.1
+"""A region's last note, which replaces an earlier one, may come over the coordinator so much later than the connections close."""
+_NOTE_S = 0.5
+"""The note of a region may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
+
+
+class Wire:
+    """Connections to other regions, which may come and go: a pair of ends for each.
+
+    Args:
+        region: this region.
+        connections: for payloads, to each other region; None derives the number from the round trip.
+        address: the address of this machine.
+        port: on which to listen; 0 for any that is free.
+        announce: from the port, pairs of a host and a port at which others reach this region; by default its own.
+        call_from: the address from which to call others; empty for any.
+        timeout_s: seconds after which an operation that another region has begun counts as failed.
+        rate_limit: bytes per second that this wire sends at most, to all regions together; None for no limit.
+        num_lanes: wires of this region; they share the network.
+        is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
+            frozen one; a time-out would close the connections to it, even after the transfer has become void.
+        congestion: TCP's congestion control of payload connections: see `pacing.congestion_of`.
+        keys: of the run's secret: with them, all that is sent is sealed. None without a secret.
+
+    Attributes:
+        address: see the argument.
+        port: on which this region listens.
+        addresses: pairs of a host and a port at which others reach this region.
+        waits: what this region waits for now.
+        relay: where the relay listens; None if there is none.
+        note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
+
+    Raises:
+        InputError: this machine cannot listen on the address and port, or has no such congestion control.
+    """
+
+    def __init__(
+        self,
+        region: int,
+        connections: int | None = None,
+        address: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+        rate_limit: float | None = None,
+        num_lanes: int = 1,
+        is_patient: bool = False,
+        congestion: str = "auto",
+        keys: Keys | None = None,
+        port: int = 0,
+        announce: Callable[[int], Sequence[tuple[str, int]]] | None = None,
+        call_from: str = "",
+    ) -> None:
+        self._keys = keys
+        self.region, self.timeout_s, self._is_patient = region, timeout_s, is_patient
+        self._asked = connections
+        self.address = address
+        self.note_of: Callable[[int, float], str | None] = lambda region, wait_s: None
+        self.liveness_of: Callable[[int], Liveness] = lambda region: Liveness()
+        self.relay: tuple[str, int] | None = None
+        self._congestion, self._may_choose = congestion_of(congestion), congestion == "auto"
+        self._rate, self._limit = rate_limit or ASSUMED_RATE / num_lanes, rate_limit
+        self._throttle = Throttle(rate_limit)
+        self.waits = Waits()
+        self._paced: tuple[tuple[int, int], ...] = ()
+        self._pacing = threading.Lock()
+        self._pairs: dict[int, Pair] = {}
+        self._lock = threading.Lock()
+        self._port = Port(address if announce is None else "", port)
+        self.port, self._call_from = self._port.number, call_from
+        self.addresses = tuple(((address, self.port),) if announce is None else announce(self.port))
+
+    @property
+    def regions(self) -> list[int]:
+        """The regions to which this wire is connected, in order."""
+        return sorted(self._pairs)
+
+    @property
+    def ways(self) -> dict[int, str]:
+        """Of each region that is connected, see `Pair.way`."""
+        with self._lock:
+            return {region: pair.way for region, pair in sorted(self._pairs.items())}
+
+    def connect(
+        self, region: int, introduction: Introduction, claim: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
+
+        Args:
+            region: the other region.
+            introduction: how both ends tell each other where they listen.
+            claim: called when the connections are there, before they count; returns whether they are still wanted.
+
+        Raises:
+            LinkError: the connections could not be made in time, or are not wanted any more.
+        """
+        pair = self._pair(region)
+        try:
+            pair.meet(introduction)
+            self._widen([pair], alone=True)
+            with self._lock:
+                if not claim():
+                    raise LinkError(
+                        f"region {region} has left, or has come as another process, while they connected."
+                    )
+                self._pairs[region] = pair
+        except BaseException:
+            pair.close()
+            raise
+
+    def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
+        """Connect to other regions. The longest round trip decides for all pairs.
+
+        Args:
+            introductions: with all other regions; see `connect`.
+
+        Returns:
+            The number of payload connections of each pair, equal in all regions.
+
+        Raises:
+            LinkError: the connections could not be made in time.
+        """
+        others = sorted(introductions)
+        pairs = [self._pair(other) for other in others]
+        try:
+            # all regions handle pairs in the same order, and the first pair in it never waits for another one
+            side_by_side([partial(pair.meet, introductions[pair.region]) for pair in pairs], _THREADS)
+            count = self._widen(pairs)
+        except BaseException:
+            for pair in pairs:
+                pair.close()
+            raise
+        with self._lock:
+            self._pairs |= {pair.region: pair for pair in pairs}
+        return count
+
+    def drop(self, region: int) -> None:
+        """Close the connections to a region, if there are any: operations on them fail at both ends. No other pair is touched."""
+        with self._lock:
+            pair = self._pairs.pop(region, None)
+        if pair is not None:
+            pair.close()
+
+    def view(self, regions: Iterable[int], order: int, connections: int | None = None) -> View:
+        """What one transfer uses.
+
+        Args:
+            regions: this region and regions to which it is connected.
+            order: equal in all participants, and higher than that of any view that one of them has had before.
+            connections: for how many connections a message is cut into pieces. By default as many as a pair can have: pairs
+                that were connected one by one differ, and all participants must cut alike.
+
+        Raises:
+            LinkError: a region is not connected.
+        """
+        with self._lock:
+            others = set(regions) - {self.region}
+            missing = sorted(others - self._pairs.keys())
+            if missing:
+                raise LinkError(f"region {self.region} has no connection to region {missing[0]}.")
+            pairs = {other: self._pairs[other] for other in sorted(others)}
+        self._pace(pairs.values())
+        return self._view(pairs, order, connections)
+
+    def stream(
+        self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """One more connection to a region to which this wire is connected; see `Pair.stream`. It is the caller's to close.
+
+        Raises:
+            LinkError: the region is not connected, or cannot be reached.
+        """
+        with self._lock:
+            pair = self._pairs.get(region)
+        if pair is None:
+            raise LinkError(f"region {self.region} has no connection to region {region}.")
+        return pair.stream(number, timeout_s, look)
+
+    def drain(self) -> None:
+        """Wait until the others have received all: a path that breaks once this process has ended would cost them the rest."""
+        with self._lock:
+            connections = [each for pair in self._pairs.values() for each in pair.connections]
+        for each in connections:
+            each.ask()
+        until = time.monotonic() + self.timeout_s
+        have_all = [each.drain(until) for each in connections]
+        if not all(have_all):
+            logger.warning(
+                "region %d ends, and another region has not received all of it within %g s (regions.timeout_s): that region may "
+                "lack the last mean. Look at its last output.",
+                *(self.region, self.timeout_s),
+            )
+
+    def close(self) -> None:
+        """Close all connections, and listen no more."""
+        for region in self.regions:
+            self.drop(region)
+        self._port.close()
+
+    def _pair(self, region: int) -> Pair:
+        how = self.addresses, self.timeout_s, self._call_from, self._keys
+        return Pair(
+            self.region, region, self._port, *how, word=lambda: self.liveness_of(region), relay=self.relay
+        )
+
+    def _view(self, pairs: Mapping[int, Pair], order: int, connections: int | None = None) -> View:
+        cut_for = connections or self._asked or MAX_CONNECTIONS
+        timeout_s = None if self._is_patient and order != FIRST else self.timeout_s
+        return View(self.region, pairs, order, cut_for, timeout_s, self._throttle, self.waits, self._explain)
+
+    def _explain(self, region: int, what: str, waited_s: float, error: Exception) -> LinkError:
+        """The error for a failed operation with `region`. It quotes the note that the region left, if any."""
+        if not self._is_patient:
+            time.sleep(_NEWS_S)
+        reason = self.note_of(region, 0.0 if self._is_patient else _NOTE_S)
+        if reason is not None:
+            return RegionLostError(
+                region, f"region {region} left while region {self.region} waited for {what}: {reason}"
+            )
+        if isinstance(error, TimeoutError):
+            return RegionLostError(
+                region,
+                f"region {region} went silent in the middle of {what}: it sent nothing for {waited_s:.0f} s (regions."
+                f"timeout_s={self.timeout_s:g}). If the link is only slow, raise regions.timeout_s. If the region or "
+                "the network between the regions is gone, start all regions again with --resume once it is back.",
+            )
+        if isinstance(error, NotBack):
+            return RegionLostError(
+                region,
+                f"the connections to region {region} broke while region {self.region} waited for {what}, and none could be made "
+                f"again within {self.timeout_s:g} s (regions.timeout_s): its machine, or the network between the regions, is "
+                "down. Start all regions again with --resume once it is back.",
+            )
+        return died(region, self.region, what)
+
+    def _widen(self, pairs: Sequence[Pair], alone: bool = False) -> int:
+        """Make the payload connections of pairs that have met: as many to each as the longest round trip asks for.
+
+        A pair that is made alone has a power of two: messages are cut for MAX_CONNECTIONS then, and load so many equally.
+        """
+        found = {pair.region: pair for pair in pairs}
+        with self._lock:
+            room = max(MAX_SOCKETS // max(len(self._pairs | found), 1) - 1, 1)
+        first = self._view(found, FIRST)
+        rtt_s = first.round_trip_s()
+        wanted = connections_for(rtt_s, self._rate)
+        if alone:
+            wanted, room = 1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1)
+        wanted = self._asked or min(wanted, room)
+        mine = torch.tensor([wanted], dtype=torch.float64)
+        told = first.swap(mine, "the number of connections")
+        count = max(_count_in(each.item(), region) for region, each in zip(first.regions, told, strict=True))
+        # over a short way nothing is won, and bbr takes more than its share beside others
+        congestion = self._congestion if rtt_s >= _LONG_S or not self._may_choose else None
+        side_by_side([partial(pair.widen, count, congestion) for pair in pairs], _THREADS)
+        for pair in pairs:
+            pair.rtt_s = rtt_s
+        return count
+
+    def _pace(self, pairs: Collection[Pair]) -> None:
+        """Let the kernel keep the rate limit for a transfer between these pairs; if it does not, the throttle keeps it.
+
+        Each pair has an equal part of it, and so has each of its connections. They then go on side by side: with a limit so low
+        that the first piece would come too late, the throttle lets one go after the other.
+        """
+        named = tuple((pair.region, id(pair)) for pair in pairs)
+        with self._pacing:
+            if self._limit is None or named == self._paced:
+                return
+            rates = {pair: self._limit / len(pairs) / len(pair.bulk) for pair in pairs}
+            is_soon = all(LARGEST / rate < _SOON * self.timeout_s for rate in rates.values())
+            is_kept = is_soon and all(pair.pace(rate) for pair, rate in rates.items())
+            self._throttle.rate = None if is_kept else self._limit
+            self._paced = named
+        if is_soon and not is_kept and not can_pace():
+            say_who_keeps_the_limit(self.region)
+
+
+def died(region: int, here: int, what: str) -> RegionLostError:
+    """The error in region `here` for a region that has closed its connections without a word."""
+    return RegionLostError(
+        region,
+        f"region {region} closed its connection while region {here} waited for {what}: its process has died. Look at its last "
+        "output, then start all regions again with --resume.",
+    )
+
+
+def _count_in(told: float, region: int) -> int:
+    """The number of connections that a region asks for.
+
+    Raises:
+        RegionLostError: it is none that a region of this version asks for.
+    """
+    if told not in range(1, _MOST_ASKED + 1):
+        raise RegionLostError(
+            region,
+            f"region {region} asks for {told:g} connections, and a pair has 1 .. {_MOST_ASKED} (regions.connections): what it "
+            "sends cannot be believed. Look at its last output, and start it again.",
+        )
+    return int(told)

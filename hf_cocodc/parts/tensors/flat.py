@@ -1,0 +1,143 @@
+"""Flat fp32 tensors: how parameters lie in them, what a model consists of, and the bytes of each tensor."""
+
+import ctypes
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def flat_zeros(numel: int) -> Tensor:
+    """A flat fp32 tensor of `numel` zeros on the host, where the link reads it."""
+    return torch.zeros(numel, dtype=torch.float32)
+
+
+def split_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Views of the 1-D `flat`, one for each shape, in order. Writing to a view writes to `flat`.
+
+    >>> [view.tolist() for view in split_views(torch.arange(5), [(2,), (1, 3)])]
+    [[0, 1], [[2, 3, 4]]]
+    """
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target in place, across dtypes and devices."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def digest(*flats: Tensor, start: int = 0) -> int:
+    """A checksum of the bytes of flat tensors in a row: equal bits give equal values (CRC-32, exact in a float64).
+
+    With the checksum of earlier tensors as `start`, the result is the checksum of all of them together.
+    """
+    for flat in flats:
+        start = zlib.crc32(flat.cpu().numpy(), start)
+    return start
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    return math.isfinite(flat.sum())
+
+
+def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor of a nested state, in the order of its keys."""
+    found = []
+    for value in state.values():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value)
+    return found
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of `tensor` on this rank: the own shard of a DTensor (FSDP2), else the tensor itself."""
+    from torch.distributed.tensor import DTensor
+
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """Plain tensors inside `tensor`.
+
+    A quantised weight may be a tensor subclass that holds values and scales, but no bytes of its own.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the gathered parameters of FSDP2 modules, so that the next forward pass reads the values in the shards.
+
+    A forward pass without a backward pass (an evaluation) leaves some parameters gathered.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+_MOST_THREADS = 4
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, every saved buffer and every other saved tensor (the scales of quantised weights), by name.
+
+    A tied parameter has one name. Buffers that are not saved follow from the model's config.
+    """
+    saved = model.state_dict(keep_vars=True)
+    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {
+        **dict(model.named_parameters()),
+        **{name: buffer for name, buffer in model.named_buffers() if name in saved},
+        **{name: each for name, each in saved.items() if isinstance(each, Tensor) and id(each) not in named},
+    }
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape, type and checksum (CRC-32 of the bytes) of each tensor, as a text. Takes about a second per GB and thread."""
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-digest") as pool:
+        return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+
+
+def _digest(tensor: Tensor) -> str:
+    checksum = 0
+    for part in bytes_of(tensor):
+        checksum = zlib.crc32(part, checksum)
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} {checksum:08x}"
+
+
+def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, part by part, of a sharded one those of this rank; none of a tensor without values (meta).
+
+    A part may be used until the next one is asked for.
+    """
+    for part in plain_parts(local_shard(tensor)):
+        if not part.is_meta and part.numel():
+            held = raw(part.cpu())
+            # not numpy(): torch never resizes a storage that NumPy has seen, and FSDP2 resizes those of gathered parameters
+            yield memoryview((ctypes.c_char * len(held)).from_address(held.data_ptr())).cast("B")
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of a plain tensor in the order of its values, 1-D uint8; a view of it where that is possible."""
+    flat = tensor.contiguous().as_strided(
+        (tensor.numel(),), (1,)
+    )  # a tensor of one value may have any stride
+    return flat.view(torch.uint8)

@@ -1,1 +1,0 @@
-"""Recipes: the complete description of a run, and the reader for its YAML."""

@@ -1,0 +1,113 @@
+"""Every key of a recipe: its default, the values that it takes, and what it means, from the classes that read recipes."""
+
+import dataclasses
+import textwrap
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from . import OuterConfig
+from .outer import OF_EVERY_METHOD
+from .reading import words_of
+from .recipe import Recipe
+from .rules import is_expert, meaning
+
+OTHERS = {
+    "training": "Every field of `transformers.TrainingArguments`. `optim` may also be muon: AdamW then trains what is no matrix "
+    "in a block.",
+    "peft": "Every field of `peft.LoraConfig`. Without this section all parameters are trained.",
+}
+"""Sections whose keys another library documents."""
+
+FOR_EXPERTS = "For experts: most runs leave these keys alone."
+
+
+OF_A_METHOD = {each.name for each in dataclasses.fields(OuterConfig)} - set(OF_EVERY_METHOD)
+"""Keys of `outer` that take the method's own value where a recipe gives none."""
+
+
+class Key(NamedTuple):
+    """One key of a recipe.
+
+    Attributes:
+        name: with its section, for example outer.sync_interval.
+        values: the kinds of value, in words.
+        default: as one writes it in YAML; empty if there is none.
+        meaning: one or more sentences.
+        is_expert: whether most runs leave it alone.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+    is_expert: bool
+
+
+def keys() -> list[Key]:
+    """All keys, in the order of the sections."""
+    hints = get_type_hints(Recipe)
+    return [
+        Key(
+            f"{section}.{each.name}",
+            _values(kinds[each.name]),
+            _default(each),
+            meaning(each),
+            is_expert(each),
+        )
+        for section in (field.name for field in dataclasses.fields(Recipe))
+        if dataclasses.is_dataclass(hints[section])
+        for kinds in [get_type_hints(hints[section])]
+        for each in dataclasses.fields(hints[section])
+    ]
+
+
+def in_markdown() -> str:
+    """The keys as two lists in Markdown, narrow enough for a terminal: the second one is for experts."""
+
+    def item(title: str, text: str) -> str:
+        said = f"- {title}: {text}"
+        return textwrap.fill(
+            said, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+
+    sections = [item(f"`{section}`", text) for section, text in OTHERS.items()]
+    return _lists(sections, lambda key: item(f"`{key.name}` ({key.values}{_by_default(key)})", key.meaning))
+
+
+def listing() -> str:
+    """The keys as text for a terminal; those for experts are at the end."""
+
+    def entry(title: str, text: str) -> str:
+        return f"{title}\n{textwrap.indent(textwrap.fill(text, 96), '    ')}"
+
+    sections = [entry(f"{section}:", text) for section, text in OTHERS.items()]
+    return _lists(sections, lambda key: entry(f"{key.name}: {key.default or key.values}", key.meaning))
+
+
+def _lists(sections: Sequence[str], words: Callable[[Key], str]) -> str:
+    """Sections and keys, then the keys for experts."""
+    of_all, of_experts = (
+        [words(key) for key in keys() if key.is_expert == expert] for expert in (False, True)
+    )
+    return "\n".join([*sections, *of_all, "", FOR_EXPERTS, "", *of_experts])
+
+
+def _values(hint: Any) -> str:
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return " or ".join(
+        word for option in options if option not in (type(None), Any) for word in words_of(option)
+    )
+
+
+def _by_default(key: Key) -> str:
+    if key.default:
+        return f"; by default `{key.default}`"
+    return "; by default the method's own" if key.name.removeprefix("outer.") in OF_A_METHOD else ""
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value is None:
+        return ""
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", "")

@@ -1,0 +1,175 @@
+"""A recipe: a complete run as frozen dataclasses, one per section of the YAML file."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError, nearest, shown
+from . import OuterConfig, RegionConfig, require
+from .reading import build, override_key, read_recipe
+from .rules import setting
+
+
+def _need_one(section: Any, name: str, **choices: str) -> None:
+    """Check that exactly one of two keys is given."""
+    first, second = choices
+    if (getattr(section, first) is None) == (getattr(section, second) is None):
+        remedy = (
+            "Give one of them."
+            if getattr(section, first) is None
+            else f"Remove one of them, for example with --set {name}.{first}=null."
+        )
+        described = " and ".join(f"{key} ({meaning})" for key, meaning in choices.items())
+        raise InputError(f"{name} needs exactly one of {described}. {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model: a `config` (with `model_type`) for random weights, or a `name_or_path` for trained weights."""
+
+    config: dict[str, Any] | None = setting(
+        "Fields of a configuration of transformers, with model_type: a model with random weights."
+    )
+    name_or_path: str | None = setting("A folder or a name on the Hub: a model with trained weights.")
+    dtype: str | None = setting(
+        "Number format of the weights: float32, bfloat16 or float16; by default the model's own."
+    )
+
+    def __post_init__(self) -> None:
+        _need_one(self, "model", config="random weights", name_or_path="trained weights")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise InputError("model.config needs model_type: a word, for example llama.")
+        known = ("float32", "bfloat16", "float16")
+        if self.dtype is not None and self.dtype not in known:
+            raise InputError(f"model.dtype={shown(self.dtype)} is not known.{nearest(self.dtype, known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """The tokenizer: `builtin: bytes`, or a `name_or_path` to load."""
+
+    builtin: str | None = setting("bytes: each byte is a token.")
+    name_or_path: str | None = setting("A folder, or a name on the Hub.")
+
+    def __post_init__(self) -> None:
+        _need_one(self, "tokenizer", builtin="bytes", name_or_path="a folder, or a name on the Hub")
+        if self.builtin not in (None, "bytes"):
+            raise InputError(
+                f"tokenizer.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['bytes'])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Text from `datasets` (`path`, `name`, `split`) or `builtin: python-stdlib`, packed into blocks of tokens."""
+
+    builtin: str | None = setting("python-stdlib: the source of Python's standard library.")
+    path: str | None = setting(
+        "Anything that datasets.load_dataset loads: a name on the Hub, or a folder of files."
+    )
+    name: str | None = setting("Configuration of the data set, for example wikitext-103-raw-v1.")
+    split: str = setting("Split to train on.", "train")
+    eval_split: str = setting("Held-out split.", "test")
+    text_column: str = setting("Column that holds the text.", "text")
+    streaming: bool = setting("Read the data set while training, without a copy on the disk.", False)
+    block_size: int = setting("Tokens in a sequence: text is packed into blocks of this length.", 1024)
+    eval_blocks: int | None = setting("Blocks of the held-out split to evaluate on; all by default.")
+
+    def __post_init__(self) -> None:
+        _need_one(self, "data", builtin="python-stdlib", path="anything datasets loads")
+        if self.builtin not in (None, "python-stdlib"):
+            raise InputError(
+                f"data.builtin={shown(self.builtin)} is not known.{nearest(self.builtin, ['python-stdlib'])}"
+            )
+        require(self, "block_size", lambda v: v >= 2, "must be at least 2 tokens", "data")
+        require(self, "eval_blocks", lambda v: v >= 1, "must be at least 1", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection:
+    """The metrics on the held-out split, and the weights (global or local) on which they are measured."""
+
+    metrics: list[str] = field(
+        default_factory=lambda: ["perplexity", "accuracy"],
+        metadata={"help": "Any of perplexity and accuracy (of the next token)."},
+    )
+    on: str = setting("Weights that are evaluated: global, or local (each region's own).", "global")
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in ("perplexity", "accuracy"):
+                raise InputError(
+                    f"evaluation.metrics: {shown(name)} is not known.{nearest(name, ['perplexity', 'accuracy'])}"
+                )
+        if self.on not in ("global", "local"):
+            raise InputError(
+                f"evaluation.on={shown(self.on)} is not known.{nearest(self.on, ['global', 'local'])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete run. `training` accepts every field of `TrainingArguments`, `peft` every field of `LoraConfig`."""
+
+    model: ModelSection
+    tokenizer: TokenizerSection
+    data: DataSection
+    training: dict[str, Any]
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    regions: RegionConfig = field(default_factory=RegionConfig)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    peft: dict[str, Any] | None = None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
+        """Read a recipe: a YAML file, or one that comes with the package, by its name (quickstart/diloco).
+
+        A recipe may extend another one (`extends: other.yaml`): see `files.read_recipe`.
+
+        Args:
+            path: the file or the name.
+            overrides: changes, each "section.key=value"; the value is YAML, too.
+
+        Raises:
+            InputError: the file does not exist, is not valid YAML, or has an unknown key or an impossible value. The message
+                says where.
+        """
+        content, where = read_recipe(path)
+        for override in overrides:
+            override_key(content, override)
+        return cls.from_dict(content, where)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = "recipe") -> "Recipe":
+        """Build a recipe from nested mappings. Raises InputError like `load`."""
+        try:
+            return build(cls, content)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+
+def facts_of_data(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of its training data and tokenizer, by names in the recipe. Regions compare it before they train."""
+    kept = ("builtin", "path", "name", "split", "text_column", "streaming", "block_size")
+    return {
+        **{f"data.{name}": getattr(recipe.data, name) for name in kept},
+        "tokenizer.builtin": recipe.tokenizer.builtin,
+        "tokenizer.name_or_path": recipe.tokenizer.name_or_path,
+    }
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe and `--set`, which become `options.recipe` and `options.overrides`."""
+    parser.add_argument(
+        "recipe", help="recipe: a YAML file, or one that comes with the package: quickstart/METHOD"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="change a value of the recipe, for example outer.sync_interval=50; may be given more than once",
+    )

@@ -1,0 +1,286 @@
+"""A newcomer gets a base and the log after it from a region that is in the run (see `donor`)."""
+
+import hashlib
+import json
+import logging
+import queue
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
+from ..link.log import Item, from_plain
+from ..net.keys import Keys
+from ..net.letters import Member
+from ..net.validation import whole
+from ..status import tell
+from . import checkpoint as disk
+from . import manifest
+from .donor import SIGN_S, STARTED, Offer, Stream, offered
+from .files import check_files, make_own
+from .frames import Frames
+
+logger = logging.getLogger(__name__)
+
+NAME = ".base"
+"""End of the name of a received base's folder, beside the checkpoints: it is none of them."""
+_ITEM_MARGIN = 64 << 20
+"""An item of the log has at most twice the bytes of the base, and so many more."""
+_SIGNS = 4
+"""A donor is not given up before so many of its signs of life are due."""
+_BYTES_OF_A_VALUE = 64
+"""Of each value of the model, a base has at most so many bytes: global and outer state, transfers in flight, inner optimizer."""
+_BASE_MARGIN = 1 << 30
+_CONNECT_S = 20.0
+_LONGEST_WHY = 400
+
+
+class Received(NamedTuple):
+    """What all ranks of a region know of a base: its folder, a checkpoint that can be loaded; the region that wrote it; its inner
+    step; the number of the run; and what the regions of the run agreed on before step 1."""
+
+    folder: Path
+    donor: int
+    step: int
+    run: int
+    started: dict[str, Any]
+
+
+def received_in(plain: Any) -> Received:
+    """What another rank has received, as JSON has it."""
+    folder, *facts = plain
+    return Received(Path(folder), *facts)
+
+
+class Base:
+    """A base that has been received.
+
+    Attributes:
+        items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
+    """
+
+    def __init__(self, received: Received, frames: Frames, num_bytes: int) -> None:
+        self.received = received
+        self.items = _items(frames, received.donor, 2 * num_bytes + _ITEM_MARGIN)
+        self._frames = frames
+
+    def remove(self) -> None:
+        """Delete the folder: once it is loaded, it is needed no more."""
+        shutil.rmtree(self.received.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Receive nothing more."""
+        self._frames.close()
+
+
+def receive(
+    offer: Offer,
+    open_stream: Stream,
+    folder: Path,
+    region: int,
+    donor: int,
+    alive: Callable[[], object],
+    timeout_s: float,
+    most: int = 1 << 50,
+    keys: Keys | None = None,
+) -> Base:
+    """Get the base that a donor offers.
+
+    Args:
+        open_stream: see `Donation`.
+        folder: where to put it; other regions may put theirs there, too.
+        region: this one.
+        donor: the region that offers it.
+        alive: raises if the donor is gone.
+        timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
+        most: bytes of the largest base that this region's model can have.
+        keys: equal at both ends, see `Donation`.
+
+    Raises:
+        DonorLost: the donor, or the connection to it, is gone.
+        CheckpointError: what comes is no base, or the disk refuses.
+    """
+    ours = f".region-{region}{NAME}"
+    checkpoint = folder / f"{disk.PREFIX}{offer.step}{ours}"
+    half = checkpoint.with_name(f"{checkpoint.name}.half")
+    for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        connection = open_stream(offer.number, _CONNECT_S, alive)
+    except DonorLost:
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
+    frames = Frames(
+        connection, offer.ciphers(keys, is_donor=False), alive, patience_s=max(timeout_s, _SIGNS * SIGN_S)
+    )
+    try:
+        about, num_bytes = _receive_files(frames, half, donor, most)
+        run, started = _told(half, about)
+        with disk.saving(checkpoint):
+            make_own(half)
+            half.rename(checkpoint)
+        manifest.write(checkpoint, run)
+    except BaseException:
+        frames.close()
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    logger.info("a base of step %d has come from region %d.", offer.step, donor)
+    return Base(Received(checkpoint, donor, offer.step, run, started), frames, num_bytes)
+
+
+def largest_base(model: nn.Module) -> int:
+    """Bytes of the largest base that a region of this model can send."""
+    values = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+    return _BYTES_OF_A_VALUE * values + _BASE_MARGIN
+
+
+def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
+    """Write the files of a base; returns what the donor says about it, and the bytes of the files."""
+    try:
+        about = frames.receive()
+        sizes = check_files(about.get("files"), donor)
+        num_bytes = sum(sizes.values())
+        if num_bytes > most:
+            raise LinkError(
+                f"its files have {num_bytes} bytes, more than the {most} that a base of this model can have. If the state of the "
+                f"inner optimizer has more than some {_BYTES_OF_A_VALUE // 2} bytes for each parameter, no region can join while "
+                "others train: stop all regions, and resume them together."
+            )
+        for name, size in sizes.items():
+            with disk.saving(half):
+                _receive_file(frames, half / name, size)
+        return about, num_bytes
+    except DonorLost:
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} sends its base no more: {error}") from error
+
+
+def _receive_file(frames: Frames, path: Path, size: int) -> None:
+    sha = hashlib.sha256()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for chunk in frames.receive_bytes(size):
+            sha.update(chunk)
+            file.write(chunk)
+    if frames.receive().get("value") != sha.hexdigest():
+        raise LinkError(f"{path.name} has changed on its way: its SHA-256 differs.")
+
+
+def _told(half: Path, about: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The number of the run, and what its regions agreed on."""
+    try:
+        started = json.loads((half / STARTED).read_text(encoding="utf-8"))
+        (half / STARTED).unlink()
+        return whole(about["run"]), dict(started)
+    except (OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the base that another region sent is not whole ({error!r}). Do all regions have the same version of hf_cocodc?"
+        ) from error
+
+
+def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
+    """See `Base`."""
+    try:
+        while True:
+            line = frames.receive()
+            why = short(line.get("why", line["kind"]), _LONGEST_WHY)
+            if line["kind"] == "item":
+                yield from_plain(frames.receive_tree(line, largest))
+            elif line["kind"] == "alive":
+                continue
+            elif line["kind"] == "end" and line.get("how") == "in":
+                return
+            elif line["kind"] == "end" and line.get("how") == "over":
+                raise RunOver(
+                    f"the run has ended before this region had caught up with it ({why}). Nothing is left to train: "
+                    f"region {donor} and the others have the model."
+                )
+            else:
+                raise LinkError(f"{why}.")
+    except (RunOver, DonorLost):
+        raise
+    except LinkError as error:
+        raise DonorLost(f"region {donor} sends its log no more: {error}") from error
+    finally:
+        frames.close()
+
+
+_POLL_S = 0.1
+_AGAIN_S = 10.0
+"""A member is asked again after so many seconds: what travels while the coordinator is away is lost."""
+
+
+class Donors:
+    """The newcomer's side of it.
+
+    Args:
+        region: this one.
+        post: sends a member a message of this topic.
+        is_there: whether a member still takes part.
+        stream: opens a stream to a member; see `TcpLink.stream`.
+    """
+
+    def __init__(
+        self,
+        region: int,
+        post: Callable[[Member, str], object],
+        is_there: Callable[[Member], bool],
+        stream: Callable[..., socket.socket],
+    ) -> None:
+        self._region, self._post, self._is_there, self._stream = region, post, is_there, stream
+        self._asked: Member | None = None
+        self._answers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+
+    def hear(self, sender: Member, topic: str, content: dict[str, Any]) -> None:
+        """Take a message of another process, if it is an answer. Any thread may call it."""
+        if topic in ("offer", "no_base") and sender == self._asked:
+            self._answers.put((topic, content))
+
+    def base_of(self, member: Member, folder: Path, *, stuck_timeout_s: float, **how: Any) -> Base:
+        """Ask a member for a base, which it has to offer within `stuck_timeout_s`; blocks until `folder` has it.
+
+        `how`: see `receive`.
+
+        Raises:
+            DonorLost: it gives none.
+            CheckpointError: what comes is no base, or the disk refuses.
+        """
+
+        def alive() -> None:
+            if not self._is_there(member):
+                raise DonorLost(f"region {member.region} is lost.")
+
+        self._answers, self._asked = queue.SimpleQueue(), member
+        began, ask_at = time.monotonic(), 0.0
+        while True:
+            alive()
+            if time.monotonic() >= ask_at:
+                self._post(member, "base")
+                ask_at = time.monotonic() + _AGAIN_S
+            try:
+                topic, content = self._answers.get(timeout=_POLL_S)
+                break
+            except queue.Empty:
+                if time.monotonic() > began + stuck_timeout_s:
+                    raise DonorLost(
+                        f"region {member.region} has offered no base for {stuck_timeout_s:.3g} s "
+                        "(regions.stuck_timeout_s, or what is left of regions.start_timeout_s): does it make inner steps?"
+                    ) from None
+        if topic == "no_base":
+            raise DonorLost(short(content.get("why"), _LONGEST_WHY))
+        try:
+            offer = offered(content)
+        except (KeyError, ValueError) as error:
+            raise DonorLost(f"region {member.region} offers what is no base ({error!r}).") from error
+        tell("getting a base", news=f"gets a base of step {offer.step} from region {member.region}")
+        return receive(
+            offer, partial(self._stream, member), folder, self._region, member.region, alive, **how
+        )

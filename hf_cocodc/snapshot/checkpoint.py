@@ -1,0 +1,438 @@
+"""Checkpoints on disk: what is written, when a checkpoint counts as complete, and how it is read.
+
+::
+
+    checkpoint-N/                     the global model, for `from_pretrained`, and files of Trainer (inner optimizer, ...)
+        cocodc/state.json             format version, facts of the run, and the engine's state without its tensors
+        cocodc/global-lane0.safetensors   its tensors: global params, outer state, transfers in flight, residuals
+        cocodc/local-lane0.safetensors    this region's local weights (see `local_weights`)
+        cocodc/state-lane1.json, ...  the same for further lanes, if the model is sharded
+        cocodc/COMPLETE               written last: every file of the checkpoint with its size and SHA-256 (see `manifest`)
+        global/                       the files of the global model once more (see `export`)
+
+`accelerator.save_state` writes no global model: what lies beside `cocodc/` is Accelerate's, with the local weights. We read no
+pickle.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..link.base import Link
+from ..net.validation import MOST
+from ..parts.fragments import names_in
+from . import manifest
+from .durable import replace, saving
+from .folder import begin_run, is_unsaved, run_of
+from .manifest import COMPLETE, FOLDER, FORMAT, damage
+
+_TENSOR = "$tensor"
+_FLOAT = "$float"
+_DEEPEST = 64
+"""Levels of a state at most."""
+
+
+def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A state as JSON-able values, and its tensors by name: on the host, each in memory of its own, none twice."""
+    tensors: dict[str, Tensor] = {}
+    return _take_apart(value, "", tensors, {}), tensors
+
+
+def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state that `take_apart` took apart.
+
+    Raises:
+        KeyError: a tensor is missing.
+        ValueError: it is no such state.
+    """
+    return _put_together(value, tensors, _DEEPEST)
+
+
+def _put_together(value: Any, tensors: dict[str, Tensor], levels: int) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    if not levels:
+        raise ValueError(f"a state has more than {_DEEPEST} levels")
+    if isinstance(value, list):
+        return [_put_together(each, tensors, levels - 1) for each in value]
+    for mark in (_TENSOR, _FLOAT):
+        if mark in value and (len(value) > 1 or not isinstance(value[mark], str)):
+            raise ValueError(f"a state has {str(value)[:80]} in the place of a tensor or a number")
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return {key: _put_together(each, tensors, levels - 1) for key, each in value.items()}
+
+
+def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
+    if isinstance(value, Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = name
+            on_host = value.cpu()
+            alone = on_host.untyped_storage().nbytes() == on_host.nbytes
+            tensors[name] = on_host if alone else on_host.clone()  # safetensors refuses views of one memory
+        return {_TENSOR: seen[id(value)]}
+    if isinstance(value, dict):
+        return {key: _take_apart(each, _join(name, key), tensors, seen) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_apart(each, _join(name, i), tensors, seen) for i, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: str(value)}
+    return value
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}/{key}" if name else str(key)
+
+
+TAKEN_OVER = "joining"
+"""Name of `Facts.taken_over` in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What identifies the run of a checkpoint.
+
+    Attributes:
+        step: inner steps made.
+        region: region that wrote it.
+        num_regions: number of regions at that time.
+        num_lanes: lanes of the region.
+        settings: all settings of the method.
+        finished: whether the run had finished.
+        journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
+        taken_over: whether it was copied from another region, and this region's own part is missing.
+        stopping: whether all regions stopped here, at a step at which no checkpoint was due.
+        model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
+        facts: `About.facts` of the run.
+        members: the regions that took part then, by number; empty in checkpoints of older versions, where all did.
+    """
+
+    step: int
+    region: int
+    num_regions: int
+    num_lanes: int
+    settings: dict[str, Any]
+    finished: bool
+    journal: int
+    taken_over: bool = False
+    stopping: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    journal_sha256: str = ""
+    members: Sequence[int] = ()
+
+    @property
+    def writers(self) -> Sequence[int]:
+        """The regions that took part then."""
+        return self.members or range(self.num_regions)
+
+    @classmethod
+    def of(cls, link: Link, **more: Any) -> "Facts":
+        """The facts that a link knows, and more."""
+        members = list(link.members)
+        return cls(
+            region=link.region, num_regions=len(members), members=members, num_lanes=link.num_lanes, **more
+        )
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Facts":
+        """Raises KeyError if a fact is missing that every version writes, ValueError if one is none."""
+        named = {**content, "taken_over": content.get(TAKEN_OVER, False)}
+        always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
+        found = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
+        for name, value in found.items():
+            if not _IS[name](value):
+                raise ValueError(f"{name}={str(value)[:80]} is no such fact of a run")
+        return cls(**found)
+
+    def to_json(self) -> dict[str, Any]:
+        named = asdict(self)
+        return {**{name: named[name] for name in named if name != "taken_over"}, TAKEN_OVER: self.taken_over}
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "region", "journal"), _is_count),
+    **dict.fromkeys(("num_regions", "num_lanes"), lambda value: _is_count(value) and value > 0),
+    **dict.fromkeys(("settings", "model", "facts"), _is_dict),
+    **dict.fromkeys(("finished", "taken_over", "stopping"), _is_bool),
+    "journal_sha256": lambda value: isinstance(value, str),
+    "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
+}
+"""What holds for each fact."""
+
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "checkpoint-"
+_OF_DAMAGE = (
+    *(
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        SafetensorError,
+        TypeError,
+    ),
+    ValueError,
+)
+
+
+class Saved(NamedTuple):
+    """Our part of a checkpoint, as read.
+
+    Attributes:
+        state: of `Synchronizer.state_dict`.
+        facts: of the run that wrote it.
+        weights: `parts.tensors.flat.digests` of the lane; empty if the checkpoint was taken over.
+    """
+
+    state: dict[str, Any]
+    facts: Facts
+    weights: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def synchronised(self) -> frozenset[str]:
+        """Names of the parameters that the run had trained."""
+        return names_in(self.state["layout"])
+
+
+def tensors_file(lane: int = 0) -> str:
+    """File of a lane's tensors in a checkpoint."""
+    return f"{FOLDER}/global-lane{lane}.safetensors"
+
+
+def state_file(lane: int = 0) -> str:
+    """File of a lane's state, without its tensors, in a checkpoint."""
+    return f"{FOLDER}/state-lane{lane}.json" if lane else f"{FOLDER}/state.json"
+
+
+def begin(checkpoint: Path) -> None:
+    """Make a checkpoint's folder. The checkpoint is not complete before `seal`.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    with saving(checkpoint):
+        (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
+        (checkpoint / COMPLETE).unlink(missing_ok=True)
+    begin_run(checkpoint, run_of(checkpoint.parent))
+
+
+def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
+    """Write the engine's state into a checkpoint.
+
+    Args:
+        checkpoint: folder `checkpoint-N`, made by `begin`.
+        saved: the state and the facts.
+        lane: the lane of the state.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
+    """
+    with saving(checkpoint):
+        tree, tensors = take_apart(saved.state)
+        replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
+        content = {"format": FORMAT, **saved.facts.to_json(), "weights": dict(saved.weights), "state": tree}
+        text = json.dumps(content, indent=1, allow_nan=False)
+        replace(checkpoint / state_file(lane), lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def seal(checkpoint: Path) -> None:
+    """Declare a checkpoint complete: all of its files are on the disk now, and listed with their hashes (`manifest`).
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    folder = checkpoint.parent
+    with saving(checkpoint):
+        manifest.write(checkpoint, run_of(folder))
+    if is_unsaved(folder):
+        begin_run(folder, run_of(folder))
+
+
+def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
+    """The engine's state and the facts of its run.
+
+    Args:
+        checkpoint: its folder.
+        lane: the lane of the state.
+        checked: whether the caller has found the checkpoint undamaged: its files are then not hashed again.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
+    """
+    wrong = damage(checkpoint, hashes=not checked)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{checkpoint} cannot be resumed from: {wrong}. Resume from another checkpoint of the run."
+        )
+    listed = manifest.read(checkpoint).files
+    for name in (state_file(lane), tensors_file(lane)):
+        if name not in listed:
+            raise CheckpointError(
+                f"{checkpoint} has no {name}: a region with fewer ranks wrote it. Launch the region with as many ranks as then."
+            )
+    with refusing(checkpoint / FOLDER):
+        content = _content_of(checkpoint, lane)
+        # copies: a matrix product may give other bits if the file's layout leaves a tensor unaligned
+        tensors = {name: each.clone() for name, each in load_file(checkpoint / tensors_file(lane)).items()}
+        state = put_together(content["state"], tensors)
+        names_in(state["layout"])
+        return Saved(state, Facts.from_json(content), dict(content.get("weights", {})))
+
+
+def mark_taken_over(checkpoint: Path) -> None:
+    """Write into a copied checkpoint that it is another region's."""
+    for path in (checkpoint / FOLDER).glob("state*.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({**content, "weights": {}, TAKEN_OVER: True}), encoding="utf-8")
+
+
+def trained(checkpoint: Path) -> frozenset[str]:
+    """Names of the parameters that the run of a complete checkpoint trains.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    with refusing(checkpoint / state_file()):
+        return names_in(_content_of(checkpoint)["state"]["layout"])
+
+
+def facts_of(checkpoint: Path) -> Facts:
+    """What identifies the run of a complete checkpoint, without reading its tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    with refusing(checkpoint / state_file()):
+        return Facts.from_json(_content_of(checkpoint))
+
+
+def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
+    return json.loads((checkpoint / state_file(lane)).read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Inside the block, whatever a damaged file leads to is a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error}.") from error
+    except _OF_DAMAGE as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}."
+        ) from error
+
+
+def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
+    """Why a run cannot continue from a checkpoint in its folder; None if it can.
+
+    Args:
+        checkpoint: its folder.
+        run: number of the run; None for the run that writes to the folder now.
+        hashes: see `manifest.damage`.
+    """
+    if is_of_another_run(checkpoint, run):
+        return "it is of an earlier run in this folder; give its path to continue that run"
+    return damage(checkpoint, hashes)
+
+
+def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
+    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
+    try:
+        wanted = run_of(checkpoint.parent) if run is None else run
+        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
+    except ValueError:
+        return False  # the list is damaged
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
+    found = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        step = path.name.removeprefix(PREFIX)
+        if path.is_dir() and step.isdigit():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
+    """Delete the run's oldest checkpoints until `limit` are left, but keep those that a region may still need.
+
+    Checkpoints of an earlier run in the folder are not counted, and stay.
+
+    Args:
+        folder: the folder of the checkpoints.
+        limit: number of checkpoints to keep; None for all.
+        saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
+        keep: further steps that stay.
+    """
+    run = run_of(folder)
+    found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
+    surplus = len(found) - limit if limit else 0
+    old = [step for step in found if step < saved_everywhere and step not in keep]
+    for step in old[: max(surplus, 0)]:
+        _remove(found[step])
+
+
+def make_room(checkpoint: Path, run: int | None = None) -> None:
+    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
+
+    What was saved to its end is renamed, for a user may have put files into it. A part that a killed process left is deleted.
+    """
+    if not manifest.is_sealed(checkpoint):
+        _remove(checkpoint)
+        return
+    other = is_of_another_run(checkpoint, run)
+    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
+    taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
+    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    logger.warning(
+        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
+    )
+    checkpoint.rename(aside)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    if checkpoint.is_dir():
+        shutil.rmtree(checkpoint)
+
+
+def _writer(checkpoint: Path) -> int | None:
+    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
+    with contextlib.suppress(ValueError):
+        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
+    return None

@@ -1,0 +1,223 @@
+"""A region that is in the run gives a newcomer a base, and from then on the log of what happens after it.
+
+The base has what a region needs that takes over a checkpoint: the engine's state, the inner optimizer's, and what is not
+trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a connection
+of the pair, and then the log, as it comes.
+
+The offer travels over the coordinator, to which both ends have proven themselves. With a secret of the run, its token gives
+that connection keys of its own.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import re
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import LinkError
+from ..link.log import Log, to_plain
+from ..net.keys import Ciphers, Keys, ciphers
+from ..net.validation import whole
+from ..threads import NativeThread
+from . import checkpoint as disk
+from . import local_weights
+from .checkpoint import Saved
+from .files import TREES, files_in, write_tree
+from .frames import CHUNK, Frames
+
+logger = logging.getLogger(__name__)
+
+_CALLED_WITHIN_S = 60.0
+_LEAST_LOG_BYTES = 64 << 20
+_BASES_IN_LOG = 4
+"""The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
+SIGN_S = 1.0
+"""Seconds after which a donor that has nothing to send gives a sign of life."""
+_TAKEN_WITHIN_S = 2.0
+"""Once the log has ended, a newcomer that takes nothing for so long is frozen, or has ended itself."""
+_GONE = "gone", "the region that sends the base has left the run"
+NUMBERS = 64, 255
+"""The smallest and the largest number of a stream for a base."""
+STARTED = f"{disk.FOLDER}/start.json"
+"""File in a base: what the regions agreed on before step 1."""
+
+
+Stream = Callable[[int, float, Callable[[], object]], socket.socket]
+
+
+class Inner(NamedTuple):
+    """The rest of a region's training, as a newcomer continues from it: the states of inner optimizers, schedules and scalers, by
+    their names in a checkpoint of Trainer; and what writes further files into the folder of a base."""
+
+    states: Mapping[str, Any]
+    files: Callable[[Path], object] = lambda folder: None
+
+
+class Offer(NamedTuple):
+    """How a newcomer gets its base: the number of the stream, a token for it, and the base's inner step."""
+
+    number: int
+    token: str
+    step: int
+
+    def ciphers(self, keys: Keys | None, is_donor: bool) -> Ciphers | None:
+        """What seals and opens at one end; None without a secret of the run. The token has come over the coordinator."""
+        return None if keys is None else ciphers(keys.of("base", self.token), is_donor, in_order=True)
+
+
+def offered(said: Mapping[str, Any]) -> Offer:
+    """The offer of a member.
+
+    Raises:
+        KeyError, ValueError: it is none.
+    """
+    token = said["token"]
+    if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
+        raise ValueError("it has no token")
+    return Offer(whole(said["number"], *NUMBERS), token, whole(said["step"]))
+
+
+def write_base(
+    folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner, started: Mapping[str, Any]
+) -> None:
+    """Write a base into a folder of its own; what lies there is deleted. Of the weights of `model`, which is unwrapped, only what
+    is not trained is written: a newcomer starts from the global params. `started`: see `STARTED`.
+
+    Raises:
+        CheckpointError: the disk refuses, or a state cannot be written without a pickle.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    with disk.saving(folder):
+        (folder / disk.FOLDER).mkdir(parents=True)
+        (folder / TREES).mkdir()
+        disk.write(folder, saved, lane)
+        kept = local_weights.kept(model, saved.synchronised)
+        rest = {name: tensor for name, tensor in kept.items() if name not in saved.synchronised}
+        unsaved = local_weights.unsaved_buffers(model)
+        local_weights.write(folder / local_weights.weights_file(lane), rest, unsaved)
+        for name, state in inner.states.items():
+            write_tree(state, folder / TREES / name)
+        (folder / STARTED).write_text(json.dumps(started), encoding="utf-8")
+        inner.files(folder)
+
+
+class Donation:
+    """What one newcomer gets of this region: a base, which is on the disk, and a log, which grows.
+
+    Args:
+        folder: of the base; deleted at the end.
+        number: of the stream.
+        open_stream: opens it: (its number, seconds, a function that is called meanwhile and may raise) -> connection.
+        step: inner step of the base.
+        about: told with the base; JSON-able.
+        to: names the newcomer in messages.
+        rate: bytes per second to send at most; None for no limit.
+        keys: of the run's secret: with them, others can neither read nor alter what travels; None if there is none.
+
+    Attributes:
+        offer: where the newcomer gets it.
+        log: takes what happens after the base.
+        over: whether nothing more is sent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        open_stream: Stream,
+        step: int,
+        about: Mapping[str, Any],
+        to: str,
+        rate: float | None,
+        keys: Keys | None = None,
+    ) -> None:
+        self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
+        self._keys = keys
+        self._files = files_in(folder)
+        num_bytes = sum(path.stat().st_size for path in self._files.values())
+        self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
+        self.offer, self._open_stream = Offer(number, secrets.token_hex(32), step), open_stream
+        self.over = False
+        self._ended = threading.Event()
+        self._last, self._until = _GONE, math.inf
+        self._thread = NativeThread(self._serve, "hf_cocodc-donor")
+        logger.info("a base of step %d for %s: %.1f MB.", step, to, num_bytes / 1e6)
+        self._thread.start()
+
+    def close(self, kind: str = _GONE[0], why: str = _GONE[1]) -> None:
+        """End after what is in the log: because the newcomer is in the run ("in"), the run is over ("over"), or else. The first
+        reason counts."""
+        if not self._ended.is_set():
+            self._last = kind, why
+        self._ended.set()
+        self.log.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all is sent, for a while."""
+        self._thread.join(timeout_s)
+
+    def _serve(self) -> None:
+        frames = None
+        try:
+            connection = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
+            sealed = self.offer.ciphers(self._keys, is_donor=True)
+            frames = Frames(connection, sealed, self._newcomer_waits, self._rate)
+            self._send(frames)
+        except (LinkError, OSError) as error:
+            if not self._ended.is_set():
+                logger.warning("%s gets nothing more from this region: %s", self._to, error)
+        finally:
+            self.log.close()
+            if frames is not None:
+                frames.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self.over = True  # from now on, the folder may have another base
+
+    def _look(self) -> None:
+        if self._ended.is_set():
+            raise LinkError(f"{self._last[1]}.")
+
+    def _newcomer_waits(self) -> None:
+        """The newcomer takes nothing for now. It may be busy while the log grows, but not once that has ended."""
+        if self.log.overflowed or self._ended.is_set():
+            self._until = min(self._until, time.monotonic() + _TAKEN_WITHIN_S)
+        if time.monotonic() > self._until:
+            raise LinkError("it does not take what it is sent, and the log has ended.")
+
+    def _send(self, frames: Frames) -> None:
+        sizes = {name: path.stat().st_size for name, path in self._files.items()}
+        frames.send("base", **self._about, files=sizes)
+        for path in self._files.values():
+            sha = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    if self._ended.is_set():  # without the log, the base is of no use
+                        raise LinkError(f"{self._last[1]}.")
+                    sha.update(chunk)
+                    frames.send_bytes(chunk)
+            frames.send("sha256", value=sha.hexdigest())
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for item in self.log.items(SIGN_S):
+            if item is None:
+                frames.send("alive")
+            else:
+                frames.send_tree("item", to_plain(item))
+        if self.log.overflowed:
+            logger.warning(
+                "%s is so far behind that the log for it has outgrown its bound: it begins once more with a new base.",
+                self._to,
+            )
+            frames.send("end", how="outgrown", why="the log has outgrown its bound")
+        else:
+            how, why = self._last
+            frames.send("end", how=how, why=why)

@@ -1,0 +1,185 @@
+"""A region's folder of checkpoints: whose it is, which run writes there, and the links beside it."""
+
+import contextlib
+import logging
+import os
+import re
+import time
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+
+from ..errors import CheckpointError
+from . import checkpoint as disk
+from . import manifest
+from .durable import replace, saving
+from .manifest import FOLDER
+
+RUN = f"{FOLDER}/run"
+"""In the folder of the checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
+_UNSAVED = "unsaved"
+"""Word after the number, as long as the run that began from step 0 has no complete checkpoint in the folder."""
+
+
+def run_of(folder: Path) -> int:
+    """The number of the run that writes to a folder; 0 if there is none.
+
+    Raises:
+        CheckpointError: the file with the number is damaged.
+    """
+    return _run(folder)[0]
+
+
+def is_unsaved(folder: Path) -> bool:
+    """Whether the run that writes to a folder began there from step 0, and has no complete checkpoint there yet.
+
+    Raises:
+        CheckpointError: the file with the number of the run is damaged.
+    """
+    return _run(folder)[1]
+
+
+def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
+    """From now on checkpoints in `folder` belong to `run`. Checkpoints of an earlier run stay, but are not continued from.
+
+    Args:
+        folder: of the checkpoints.
+        run: number of the run.
+        unsaved: see `is_unsaved`.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    text = f"{run} {_UNSAVED}" if unsaved else f"{run}"
+    with saving(folder):
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        replace(folder / RUN, lambda path: path.write_text(f"{text} {_check(text)}", encoding="ascii"))
+
+
+def _run(folder: Path) -> tuple[int, bool]:
+    """The number of the run that writes to a folder, and whether it is unsaved there."""
+    path = folder / RUN
+    if not path.exists():
+        return 0, False
+    with contextlib.suppress(OSError, ValueError):
+        said, _, check = path.read_text(encoding="ascii").rpartition(" ")
+        number, *word = said.split(" ")
+        if check == _check(said) and word in ([], [_UNSAVED]):
+            return int(number), bool(word)
+    raise CheckpointError(
+        f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "
+        "region of the run, or give the path of a checkpoint to resume from."
+    )
+
+
+def _check(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+logger = logging.getLogger(__name__)
+
+_REGION = re.compile(r"region-\d+")
+
+
+def point(folder: Path) -> None:
+    """Bring the links beside a region's folder in line with the complete checkpoints of its run.
+
+    Args:
+        folder: `output_dir/region-R`. For a folder of another name nothing is done.
+    """
+    if not _REGION.fullmatch(folder.name):
+        return
+    good = {
+        path.name for path in disk.checkpoints(folder).values() if disk.unusable(path, hashes=False) is None
+    }
+    try:
+        for name in good:
+            link = folder.parent / name
+            if not link.exists():
+                half = folder.parent / f".{name}.{folder.name}"
+                half.unlink(missing_ok=True)
+                half.symlink_to(Path(folder.name) / name, target_is_directory=True)
+                os.replace(half, link)
+        for link in folder.parent.glob(f"{disk.PREFIX}*"):
+            if link.name not in good and target(link) == folder.name:
+                link.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning(
+            "no link to the checkpoints in %s can be made in %s (%s): get_last_checkpoint does not find them there. Resume with "
+            "trainer.train(resume_from_checkpoint=True), which needs no link.",
+            *(folder, folder.parent, error),
+        )
+
+
+def target(path: Path) -> str | None:
+    """Name of the region's folder to which a link of ours points; None if `path` is something else."""
+    if not path.is_symlink():
+        return None
+    home, name = os.path.split(os.readlink(path))
+    return home if name == path.name and _REGION.fullmatch(home) else None
+
+
+def is_pointer(path: Path, folder: Path) -> bool:
+    """Whether a path is one of the links beside a region's folder, or has the place of one that is not there.
+
+    A copy of the output folder may have copies of checkpoints in place of links.
+    """
+    known = re.fullmatch(rf"{disk.PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
+    beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
+    if not known or not beside:
+        return False
+    copied = manifest.is_sealed(path) and any(path.parent.glob(f"region-*/{path.name}"))
+    return target(path) is not None or copied or not os.path.lexists(path)
+
+
+_PREFIX = "saved-by-"
+_WRITE_S = 1.0
+"""Seconds in which another region that has just made the file has written into it."""
+
+
+def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None:
+    """Note that a region saves into a folder, before anything is written there.
+
+    Args:
+        folder: of a checkpoint, or of all checkpoints.
+        run: number of the run; unique to it.
+        region: this one.
+        members: the regions that take part now. A folder of any other one is free.
+
+    Raises:
+        CheckpointError: the folder is another region's, or the disk refuses.
+    """
+    path = folder / FOLDER / f"{_PREFIX}{run:x}"
+    with saving(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("x", encoding="ascii") as file:
+                file.write(f"{region}\n")
+            return
+        except FileExistsError:
+            other = _region_in(path)
+        if other is not None and other not in (region, *members):
+            replace(path, lambda half: half.write_text(f"{region}\n", encoding="ascii"))
+            return
+    if other != region:
+        who = "another region" if other is None else f"region {other}"
+        raise CheckpointError(
+            f"region {region} is to save into {folder}, where {who} of this run saves: they would overwrite each other. Nothing "
+            f"was written. Give every region a folder of its own, for example {folder / f'region-{region}'}."
+        )
+
+
+def forget_earlier(folder: Path, run: int) -> None:
+    """Remove what earlier runs have noted in a folder, while it holds no complete checkpoint."""
+    for path in (folder / FOLDER).glob(f"{_PREFIX}*"):
+        if path.name != f"{_PREFIX}{run:x}":
+            path.unlink(missing_ok=True)
+
+
+def _region_in(path: Path) -> int | None:
+    """The region that a file names; None if it names none."""
+    until = time.monotonic() + _WRITE_S
+    while not os.path.getsize(path) and time.monotonic() < until:
+        time.sleep(0.01)
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,182 @@
+"""A region's local weights in its checkpoints: in our own file, under the model's own names, and with a digest of each.
+
+Transformers renames some weights, and splits others, when it saves a model; Trainer then loads what still has its name and
+leaves out the rest (transformers#48805). Our file holds what the model holds. After a resume has loaded weights, whichever file
+they came from, they are compared with the digests that were saved.
+"""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..parts.tensors.flat import digests, local_shard, reshard
+from .durable import replace
+from .manifest import FOLDER
+
+_UNSAVED = "unsaved_buffers"
+"""In the file's own metadata: JSON list of the names of buffers that a state_dict leaves out."""
+
+
+def weights_file(lane: int | str = 0) -> str:
+    """File of a lane's local weights in a checkpoint; "*" stands for every lane."""
+    return f"{FOLDER}/local-lane{lane}.safetensors"
+
+
+def kept(model: nn.Module, synchronised: Collection[str] = ()) -> dict[str, Tensor]:
+    """What a checkpoint restores of a model, by name: this rank's own tensors, tied ones once.
+
+    These are all parameters and all buffers. If the model has adapters, or quantised weights, its frozen base is left out: every
+    run loads it anew, and `base_digest` compares it.
+
+    Args:
+        model: unwrapped.
+        synchronised: names of parameters that the run has trained: they count though they may be frozen now.
+    """
+    adapters = set(getattr(model, "peft_config", None) or ())
+    whole = not has_a_base(model)
+    frozen = {
+        name
+        for name, param in model.named_parameters()
+        if not (whole or param.requires_grad or name in synchronised or adapters & set(name.split(".")))
+    }
+    return {name: tensor for name, tensor in _all(model).items() if name not in frozen}
+
+
+def _all(model: nn.Module) -> dict[str, Tensor]:
+    reshard(model)  # an evaluation may have left whole parameters in the place of shards
+    params = {name: local_shard(param) for name, param in model.named_parameters()}
+    return {**params, **buffers(model)}
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """All buffers of a model by name, those that a state_dict leaves out too: a longer context may have changed them."""
+    return {name: local_shard(buffer) for name, buffer in model.named_buffers()}
+
+
+def has_a_base(model: nn.Module) -> bool:
+    """Whether a model has frozen weights that no checkpoint holds."""
+    return bool(getattr(model, "peft_config", None)) or bool(getattr(model, "is_quantized", False))
+
+
+def unsaved_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers that a state_dict leaves out."""
+    saved = model.state_dict(keep_vars=True)
+    return [name for name, _ in model.named_buffers() if name not in saved]
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = ()) -> None:
+    """Write tensors into a file that is complete or absent. Two tensors may share memory.
+
+    Args:
+        path: the file.
+        tensors: by name.
+        unsaved: see `unsaved_buffers`; the model may make them anew only at its first forward pass.
+    """
+    content = {name: _alone(tensor) for name, tensor in tensors.items()}
+    replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
+
+
+@torch.no_grad()
+def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
+    """Copy a file's tensors into the model, in place.
+
+    A buffer takes the shape that it had when it was saved. One that a state_dict leaves out is made if the model has not made
+    it yet.
+
+    Args:
+        model: unwrapped.
+        path: the file.
+        expected: names that must be in the file; it may hold more of what the model holds.
+
+    Raises:
+        CheckpointError: the file lacks a name, or has one that the model does not have, or another shape or type.
+    """
+    own = _all(model)
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name in set(json.loads((file.metadata() or {}).get(_UNSAVED, "[]"))) & names - own.keys():
+            owner, _, last = name.rpartition(".")
+            with contextlib.suppress(AttributeError):  # no such module: refused below
+                device = next(iter(own.values())).device
+                module = model.get_submodule(owner)
+                module.register_buffer(last, file.get_tensor(name).to(device), persistent=False)
+                own[name] = module.get_buffer(last)
+        for name in sorted((names - own.keys()) | (set(expected) - names)):
+            has, lacks = (path.name, "the model") if name in names else ("the model", path.name)
+            raise CheckpointError(
+                f"{path.parent.parent} cannot be resumed from: {has} has {name}, {lacks} does not. Resume with the model and the "
+                f"versions of the libraries that wrote it, or start a new run from its global model ({path.parent.parent})."
+            )
+        for name in file.keys():  # noqa: SIM118
+            tensor, here = file.get_tensor(name), own[name]
+            if (tensor.shape, tensor.dtype) == (here.shape, here.dtype):
+                here.copy_(tensor)
+            elif tensor.dtype == here.dtype and name in buffers(model):
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, tensor.to(here.device, copy=True))
+            else:
+                raise CheckpointError(
+                    f"{path.parent.parent} cannot be resumed from: {name} is {list(tensor.shape)} {tensor.dtype} in {path.name}, "
+                    f"and {list(here.shape)} {here.dtype} in the model. Resume with the model that wrote it."
+                )
+
+
+def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[str]) -> None:
+    """Check that a model holds the local weights that were saved.
+
+    Args:
+        model: unwrapped, after every file has been loaded.
+        saved: `digests` of what was saved; empty if it was taken over: nothing is compared then.
+        synchronised: names of the parameters that the run had trained.
+
+    Raises:
+        CheckpointError: it does not; names the first tensors that differ.
+    """
+    if not saved:
+        return
+    found = digests(kept(model, synchronised))
+    wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
+    if wrong:
+        first = "; ".join(
+            f"{name}: {saved.get(name, 'nothing')} was saved, the model has {found.get(name, 'nothing')}"
+            for name in wrong[:3]
+        )
+        raise CheckpointError(
+            f"after loading the checkpoint, {len(wrong)} of {len(saved)} weights and buffers are not those that were saved "
+            f"({first}; the last number of each is a checksum). No step was made. Resume with the model, the script and the "
+            "versions of the libraries that wrote the checkpoint; nothing may change weights before training starts. Or start "
+            "a new run from the checkpoint's global model (checkpoint-N)."
+        )
+
+
+def base_digest(model: nn.Module) -> str | None:
+    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantised weights.
+
+    None if the model has no base, or if this rank does not hold it yet.
+    """
+    if not has_a_base(model):
+        return None
+    mine = kept(model)
+    ours = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    base: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if name not in mine}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in ours:
+            base[name] = tensor
+    if any(tensor.device.type == "meta" for tensor in base.values()):
+        return None
+    found = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
+    return f"{zlib.crc32(repr(found).encode()):08x}"
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor on the host, contiguous, in memory of its own: safetensors refuses views of one memory."""
+    on_host = tensor.detach().cpu().contiguous()
+    return on_host if on_host.untyped_storage().nbytes() == on_host.nbytes else on_host.clone()

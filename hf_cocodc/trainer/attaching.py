@@ -1,0 +1,145 @@
+"""Finds the Trainer of a callback, and checks that it can train across regions."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
+
+from ..errors import InputError
+from ..link.base import Link
+from ..run.inner_optimizer import refuse_two_sets_of_weights, two_sets_of_weights
+from ..snapshot import local_weights
+from ..snapshot.checkpoint import Facts, Saved
+from ..snapshot.manifest import EXPORT
+
+logger = logging.getLogger(__name__)
+
+
+def find_trainer() -> Trainer | None:
+    """The Trainer whose method is calling us: Trainer passes everything but itself to callbacks.
+
+    Searches the call stack for the innermost frame whose `self` is a Trainer (or a subclass).
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def settle(trainer: Trainer, region: int) -> None:
+    """Let a Trainer write into the folder of its region; region 0 reports for all. A tracker shows whose run it is."""
+    args = trainer.args
+    folder = Path(args.output_dir or "trainer_output")
+    if folder.name != f"region-{region}":  # the arguments may serve a second Trainer
+        folder = folder / f"region-{region}"
+        args.output_dir = str(folder)
+    if args.run_name is None:
+        args.run_name = f"{folder.resolve().parent.name}-{folder.name}"
+    if region:
+        args.push_to_hub = False
+        for tracker in get_reporting_integration_callbacks(args.report_to):
+            trainer.remove_callback(tracker)
+
+
+def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> None:
+    """Check that a Trainer can train across regions.
+
+    Args:
+        trainer: of this region.
+        callback: ours, which is to train it.
+        evaluate_on: "global" or "local": the weights that it evaluates while it trains.
+
+    Raises:
+        InputError: it cannot; the message says what to change.
+    """
+    if any(
+        each is not callback and isinstance(each, type(callback))
+        for each in trainer.callback_handler.callbacks
+    ):
+        raise InputError(
+            f"this Trainer has two {type(callback).__name__}s: both would write the model's parameters. Give it one "
+            "(trainer.remove_callback removes the other)."
+        )
+    if EXPORT in getattr(trainer.model, "peft_config", {}):
+        raise InputError(
+            f"the adapter must not be named {EXPORT!r}: checkpoints keep the global model in a folder of this name. Give the "
+            "adapter another name."
+        )
+    refuse_arguments(trainer.args, evaluate_on)
+    for given in (trainer.optimizer, *(trainer.optimizer_cls_and_kwargs or ())[:1]):
+        refuse_two_sets_of_weights(given)
+
+
+def refuse_arguments(args: TrainingArguments, evaluate_on: str) -> None:
+    """Check the arguments of a Trainer. Raises InputError like `refuse`."""
+    if args.auto_find_batch_size:
+        raise InputError(
+            "auto_find_batch_size=True would restart training in one region alone. Set it to False and choose "
+            "per_device_train_batch_size."
+        )
+    if evaluate_on == "local" and (args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST):
+        raise InputError(
+            "the best model is one of the global weights, but evaluate_on=local (evaluation.on) evaluates the local ones. Set it "
+            "to global, or load_best_model_at_end=False and save_strategy to steps or epoch."
+        )
+    if args.save_only_model:
+        raise InputError(
+            "save_only_model=True would save no optimizer, schedule or random state, and no resume could be exact. Set it to "
+            "False: from_pretrained loads the global model alone from checkpoint-N."
+        )
+    if args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        raise InputError(
+            f"hub_strategy={args.hub_strategy.value} would push region 0's checkpoint, and no run across regions can resume "
+            "from it. Use every_save or end, which push the global weights."
+        )
+    if args.optim.startswith("schedule_free"):
+        raise InputError(two_sets_of_weights(f"training.optim={args.optim.value}"))
+    if args.deepspeed:
+        raise InputError(
+            "DeepSpeed inside a region is not supported. Use DDP (accelerate launch --multi_gpu)."
+        )
+
+
+def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint had finished, and the arguments ask for no more steps or epochs.
+
+    Raises:
+        InputError: the run had not finished, but the arguments ask for no more steps than it has made.
+    """
+    if args.max_steps > 0:
+        if facts.finished or facts.step < args.max_steps:
+            return args.max_steps <= facts.step
+        raise InputError(
+            f"{checkpoint} is of step {facts.step} of a run that had not finished, and max_steps={args.max_steps} leaves nothing "
+            f"to train. Raise max_steps, or use the global model of this step: {checkpoint}."
+        )
+    if not facts.finished:
+        return False
+    trained = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    return args.num_train_epochs <= trained.num_train_epochs
+
+
+def leave_as_it_is(
+    trainer: Trainer, link: Link, checkpoint: Path, saved: Saved, load_best: Callable[[], None]
+) -> TrainOutput:
+    """A run that had finished needs only its weights: those of the checkpoint, or of the best one, which `load_best` loads.
+
+    Raises:
+        CheckpointError: the model holds other weights after loading.
+    """
+    logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
+    trainer._load_from_checkpoint(str(checkpoint))
+    if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        local_weights.check(model, saved.weights, saved.synchronised)
+    trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    load_best()
+    link.close()
+    return TrainOutput(trainer.state.global_step, float("nan"), {})

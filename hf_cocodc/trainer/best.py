@@ -1,0 +1,366 @@
+"""The best model of a Trainer's run: chosen alike in all regions, and left in the model at the end.
+
+Trainer compares a metric of each evaluation with the best one before. Here the metric is the mean over the regions. It takes
+the place of the region's own before any callback sees it, so that every decision that follows from it (what is best, early
+stopping, a learning rate that falls on a plateau) is the same in all regions.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from accelerate import Accelerator
+from transformers import DefaultFlowCallback, Trainer, TrainerControl, TrainerState
+from transformers.trainer_utils import IntervalStrategy
+
+from ..engine.synchronizer import Synchronizer
+from ..errors import CheckpointError, InputError, LinkError
+from ..link.base import Link
+from ..link.spreading import gather
+from ..link.within import main_says
+from ..resolve import continuing
+from ..run.journal import Journal
+from ..run.outer_optimizer import OuterOptimizer
+from ..run.starting import engine_for
+from ..settings import OuterConfig
+from ..snapshot.checkpoint import PREFIX, Facts, Saved, damage, read
+from ..snapshot.choose import Start
+from ..snapshot.files import take_over
+from ..snapshot.folder import run_of
+from ..snapshot.local_weights import buffers, restore, weights_file
+from .beginning import interval, metric_of
+from .leaving import keeps_in_step
+
+logger = logging.getLogger(__name__)
+
+
+class Score(NamedTuple):
+    """A region's metric at an evaluation.
+
+    Attributes:
+        inner_step: of the evaluation.
+        has_evaluated: whether the region has evaluated; one that only keeps in step with the others has not.
+        is_there: whether the evaluation has given the metric.
+        value: the metric; NaN if there is none.
+    """
+
+    inner_step: int
+    has_evaluated: bool
+    is_there: bool
+    value: float
+
+
+class HeldBest(NamedTuple):
+    """The best checkpoint that a region knows of: its step, 0 if there is none; and whether the region has it, undamaged."""
+
+    step: int
+    is_good: bool
+
+
+def mean_score(link: Link, own: Score, name: str) -> float:
+    """The mean of a metric over the regions that have evaluated; NaN if a region's is NaN, or none has. A collective call.
+
+    Raises:
+        InputError: the evaluation of a region has not given the metric.
+        LinkError: regions evaluate at different inner steps.
+    """
+    told = gather(link, own, f"{name} at an evaluation")
+    for region, other in told.items():
+        if other.inner_step != own.inner_step:
+            raise LinkError(
+                f"regions are out of step: region {link.region} evaluates at step {own.inner_step}, region {region} at step "
+                f"{other.inner_step}. Every region must evaluate at the same inner steps."
+            )
+        if other.has_evaluated and not other.is_there:
+            raise InputError(
+                f"the evaluation in region {region} has not given {name}, by which regions choose their best model. Let every "
+                "region compute it, or change metric_for_best_model."
+            )
+        if other.is_there and math.isnan(other.value):
+            logger.warning(
+                "region %d: %s is NaN at step %d: this is not the best model.", region, name, own.inner_step
+            )
+    values = [other.value for other in told.values() if other.has_evaluated]
+    if len(set(values)) == 1:
+        return values[0]  # the mean could differ from it by rounding
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may_copy: bool) -> Path | None:
+    """See to it that all regions have the checkpoint of the best global weights so far. A collective call.
+
+    Args:
+        link: reaches the other regions.
+        accelerator: of this region.
+        best: where this region must have the checkpoint; None if no best one is known.
+        run: number of the run.
+        may_copy: whether the checkpoint of another region has the same global weights.
+
+    Returns:
+        `best`; None if no region has the checkpoint any more.
+
+    Raises:
+        CheckpointError: regions know of different ones; or a region lacks it, and no other region's can take its place.
+    """
+    wrong = None
+    if best is not None:
+        wrong = main_says(link, accelerator, lambda: damage(best), f"the check of {best}")
+    step = 0 if best is None else int(best.name.removeprefix(PREFIX))
+    told = gather(
+        link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"
+    )
+    if len({other.step for other in told.values()}) > 1:
+        steps = ", ".join(str(other.step) for other in told.values())
+        raise CheckpointError(
+            f"regions know of different best models so far (of steps {steps}; 0: of none, or load_best_model_at_end=False). Give "
+            "load_best_model_at_end the same value in every region, set it to False in all, or resume from an older checkpoint."
+        )
+    holders = [region for region, other in told.items() if other.is_good]
+    if best is None or not holders:
+        if best is not None:
+            logger.warning("no region has the best model so far any more (%s: %s).", best, wrong)
+        return None
+    if len(holders) < len(told):
+        lacking = next(region for region, other in told.items() if not other.is_good)
+        if not may_copy:
+            raise CheckpointError(
+                f"region {lacking} lacks {best.name}, the best model so far. With eager updates every region has its own global "
+                "weights, and the best model is their mean. Restore it, or set load_best_model_at_end=False."
+            )
+        link.lead(lambda leader: take_over(leader, best, holders, run), "the checkpoint of the best model")
+    return best
+
+
+class Best:
+    """Chooses the best model of a Trainer's run with the other regions, and loads it.
+
+    Args:
+        trainer: of this region.
+        averages: whether an evaluation while training shows the mean of the regions' own global weights (eager updates).
+
+    Attributes:
+        averages: as given.
+        ignore_keys: what `trainer.train` was told to leave out of predictions.
+        loaded: the inner step and the metric of the best model, once the model holds it.
+    """
+
+    def __init__(self, trainer: Trainer, averages: bool) -> None:
+        self._trainer, self.averages = trainer, averages
+        self._known: Path | None = None
+        self._is_resumed = self._is_due = False
+        self._stopped_at: int | None = None
+        self._limit: int | None = None
+        self.ignore_keys: list[str] | None = None
+        self.loaded: tuple[int, float] | None = None
+
+    @property
+    def metric(self) -> str | None:
+        """The metric by which Trainer decides, under the name that an evaluation gives it; None if there is none."""
+        return metric_of(self._trainer.args)
+
+    def forget(self) -> None:
+        """Training starts anew."""
+        self._known, self.loaded, self._is_resumed, self._stopped_at = None, None, False, None
+
+    def keep_the_last(self) -> None:
+        """With save_total_limit=1 Trainer would now delete all checkpoints but the best, also those of earlier runs."""
+        if self._trainer.is_in_train:  # else a script logs the results of a training once more
+            self._limit, self._trainer.args.save_total_limit = self._trainer.args.save_total_limit, None
+
+    def end(self) -> None:
+        """Training is over, and what `keep_the_last` has prevented."""
+        self._trainer.args.save_total_limit = self._limit
+
+    def begin(self, link: Link, start: Start, wrote: Facts, is_newcomer: bool = False) -> None:
+        """Find the best checkpoint of a run that is resumed, in all regions. A collective call.
+
+        Args:
+            link: reaches the other regions.
+            start: the checkpoint that the run goes on from.
+            wrote: of the run that wrote it.
+            is_newcomer: whether this region joins a run: it gets the best checkpoint when it needs it, at the end.
+
+        Raises:
+            CheckpointError: a region lacks it, and cannot get it.
+        """
+        self._is_resumed, self._stopped_at = True, wrote.step if wrote.stopping else None
+        assert start.checkpoint is not None
+        best = None
+        if self._trainer.args.load_best_model_at_end:
+            state = TrainerState.load_from_json(str(start.checkpoint / "trainer_state.json"))
+            # its path may be another region's, or of another machine
+            step = state.best_global_step
+            best = start.checkpoint.parent / f"{PREFIX}{step}" if step else None
+        if is_newcomer:
+            self._known = best
+            return
+        # in every region, for it is not known yet whether all of them are to load the best model
+        self._known = bring(link, self._trainer.accelerator, best, start.run, may_copy=not self.averages)
+
+    def settle(self, outer: OuterOptimizer) -> None:
+        """Once all is loaded: tell Trainer of the best checkpoint so far, and stay in touch with the others to the end."""
+        state = self._trainer.state
+        outer.endings.keep_link = self.metric is not None
+        outer.endings.while_coasting = partial(self.stand_in, outer)
+        if not self._is_resumed or not self._trainer.args.load_best_model_at_end:
+            return
+        state.best_model_checkpoint = None if self._known is None else str(self._known)
+        if self._known is None:
+            state.best_metric = state.best_global_step = None
+
+    def make_up(self, start: Start) -> None:
+        """Evaluate where a run was stopped, if that was due: a run that is stopped does not. A collective call then."""
+        trainer = self._trainer
+        state = trainer.state
+        stopped_at, self._stopped_at = self._stopped_at, None
+        if state.global_step != stopped_at or self.metric is None:
+            return
+        made = (entry["step"] for entry in state.log_history if self.metric in entry)
+        if state.global_step in made or not self._is_due_at(state.global_step):
+            return
+        metrics = trainer._evaluate(None, self.ignore_keys)
+        if trainer._determine_best_metric(metrics, None):
+            state.best_model_checkpoint = str(start.checkpoint)  # it may lie in another folder
+
+    def stand_in(self, outer: OuterOptimizer) -> None:
+        """Where other regions evaluate, and this one only keeps in step with them: do what they need of it, and hear what they
+        decide.
+        """
+        step = outer.inner_step
+        if outer.verdict == "stop" or not self._is_due_at(step):
+            return
+        if self.averages and not outer.finished:
+            with outer.spare("the mean of the global weights"), outer.global_weights():
+                pass  # they evaluate the mean of all regions
+        if self.metric is None:
+            return
+        mean = _mean(outer, Score(step, False, False, math.nan), self.metric)
+        trainer = self._trainer
+        state, control = trainer.state, trainer.control
+        own_step, should_save = state.global_step, control.should_save
+        state.global_step = step
+        trainer._determine_best_metric({self.metric: mean}, None)
+        state.global_step, control.should_save = own_step, should_save
+
+    def save(self) -> None:
+        """Let the best model so far be saved; there may be no other reason to save at this step."""
+        trainer = self._trainer
+        state, args = trainer.state, trainer.args
+        if args.load_best_model_at_end:
+            state.best_global_step = state.global_step
+            state.best_model_checkpoint = str(Path(args.output_dir or ".") / f"{PREFIX}{state.global_step}")
+            trainer.control.should_save = True
+
+    def _is_due_at(self, step: int) -> bool:
+        """Whether Trainer evaluates at an inner step."""
+        args, state = self._trainer.args, copy.copy(self._trainer.state)
+        if args.eval_strategy == IntervalStrategy.EPOCH:
+            loader = self._trainer.callback_handler.train_dataloader
+            often = interval(args.eval_strategy, state.eval_steps, args, loader, state.max_steps)
+            is_end = often > 0 and (step % often == 0 or step >= state.max_steps)
+            return is_end and args.eval_delay <= step / often
+        state.global_step = step
+        return DefaultFlowCallback().on_step_end(args, state, TrainerControl()).should_evaluate
+
+    @contextlib.contextmanager
+    def deciding(self, outer: OuterOptimizer | None) -> Iterator[None]:
+        """Around an evaluation by which Trainer decides."""
+        self._is_due = outer is not None and self.metric is not None
+        try:
+            yield
+            if self._is_due and outer is not None:
+                self.share(outer, {}, is_last=True)
+        except Exception as error:
+            if self._is_due and outer is not None and keeps_in_step(self._trainer, error):
+                # the others wait for this region's metric, and hear of the error only after that
+                with contextlib.suppress(LinkError):
+                    own = Score(self._trainer.state.global_step, False, False, math.nan)
+                    mean_score(outer.link, own, f"{self.metric}")
+            raise
+        finally:
+            self._is_due = False
+
+    def share(self, outer: OuterOptimizer, metrics: dict[str, float], is_last: bool = False) -> None:
+        """Put the mean over the regions in the place of this region's metric. A collective call, once for an evaluation.
+
+        Args:
+            outer: the outer optimizer.
+            metrics: of an evaluation, perhaps one of several on different data; changed in place.
+            is_last: whether no more metrics will come.
+
+        Raises:
+            InputError: the evaluation of a region has not given the metric.
+            LinkError: regions evaluate at different inner steps.
+        """
+        name = self.metric
+        if not self._is_due or name is None or (name not in metrics and not is_last):
+            return
+        self._is_due = False
+        own = Score(
+            self._trainer.state.global_step, True, name in metrics, float(metrics.get(name, math.nan))
+        )
+        mean = _mean(outer, own, name)
+        if name in metrics:
+            metrics[name] = mean
+
+    def load(self, outer: OuterOptimizer) -> None:
+        """At the end of a run: leave the global weights of the best checkpoint in the model, in all regions. A collective call.
+
+        Raises:
+            CheckpointError: the checkpoint is gone or damaged, and another region's cannot take its place.
+        """
+        best = Path(self._trainer.state.best_model_checkpoint or "")
+        run = run_of(best.parent)
+        found = bring(outer.link, self._trainer.accelerator, best, run, may_copy=not self.averages)
+        if found is None:
+            raise CheckpointError(
+                f"the best model is gone: no region has {best} any more. The model holds the last one."
+            )
+        self._show(outer.synchronizer, best, read(best, outer.link.lane, checked=True))
+        self._note(best)
+        assert self.loaded is not None
+        step, value = self.loaded
+        outer.journal.write("best", step=step, metric=self.metric, value=value)
+
+    def load_finished(self, link: Link, config: OuterConfig) -> None:
+        """The same for a run that had finished before it was resumed, if its arguments ask for it. A collective call."""
+        if self._known is None:
+            return
+        trainer = self._trainer
+        saved = read(self._known, link.lane, checked=True)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        config = continuing(config, saved.facts.settings)
+        self._show(engine_for(model, config, link, Journal(None), saved), self._known, saved)
+        self._note(self._known)
+
+    def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
+        """Leave what a checkpoint holds in the model: its global weights, and all that is not trained, such as buffers."""
+        accelerator = self._trainer.accelerator
+        model = accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
+        file = best / weights_file(accelerator.process_index if self._trainer.is_fsdp_enabled else 0)
+        if file.is_file():
+            restore(model, file, buffers(model))
+        synchronizer.show_saved(saved.state)
+
+    def _note(self, best: Path) -> None:
+        """Say which weights the model holds now."""
+        state = self._trainer.state
+        step = int(best.name.removeprefix(PREFIX))
+        self.loaded = step, float(state.best_metric)
+        logger.info(
+            "the model holds the best global weights: of step %d, with %s=%.6g (the mean over the regions).",
+            *(step, self.metric, state.best_metric),
+        )
+
+
+def _mean(outer: OuterOptimizer, own: Score, name: str) -> float:
+    """The mean of a metric over the regions; this region's own if the others have gone on without it."""
+    mean = own.value
+    with outer.spare(f"the mean of {name}"):
+        mean = mean_score(outer.link, own, name)
+    return mean

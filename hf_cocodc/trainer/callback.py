@@ -1,0 +1,376 @@
+"""Transformers' Trainer across regions: one callback.
+
+The callback finds its Trainer and wraps some methods of that object (see `patches`). The rest of Trainer stays as it is.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..errors import InputError
+from ..link.base import Link
+from ..link.records import Ending
+from ..methods import Method
+from ..resolve import as_config, from_config
+from ..run.about import About, function_of, jsonable, refuse_another_run
+from ..run.connect import meet
+from ..run.outer_optimizer import OuterOptimizer
+from ..run.starting import Beginning, Habits
+from ..run.supported import refuse_unsupported
+from ..settings import OuterConfig, RegionConfig
+from ..settings.recipe import Recipe, facts_of_data
+from ..snapshot.base import Received
+from ..snapshot.checkpoint import Saved, read
+from ..snapshot.choose import Start, checkpoint_to_resume, settle_in
+from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
+from .beginning import agree_on_length, base_for, check_habits, go_along, take_part, told
+from .best import Best
+from .hub import only_region_0_creates
+from .leaving import answer, first_signal, leave, say_farewell
+from .patches import Patches
+from .samples import first_samples
+
+logger = logging.getLogger(__name__)
+
+_TOO_LATE = (
+    "CoCoDCCallback was added to a Trainer that had begun to train without it, and the run is to be resumed. Call "
+    "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
+)
+
+
+class CoCoDCCallback(TrainerCallback):
+    """Trains a Trainer's model across regions.
+
+    ::
+
+        trainer = Trainer(model=model, args=args, train_dataset=region_shard(dataset),
+                          callbacks=[CoCoDCCallback(OuterConfig(method="diloco", sync_interval=100))])
+        trainer.train()                      # the model holds the global weights afterwards
+
+    Each region writes under `{output_dir}/region-{r}`. `evaluate()`, `predict()` and `save_model()` use the global weights.
+    `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region.
+    Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second Ctrl-C, or a SIGTERM 5 s later, ends this
+    process at once. `train` then raises RunStopped. A script that does not catch it ends with its message and exit code 3.
+
+    Other callbacks see local weights while the model trains, and the global ones in `on_train_end`. A moving average that is
+    to be equal in all regions is updated inside `callback.outer.global_weights()`, at the same inner steps in all regions: not
+    with eager updates, where the others wait for a region that catches up. Any other average is each region's own.
+
+    Args:
+        config: the method and its settings; or a `Method` with a name, for a method of your own.
+        regions: which region this is; by default the environment says so.
+        evaluate_on: "global" or "local": what `trainer.evaluate()` uses while training; the best model needs "global".
+        link: reaches the other regions; by default it is made from `regions`.
+        facts: more that must be equal in all regions and after a resume, by name, for example {"data.path": ...}; JSON-able.
+
+    Attributes:
+        outer: the outer optimizer of the run; None before training.
+        started: when training started, by the link's clock.
+        blocked_before: seconds that training was blocked before it was resumed.
+
+    Raises:
+        InputError: settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        config: OuterConfig | Method | None = None,
+        regions: RegionConfig | None = None,
+        *,
+        evaluate_on: str = "global",
+        link: Link | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = as_config(config)
+        from_config(self.config)  # fails here if it cannot work, not after the model has been loaded
+        self.regions = regions or RegionConfig()
+        if link is not None:
+            self.region, self.num_regions = link.region, link.num_regions
+        else:
+            self.regions = self.regions.resolved()
+            assert self.regions.region is not None
+            assert self.regions.count is not None
+            self.region, self.num_regions = self.regions.region, self.regions.count
+        only_region_0_creates(CoCoDCCallback)
+        if evaluate_on not in ("global", "local"):
+            raise InputError(f"evaluate_on={evaluate_on!r} must be global or local.")
+        self.evaluate_on = evaluate_on
+        self.outer: OuterOptimizer | None = None
+        self._given_link, self._facts, self._about = link, facts or {}, About()
+        self._link: Link | None = None
+        self._saved: Saved | None = None
+        self._start = Start(None)
+        self._base: Received | None = None
+        self._beginning: Beginning | None = None
+        self._trainer: Trainer | None = None
+        self._signal: str | None = None
+        self._seed: int | None = None
+        self._epoch_began_at = 0
+        self.started = self.blocked_before = 0.0
+
+    @classmethod
+    def from_recipe(cls, path: str | Path, overrides: tuple[str, ...] = ()) -> "CoCoDCCallback":
+        """The callback that a recipe's outer, regions and evaluation sections describe."""
+        recipe = Recipe.load(path, overrides)
+        facts = facts_of_data(recipe)
+        return cls(recipe.outer, recipe.regions, evaluate_on=recipe.evaluation.on, facts=facts)
+
+    def attach(self, trainer: Trainer) -> "CoCoDCCallback":
+        """Serve `trainer`, and add this callback to it if needed. Trainers that were given the callback need no call.
+
+        Raises:
+            InputError: the Trainer cannot be trained across regions; the message says what to change.
+        """
+        if self._trainer is trainer:
+            return self
+        if self._trainer is not None:
+            raise InputError(
+                "this CoCoDCCallback already serves another Trainer. Make a new one for each Trainer."
+            )
+        refuse(trainer, self, self.evaluate_on)
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        settle(trainer, self.region)
+        averages = self.evaluate_on == "global" and not from_config(self.config).outer.regions_agree
+        self._best = Best(trainer, averages)
+        Patches(trainer, self, self._best)
+        return self
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = find_trainer()
+        if trainer is not None:
+            self.attach(trainer)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer or find_trainer()
+        if trainer is None:
+            raise InputError(
+                "CoCoDCCallback was added to a Trainer that it cannot find. Call callback.attach(trainer) before "
+                "trainer.train()."
+            )
+        self.attach(trainer)
+        if self._link is None:
+            if state.global_step:
+                raise InputError(_TOO_LATE)
+            self._link = self._meet(trainer)
+            if checkpoint_to_resume(self._link, trainer.accelerator, Path(args.output_dir), None).checkpoint:
+                raise InputError(_TOO_LATE)
+            state.max_steps = self.agree_on_length(state.max_steps, is_fixed=True)
+        assert self._beginning is not None
+        if self.region:  # equal seeds would give every region the same dropout masks
+            self._seed = torch.initial_seed()
+            torch.manual_seed(args.seed + self.region)
+        loader, averages = kwargs.get("train_dataloader"), self._best.averages
+        habits = check_habits(self._link, args, state, loader, averages, told(self._base, Habits))
+        self.outer = OuterOptimizer(
+            trainer.accelerator,
+            kwargs["model"],
+            kwargs["optimizer"],
+            self.config,
+            self.regions,
+            max_steps=state.max_steps,
+            journal=Path(args.output_dir) / "cocodc" / "journal.jsonl",
+            link=self._link,
+            saved=self._saved,
+            about=self._about,
+        )
+        # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
+        if args.should_save:
+            settle_in(
+                Path(args.output_dir), self._beginning.run, self._start, self.outer.inner_step, self.region
+            )
+        for sentence in self._start.skipped:
+            self.outer.journal.write("note", step=self.outer.inner_step, message=sentence)
+        self._best.settle(self.outer)
+        take_part(trainer, self.outer, self._beginning, habits)
+        if self._base is not None and self.outer.elastic is not None:
+            self.outer.elastic.begin(self.outer.has_jumped)
+        self._saved = None  # its tensors are the outer optimizer's now
+        self.started = self._link.clock()
+        self.blocked_before = self.outer.synchronizer.totals.blocked_s
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._epoch_began_at = state.global_step
+        self._best.make_up(self._start)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running.note_lr()  # Trainer steps its schedule before on_step_end
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        outer = self._running
+        if self._signal is not None:
+            outer.ask_to_stop(self._signal)
+        if state.global_step < state.max_steps:
+            self.hold(control)
+        if not outer.should_stop:
+            outer.step()
+        if state.global_step >= state.max_steps:
+            outer.finish()
+        self._end_if_agreed(state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        outer = self._running
+        # Trainer asks to stop if an epoch had no data left; after a resume it may skip all of an epoch's data
+        dry = state.global_step == self._epoch_began_at and control.should_training_stop
+        if dry and not outer.should_stop:
+            outer.finish()
+        self.hold(control)
+        self._end_if_agreed(state, control)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._best.end()
+        if self._running.finished:
+            self._running.close()
+
+    @property
+    def _running(self) -> OuterOptimizer:
+        assert self.outer is not None
+        return self.outer
+
+    def hold(self, control: TrainerControl) -> None:
+        """Turn a request to stop this region into one to stop all: train on until the others have heard of it."""
+        outer = self._running
+        if control.should_training_stop and not outer.should_stop:
+            control.should_training_stop = False
+            if outer.endings.word.ending is Ending.NO:
+                outer.say(Ending.DONE)
+                logger.info(
+                    "region %d is asked to stop at step %d: it trains on until the others have heard of it, and all end "
+                    "together.",
+                    *(self.region, outer.inner_step),
+                )
+
+    def _end_if_agreed(self, state: TrainerState, control: TrainerControl) -> None:
+        """Leave Trainer's loop if all regions have agreed to."""
+        outer = self._running
+        if not outer.should_stop:
+            return
+        control.should_training_stop = True
+        if not outer.finished:
+            assert self._trainer is not None
+            # a region that coasted trained fewer steps than the others
+            go_along(self._trainer, outer.inner_step)
+            control.should_save = outer.verdict == "stop" and outer.endings.word.saved_at < outer.inner_step
+            control.should_evaluate = False  # launchers soon kill, and a region that failed takes no part
+
+    def agree_on_length(self, max_steps: int, is_fixed: bool = False) -> int:
+        """The inner steps that all regions make, where this one would make `max_steps`. A collective call."""
+        assert self._link is not None
+        self._beginning = agree_on_length(self._link, max_steps, is_fixed, told(self._base, Beginning))
+        return self._beginning.max_steps
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the model holds local weights now."""
+        trainer, outer = self._trainer, self.outer
+        return bool(outer is not None and not outer.finished and trainer is not None and trainer.is_in_train)
+
+    def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
+        """Do the work of `trainer.train` across regions.
+
+        Args:
+            train: Trainer's own method, given the checkpoint to resume from.
+            resume_from_checkpoint: True for the newest checkpoint that all regions have; or a path.
+
+        Raises:
+            RunStopped: all regions stopped together, with a checkpoint.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        refuse_unsupported(trainer.accelerator, self.config, trainer.model)
+        self.outer, self._signal = None, None
+        self._best.forget()
+        if self._seed is not None:  # training once more: Accelerate shuffles by the seed that it finds
+            torch.manual_seed(self._seed)
+        self._link = self._meet(trainer)
+        try:
+            folder = Path(trainer.args.output_dir or ".")
+            self._base = base_for(self._link, trainer)
+            if self._base is not None:
+                start = Start(self._base.folder, self._base.run)
+            else:
+                start = checkpoint_to_resume(self._link, trainer.accelerator, folder, resume_from_checkpoint)
+            self._start, path = start, start.checkpoint
+            if path is not None:
+                self._saved = read(path, self._link.lane, checked=True)
+                # before Trainer loads weights into another model
+                wrote = self._saved.facts
+                refuse_another_run(wrote.model, wrote.facts, self._about, self.regions.allowed)
+                self._best.begin(self._link, start, wrote, is_newcomer=self._base is not None)
+                if has_finished(wrote, trainer.args, path):
+                    load_best = partial(self._best.load_finished, self._link, self.config)
+                    return leave_as_it_is(trainer, self._link, path, self._saved, load_best)
+            with first_signal(self._note_signal):
+                result = train(None if path is None else str(path))
+            self._running.finish()
+            self._running.close()
+        except BaseException as error:
+            leave(trainer, self._link, self.outer, error)
+            raise
+        finally:
+            self._link = self._saved = None
+        say_farewell(self._running)
+        return result
+
+    def _meet(self, trainer: Trainer) -> Link:
+        """Meet the other regions."""
+        bare = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._about = of_trainer(trainer, bare, self._facts)
+        given = trainer.args.max_steps if trainer.args.max_steps > 0 else None
+        mine = (trainer.accelerator, bare, self.config, self.regions, given)
+        return meet(self._given_link, *mine, about=self._about)
+
+    def _note_signal(self, name: str) -> None:
+        self._signal = name
+        sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
+        if self.outer is not None:
+            self.outer.ask_to_stop(name)
+
+
+_COMPARED = (
+    *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
+)
+"""Training arguments that change what a step does. max_steps is compared by itself; the number of epochs may change."""
+
+
+def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:
+    """What a Trainer's training is.
+
+    Args:
+        trainer: of this region, with the region's own output folder.
+        model: unwrapped.
+        more: more facts, by name.
+    """
+    args = trainer.args
+    facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in _COMPARED}
+    facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return About(
+        run=Path(args.output_dir or ".").resolve().parent.name,
+        model=function_of(model, trainer.processing_class),
+        facts={**facts, **jsonable(dict(more))},
+        first_samples=first_samples(trainer.train_dataset),
+    )

@@ -1,0 +1,192 @@
+"""The Hub: region 0 alone creates a repository and uploads to it, and nothing of the run but its model."""
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import Trainer, TrainerCallback
+from transformers import trainer as its_module
+
+from ..resolve import PART, paper_of
+from ..run.outer_optimizer import OuterOptimizer
+from ..snapshot.checkpoint import PREFIX
+from ..snapshot.manifest import FOLDER
+
+TAG = "hf-cocodc"
+HEADING = "## Trained across regions"
+END = "<!-- end of the section of hf_cocodc; what follows stays -->"
+README = "README.md"
+_UNKNOWN = {
+    "This model is a fine-tuned version of [](https://huggingface.co/) on ": "This model was trained from scratch on ",
+    " on the None dataset.": " on an unknown dataset.",
+}
+"""What Trainer's draft says of a model and of a dataset that have no name, and what is meant."""
+_EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
+
+
+def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str:
+    """The card's section, in Markdown.
+
+    Args:
+        outer: the outer optimizer.
+        best: the inner step of the weights, and their metric, if they are the best of the run and not the last.
+    """
+    settings, synchronizer = outer.settings, outer.synchronizer
+    interval = settings.get("sync_interval")  # a method of a user's own need not have one
+    paper = paper_of(str(settings["method"]))
+    steps, landings, fragments = (
+        synchronizer.inner_step,
+        synchronizer.totals.landings,
+        len(synchronizer.fragments),
+    )
+    rows = {
+        "method": settings["method"],
+        "regions": synchronizer.link.num_regions,
+        **({"H (sync_interval)": f"{interval} inner steps"} if interval else {}),
+        "codec": settings.get("codec", settings.get(f"{PART}codec")),
+        "inner steps in each region": steps,
+        "outer steps": landings if fragments == 1 else f"{landings}, each of one of {fragments} fragments",
+        "inner steps between two landings of a fragment": f"{steps * fragments / max(landings, 1):.3g} on average",
+        "sent by this region": f"{synchronizer.totals.bytes_sent:,} bytes",
+        "parameters synchronised": f"{synchronizer.num_params:,}",
+    }
+    if best is not None:
+        rows["weights"] = (
+            f"the best of the run: of step {best[0]}, where the mean metric of the regions was {best[1]:.6g}"
+        )
+    others = ", ".join(
+        f"{name}={value}"
+        for name, value in settings.items()
+        if name not in ("method", "sync_interval", "codec", "num_fragments", "digest_interval")
+        and not name.startswith(PART)
+    )
+    own = "" if synchronizer.method.outer.regions_agree else _EAGER
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        f"{HEADING}\n\nThese are the global weights of a run with hf_cocodc. Every region trained its own copy of the model, "
+        f"and an outer optimizer combined the copies over slow links.{own}\n\n| | |\n|---|---|\n{table}\n\n"
+        + (f"Other settings: {others}.\n" if others else "")
+        + (f"\nPaper: [{paper[0]}](https://arxiv.org/abs/{paper[1]}).\n" if paper else "")
+    )
+
+
+def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Let Trainer draft the card, and add our section; behind it stays what a user wrote there.
+
+    Trainer's draft is named after the folder of the run, not after a region's. Where it has no name for the base model or for
+    the dataset, it says so in words.
+
+    Args:
+        folder: the region's, with the card.
+        section: our section.
+        create: Trainer's method; the other arguments are its own.
+    """
+    path = folder / README
+    behind = _apart(path.read_text(encoding="utf-8"))[1] if path.is_file() else ""
+    takes = inspect.signature(create)
+    given = takes.bind(*args, **kwargs)
+    if "model_name" in takes.parameters and given.arguments.get("model_name") in (None, folder.name):
+        given.arguments["model_name"] = folder.absolute().parent.name or None
+    create(*given.args, **given.kwargs)
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+        for found, known in _UNKNOWN.items():
+            text = text.replace(found, known)
+        path.write_text(text, encoding="utf-8")
+    write(folder, section, behind)
+
+
+def write(folder: Path, section: str, behind: str = "") -> None:
+    """Put the section into the folder's README.md, in the place of an earlier one, or before `behind` at the end."""
+    path = folder / README
+    card = (
+        ModelCard.load(path, ignore_metadata_errors=True)
+        if path.is_file()
+        else ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")
+    )
+    before, after = _apart(card.text)
+    parts = (before, section, END, after, behind)
+    card.text = "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+    tags = list(card.data.get("tags") or [])
+    card.data["tags"] = [*tags, *([] if TAG in tags else [TAG])]
+    card.save(path)
+
+
+def _apart(text: str) -> tuple[str, str]:
+    """What stands before and behind our section. A section without its end, of an older version, ends at the next heading."""
+    before, heading, rest = text.partition(HEADING)
+    if END in rest:
+        return before, rest.partition(END)[2]
+    later = re.search(r"^##? ", rest, re.MULTILINE)
+    return before, rest[later.start() :] if heading and later else ""
+
+
+logger = logging.getLogger(__name__)
+
+OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-machine-*.txt")
+"""Patterns of what is never uploaded: journal, checkpoints, folders of regions, and logs of `hf-cocodc train`."""
+
+_WRAPPERS: set[Any] = set()
+"""Our wrappers of `Trainer.init_hf_repo`; other packages may have wrapped it, too."""
+
+
+def only_region_0_creates(kind: type[TrainerCallback]) -> None:
+    """Let Trainers with a callback of type `kind` create a repository in region 0 alone, named after the run's folder.
+
+    Trainer's constructor creates it before it tells any callback. Therefore this one method is wrapped in the class, and not in
+    the object; for Trainers without our callback nothing changes. Calling this again does nothing.
+    """
+    create = Trainer.init_hf_repo
+    if create in _WRAPPERS:
+        return
+
+    @functools.wraps(create)
+    def init_hf_repo(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        ours = [each for each in self.callback_handler.callbacks if isinstance(each, kind)]
+        if not ours:
+            create(self, *args, **kwargs)
+        elif ours[0].region:
+            leave_to_region_0(ours[0].region)
+        else:
+            given, folder = self.args.hub_model_id, Path(self.args.output_dir or ".").absolute()
+            if given is None and folder.name == "region-0":
+                self.args.hub_model_id = folder.parent.name
+            try:
+                create(self, *args, **kwargs)
+            finally:
+                self.args.hub_model_id = given
+
+    _WRAPPERS.add(init_hf_repo)
+    Trainer.init_hf_repo = init_hf_repo
+
+
+def leave_to_region_0(region: int) -> None:
+    """Say why nothing is uploaded here."""
+    logger.info("region %d leaves the Hub to region 0: all regions have the same global model.", region)
+
+
+@contextlib.contextmanager
+def only_the_model() -> Iterator[None]:
+    """Inside the block, Trainer's uploads leave out what is `OURS`.
+
+    Trainer uploads its whole folder, and takes no patterns.
+    """
+    # older versions of Transformers have no such object and call the function
+    where: Any = its_module.hf_api() if hasattr(its_module, "hf_api") else its_module
+    upload = where.upload_folder
+
+    def upload_folder(*args: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+        given = [ignore_patterns] if isinstance(ignore_patterns, str) else ignore_patterns or ()
+        return upload(*args, ignore_patterns=[*given, *OURS], **kwargs)
+
+    where.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        where.upload_folder = upload

@@ -1,0 +1,365 @@
+"""All methods of Trainer that we wrap, and all its private methods that we rely on.
+
+A bare callback is not told about evaluation, saving or logging before they happen. Therefore these methods of one Trainer
+object are replaced by wrappers; every other Trainer stays as it is. `WRAPPED` and `CALLED` name everything private that we
+need: a test compares them with the installed Transformers.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import Trainer, TrainerControl
+
+from ..errors import CheckpointError, InputError
+from ..link.process_state import random_state_kept
+from ..run.lock import hold, region_lock
+from ..run.outer_optimizer import OuterOptimizer
+from ..run.spent import Spent
+from ..snapshot.checkpoint import PREFIX, make_room, rotate
+from ..snapshot.durable import saving
+from ..snapshot.export import put_into_folder
+from ..snapshot.folder import point
+from . import hub as card
+from . import weights
+from .best import Best
+from .hub import leave_to_region_0, only_the_model
+
+WRAPPED = {
+    "train": ("resume_from_checkpoint", "ignore_keys_for_eval"),
+    "hyperparameter_search": (),
+    "set_initial_training_values": (),
+    "get_batch_samples": (),
+    "evaluate": (),
+    "predict": (),
+    "log": ("logs",),
+    "save_model": ("output_dir", "_internal_call"),
+    "create_model_card": (),
+    "push_to_hub": (),
+    "_save_checkpoint": ("model", "trial"),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_maybe_log_save_evaluate": (),
+    "_evaluate": (),
+    "_determine_best_metric": ("metrics", "trial"),
+    "_load_best_model": (),
+}
+"""Methods of Trainer that are wrapped, with the parameters that the wrappers name."""
+CALLED = {
+    "_determine_best_metric": ("metrics", "trial"),
+    "_evaluate": ("trial", "ignore_keys_for_eval"),
+    "_get_output_dir": ("trial",),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_save": ("output_dir", "state_dict"),
+}
+"""Private methods of Trainer that are called, with the parameters that are given."""
+
+COUNTERS = ("_globalstep_last_logged", "_initial_global_step")
+"""Private numbers of Trainer's loop that go along where a region jumps to another inner step."""
+
+SAMPLES = 3
+"""Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
+
+
+class PatchedCallback(Protocol):
+    """The callback, as far as the wrappers need it.
+
+    Attributes:
+        outer: the outer optimizer; None before training.
+        evaluate_on: "global" or "local".
+        region: this one.
+        started: when training started, by the link's clock.
+        blocked_before: seconds that training was blocked before it was resumed.
+    """
+
+    outer: OuterOptimizer | None
+    evaluate_on: str
+    region: int
+    started: float
+    blocked_before: float
+
+    @property
+    def in_training(self) -> bool:
+        """Whether the model holds local weights now."""
+        ...
+
+    def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
+        """Trains across regions, with Trainer's own method `train`."""
+        ...
+
+    def agree_on_length(self, max_steps: int) -> int:
+        """The inner steps that all regions make."""
+        ...
+
+    def hold(self, control: TrainerControl) -> None:
+        """Turns a request to stop this region into one to stop all."""
+        ...
+
+
+class Patches:
+    """Wrappers for the methods of one Trainer; each gets the original method as its first argument.
+
+    Args:
+        trainer: its methods are wrapped.
+        callback: trains the Trainer's model across regions.
+        best: chooses the best model, and loads it.
+    """
+
+    def __init__(self, trainer: Trainer, callback: PatchedCallback, best: Best) -> None:
+        self._trainer, self._callback, self._best = trainer, callback, best
+        self._shows_global = False
+        handler = trainer.callback_handler
+        handler.on_evaluate = functools.partial(self._tell_callbacks, handler.on_evaluate)
+        for name in WRAPPED:
+            original = getattr(trainer, name)
+            wrapper = functools.partial(getattr(self, name), original)
+            setattr(trainer, name, functools.wraps(original)(wrapper))
+
+    def train(self, train: Callable, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Meets the other regions, agrees with them on the checkpoint, and ends in good order."""
+        given = inspect.signature(train).bind(resume_from_checkpoint, *args, **kwargs).arguments
+        self._best.ignore_keys = given.get("ignore_keys_for_eval")
+        lock = region_lock(Path(self._trainer.args.output_dir or "."))
+        is_writer = self._trainer.accelerator.is_main_process
+        with hold(lock) if is_writer else contextlib.nullcontext():
+            return self._callback.train(
+                lambda checkpoint: train(checkpoint, *args, **kwargs), resume_from_checkpoint
+            )
+
+    def hyperparameter_search(self, search: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Refuses."""
+        raise InputError(
+            "trainer.hyperparameter_search would draw other values in each region, and train each trial across regions with "
+            "them. Search in one region, with a Trainer without CoCoDCCallback; then train across regions with the values found."
+        )
+
+    def set_initial_training_values(self, compute: Callable, *args: Any, **kwargs: Any) -> tuple:
+        """Cuts the run to the length that all regions can make, before the learning rate schedule is made for it."""
+        *values, max_steps = compute(*args, **kwargs)
+        agreed = self._callback.agree_on_length(max_steps)
+        values[SAMPLES] = values[SAMPLES] * agreed // max(max_steps, 1)
+        return *values, agreed
+
+    def get_batch_samples(self, get: Callable, *args: Any, **kwargs: Any) -> tuple:
+        """Counts the tokens of the next inner step, if they are its weight."""
+        batches, *rest = get(*args, **kwargs)
+        outer = self._callback.outer
+        if outer is not None and outer.tokens.counted:
+            outer.tokens.note(tokens_of(batches))
+        return batches, *rest
+
+    def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Uses the weights that the user has chosen, and records the result."""
+        outer, in_training = self._callback.outer, self._callback.in_training
+        spent = None if outer is None else Spent(outer)
+        with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
+            metrics = evaluate(*args, **kwargs)
+        if outer is not None:
+            self._best.share(outer, metrics)  # a subclass may have added the metric after callbacks were told
+            weights = self._callback.evaluate_on if in_training else "global"
+            step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
+            assert spent is not None
+            outer.journal.write("evaluate", **{**metrics, "step": step, "weights": weights, **spent.facts})
+        return metrics
+
+    def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Lets all regions decide by the same metrics."""
+        with self._best.deciding(self._callback.outer):
+            return evaluate(*args, **kwargs)
+
+    def _tell_callbacks(
+        self, tell: Callable, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any
+    ) -> Any:
+        """Puts the mean over the regions into an evaluation's metrics before callbacks, and Trainer, decide by them."""
+        if self._callback.outer is not None:
+            self._best.share(self._callback.outer, metrics)
+        return tell(args, state, control, metrics, **kwargs)
+
+    def _determine_best_metric(self, determine: Callable, *args: Any, **kwargs: Any) -> bool:
+        """Sees to it that the best model is saved."""
+        is_best = determine(*args, **kwargs)
+        if is_best and self._callback.outer is not None:
+            self._best.save()
+        return is_best
+
+    def _load_best_model(self, load_best_model: Callable) -> None:
+        """Loads the global weights of the best checkpoint, unless the run was stopped."""
+        outer = self._callback.outer
+        if outer is None:
+            load_best_model()
+        elif outer.finished:
+            self._best.load(outer)
+
+    def predict(self, predict: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Uses the weights that the user has chosen."""
+        with self._chosen_weights():
+            return predict(*args, **kwargs)
+
+    def log(self, log: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the outer optimizer's figures to a log of the training loss."""
+        outer, callback = self._callback.outer, self._callback
+        if "train_runtime" in logs:  # Trainer's loop is over
+            self._best.keep_the_last()
+        if outer is not None and "loss" in logs:
+            outer.note_loss(logs["loss"])
+            elapsed = max(outer.link.clock() - callback.started, 1e-9)
+            blocked = outer.synchronizer.totals.blocked_s - callback.blocked_before
+            figures = {f"outer/{name}": value for name, value in outer.report.items()}
+            logs = {**logs, **figures, "outer/compute_utilization": 1 - blocked / elapsed}
+            outer.journal.write("log", step=self._trainer.state.global_step, **logs)
+        log(logs, *args, **kwargs)
+
+    def save_model(self, save_model: Callable, output_dir: Any = None, _internal_call: bool = False) -> None:
+        """Saves and pushes the global weights, into checkpoints too: our own file there holds the local ones."""
+        outer, trainer = self._callback.outer, self._trainer
+        swap = self._callback.in_training
+        folder = Path(output_dir or trainer.args.output_dir or ".")
+        with saving(folder), self._own_global_weights() if swap else contextlib.nullcontext():
+            if outer is None or not (_internal_call and output_dir):
+                save_model(output_dir, _internal_call)
+                return
+            weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
+            if trainer.args.should_save:
+                card.write(folder, card.section(outer))
+                put_into_folder(folder)
+
+    def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
+        """Adds our section to the card."""
+        outer, arguments = self._callback.outer, self._trainer.args
+        if outer is not None and arguments.should_save:
+            folder = Path(arguments.output_dir or ".")
+            card.draft(folder, card.section(outer, self._best.loaded), create_model_card, *args, **kwargs)
+        else:
+            create_model_card(*args, **kwargs)
+
+    def push_to_hub(self, push: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Pushes the model, from region 0."""
+        if self._callback.region:
+            leave_to_region_0(self._callback.region)
+            return None
+        with only_the_model():
+            return push(*args, **kwargs)
+
+    def _save_checkpoint(
+        self, save_checkpoint: Callable, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Writes our part, then Trainer's, then the mark of completeness. Deletes older checkpoints only after that."""
+        trainer, outer = self._trainer, self._callback.outer
+        if outer is None:
+            save_checkpoint(model, trial, *args, **kwargs)
+            return
+        folder = Path(trainer._get_output_dir(trial=trial))
+        checkpoint = folder / f"{PREFIX}{trainer.state.global_step}"
+        if trainer.args.should_save:
+            make_room(checkpoint)
+        trainer.accelerator.wait_for_everyone()
+        limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        try:
+            with outer.spare(checkpoint.name), saving(checkpoint):
+                self._fill(checkpoint, outer, lambda: save_checkpoint(model, trial, *args, **kwargs))
+        except CheckpointError:
+            if trainer.args.should_save:
+                make_room(checkpoint)  # a part of a checkpoint only takes room, which the log needs now
+            raise
+        finally:
+            trainer.args.save_total_limit = limit
+        if trainer.args.should_save:
+            best = Path(trainer.state.best_model_checkpoint or "").name.removeprefix(PREFIX)
+            rotate(folder, limit, outer.endings.saved_everywhere, {int(best)} if best.isdigit() else set())
+            point(folder)
+
+    def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
+        """Writes all parts of a checkpoint; `save` writes Trainer's."""
+        spent = Spent(outer)
+        outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
+        save()
+        outer.seal(checkpoint)
+        outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
+
+    def _load_from_checkpoint(
+        self, load_from_checkpoint: Callable, resume_from_checkpoint: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Loads the local weights from our own file."""
+        weights.load_local(
+            self._trainer,
+            Path(resume_from_checkpoint),
+            lambda: load_from_checkpoint(resume_from_checkpoint, *args, **kwargs),
+        )
+
+    def _push_from_checkpoint(self, push: Callable, checkpoint_folder: str) -> None:
+        """Pushes the global model, and nothing of the run."""
+        with only_the_model():
+            push(checkpoint_folder)
+
+    def _maybe_log_save_evaluate(self, log_save_evaluate: Callable, *args: Any, **kwargs: Any) -> None:
+        """Notices callbacks that stop training after an evaluation, before Trainer leaves its loop."""
+        log_save_evaluate(*args, **kwargs)
+        if self._callback.outer is not None:
+            self._callback.hold(self._trainer.control)
+
+    @contextlib.contextmanager
+    def _chosen_weights(self) -> Iterator[None]:
+        """Inside the block the model holds the weights that the user has chosen.
+
+        An evaluation on several data sets calls itself for each: the weights are shown once, whatever their number.
+        """
+        outer, callback = self._callback.outer, self._callback
+        swap = callback.in_training and callback.evaluate_on == "global" and not self._shows_global
+        if outer is None or not swap:
+            yield
+            return
+        self._shows_global = True
+        try:
+            with contextlib.ExitStack() as block:
+                is_shown = False
+                with outer.spare("the mean of the global weights"):
+                    block.enter_context(outer.global_weights())
+                    is_shown = True
+                if not is_shown:
+                    block.enter_context(outer.own_global_weights())
+                yield
+        finally:
+            self._shows_global = False
+
+    def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
+        assert self._callback.outer is not None
+        return self._callback.outer.own_global_weights()
+
+
+IGNORED = -100
+"""The label of a token that has no loss."""
+
+
+def tokens_of(batches: Iterable[Any]) -> Any:
+    """Tokens in the micro-batches of one inner step, as a number or a tensor of one: to read it may wait for a GPU.
+
+    What counts are the labels that have a loss; without labels, what the attention mask shows; without a mask, `input_ids`.
+
+    Raises:
+        InputError: a batch has none of them.
+
+    >>> import torch
+    >>> int(tokens_of([{"input_ids": torch.ones(2, 3), "labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}]))
+    3
+    """
+    return sum(_tokens_in(batch) for batch in batches)
+
+
+def _tokens_in(batch: Any) -> Any:
+    fields = batch if isinstance(batch, Mapping) else {}
+    for name in ("shift_labels", "labels"):
+        if isinstance(fields.get(name), Tensor):
+            return fields[name].ne(IGNORED).sum()
+    if isinstance(fields.get("attention_mask"), Tensor):
+        return fields["attention_mask"].ne(0).sum()
+    if isinstance(fields.get("input_ids"), Tensor):
+        return fields["input_ids"].numel()
+    found = ", ".join(map(str, fields)) if fields else type(batch).__name__
+    raise InputError(
+        f"outer.weights=tokens, but a batch ({found}) has no labels, attention_mask or input_ids to count. Set outer.weights to "
+        "equal or steps."
+    )

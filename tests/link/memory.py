@@ -1,0 +1,149 @@
+"""Regions in one process: real wires and links; letters go from hand to hand, or over a coordinator in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import combinations
+from typing import Any, TypeVar
+
+from hf_cocodc.coordinator.client import Client
+from hf_cocodc.coordinator.messages import Hello, Terms
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.link.tcp import TcpLink
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.letters import Introduction, Letters, Member
+from hf_cocodc.net.wire import Wire
+
+T = TypeVar("T")
+PATIENCE_S = 20.0
+"""No test needs so long; a wait that reaches it is an error."""
+
+SILENT_S = 4.0
+"""A region that has gone without a word is lost after so long."""
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Until the condition holds; it must, before long."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it does not come"
+        time.sleep(0.001)
+
+
+def at_once(*calls: Callable[[], T]) -> list[T]:
+    """The results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result() for each in [pool.submit(call) for call in calls]]
+
+
+class Post:
+    """Brings letters between regions, as the coordinator does."""
+
+    def __init__(self, timeout_s: float = PATIENCE_S) -> None:
+        self._letters: dict[int, Letters] = {}
+        self._lock = threading.Lock()
+        self._timeout_s = timeout_s
+
+    def introduction(self, here: int, other: int, key: str = "pair") -> Introduction:
+        """How region `here` tells another one where it listens."""
+
+        def send(to: Member, content: dict[str, Any]) -> None:
+            self.letters(to.region).put(Member(here, 0), content)
+
+        return Introduction(Member(other, 0), key, send, self.letters(here), self._timeout_s)
+
+    def letters(self, region: int) -> Letters:
+        with self._lock:
+            return self._letters.setdefault(region, Letters())
+
+
+def connect(one: Wire, other: Wire, key: str = "pair") -> None:
+    """Connect two wires."""
+    post = Post()
+
+    def call(here: Wire, there: Wire) -> None:
+        here.connect(there.region, post.introduction(here.region, there.region, key))
+
+    at_once(partial(call, one, other), partial(call, other, one))
+
+
+def connected(regions: Sequence[int], **settings: Any) -> dict[int, Wire]:
+    """A wire for each region, connected pair by pair."""
+    settings = {"connections": 1, "timeout_s": PATIENCE_S, **settings}
+    wires = {region: Wire(region, **settings) for region in regions}
+    for one, other in combinations(regions, 2):
+        connect(wires[one], wires[other], f"{one}-{other}")
+    return wires
+
+
+def linked(
+    address: str,
+    region: int,
+    terms: Terms,
+    join: bool = False,
+    period_s: float = 0.1,
+    patience_s: float = PATIENCE_S,
+    keys: Keys | None = None,
+    **settings: Any,
+) -> TcpLink:
+    """A process that has met the others at a coordinator, or a newcomer. `settings`: of its wire, beside the usual ones."""
+    client = Client(address, "run", keys, period_s)
+    hello = Hello(
+        region=region,
+        join=join,
+        host="127.0.0.1",
+        machine="here",
+        token=f"{region} {time.monotonic_ns()}",
+        terms=terms,
+        compared={},
+    )
+    client.meet(hello, patience_s)
+    settings = {"connections": 2, "timeout_s": patience_s, "is_patient": terms.elastic, **settings}
+    wire = Wire(region, keys=keys, **settings)
+    return TcpLink(client, terms, wire, {}, timeout_s=settings["timeout_s"])
+
+
+class Regions:
+    """Regions of a run with a coordinator, each with a link of its own.
+
+    Args:
+        count: number of regions at the start.
+        elastic: whether the run goes on without a lost region.
+    """
+
+    def __init__(self, count: int, elastic: bool = True) -> None:
+        self.served = serve_in_thread()
+        self._terms = Terms(count=count, elastic=elastic, most=count + 2, timeout_s=SILENT_S)
+        self.links = at_once(*(partial(self.link, region) for region in range(count)))
+
+    def link(self, region: int, join: bool = False) -> TcpLink:
+        """A process that has met the others; or a newcomer."""
+        return linked(self.served.address, region, self._terms, join)
+
+    def run(self, body: Callable[[int, TcpLink], T]) -> dict[int, T | BaseException]:
+        """body(region, link) for every region at once, and the end of its link: results, or the errors that ended regions."""
+
+        def live(link: TcpLink) -> T | BaseException:
+            try:
+                result = body(link.region, link)
+                link.close()
+            except BaseException as error:
+                link.close(str(error))
+                return error
+            return result
+
+        found = at_once(*(partial(live, link) for link in self.links))
+        self.served.close()
+        return {link.region: each for link, each in zip(self.links, found, strict=True)}
+
+    def end_coordinator(self) -> None:
+        self.served.close()
+
+    def end(self) -> None:
+        """Let every thread end."""
+        at_once(*(partial(link.close, "the test is over") for link in self.links))
+        self.served.close()

@@ -1,0 +1,351 @@
+"""The rules of a member: losses, changes, newcomers and fixed runs, without sockets, threads or clocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_cocodc.coordinator.messages import Change, Decided, Decision, Report
+from hf_cocodc.link.rules import (
+    LATE,
+    Abandon,
+    Again,
+    AllHeld,
+    Asked,
+    Begin,
+    Call,
+    Complete,
+    Drop,
+    Effect,
+    Event,
+    Fail,
+    Followed,
+    Held,
+    Known,
+    Landed,
+    Made,
+    Marked,
+    Missed,
+    NoMoreCalls,
+    Part,
+    Standing,
+    Switched,
+    Tell,
+    Ticked,
+    step,
+)
+from hf_cocodc.net.letters import Member
+
+A, B, C, NEW = Member(0, 1), Member(1, 2), Member(2, 3), Member(3, 4)
+ALL = (A, B, C)
+
+
+class Process:
+    """A process, and what its rules have asked for since it was last looked at."""
+
+    def __init__(
+        self, elastic: bool = True, me: Member = A, standing: Standing = Standing.MEMBER, changes: int = 0
+    ) -> None:
+        roster = ALL if standing is Standing.MEMBER else ()
+        self.part = Part(me=me, elastic=elastic, standing=standing, roster=roster, changes=changes)
+
+    def do(self, *events: Event) -> list[Effect]:
+        """What follows from these events."""
+        effects: list[Effect] = []
+        for event in events:
+            self.part, found = step(self.part, event)
+            effects += found
+        return effects
+
+    def land(self, what: str = "mean") -> None:
+        """Make a call that completes in all members."""
+        number, losses = self.part.submitted + 1, self.part.losses
+        *_, last = self.do(Made(what), Held(number, losses), AllHeld(number, losses))
+        assert isinstance(last, Complete)
+
+
+def call(number: int, what: str, losses: int = 0, parties: tuple[Member, ...] = ALL, **more: bool) -> Call:
+    return Call(
+        number=number,
+        what=what,
+        members=ALL,
+        changes=0,
+        losses=losses,
+        parties=parties,
+        **{"begun": True, **more},
+    )
+
+
+def report(number: int = 0, done: int = 0, has: bool = False, **more: object) -> Tell:
+    """What A says."""
+    told = {"member": A, "first": 1, "members": ALL, **more}
+    return Tell(Report(number=number, done=done, has=has, **told))  # type: ignore[arg-type]
+
+
+def report_of(process: Process) -> Report:
+    """What it says when the coordinator asks."""
+    *_, tell = process.do(Asked(process.part.losses))
+    assert isinstance(tell, Tell)
+    return tell.report
+
+
+def decided(number: int, done: int, *lost: Member) -> Decided:
+    members = tuple(each for each in ALL if each not in lost)
+    decision = Decision(number=number, members=members, lost=lost, done=done)
+    return Decided(generation=1, decision=decision, whys=("it is cut off",) * len(lost))
+
+
+def change(number: int, kind: str, member: Member) -> Known:
+    return Known(Change(number=number, kind=kind, member=member))
+
+
+# ---- calls
+
+
+def test_one_call_is_in_hand_at_a_time() -> None:
+    """Whoever holds a result waits until all say that they do; then the next call begins."""
+    process = Process()
+    assert process.do(Made("one"), Made("two")) == [Begin(1, 0, ALL)]
+    assert process.do(Held(1, 0)) == []
+    assert process.do(AllHeld(1, 0)) == [Complete(call(1, "one", has=True)), Begin(2, 0, ALL)]
+    assert (process.part.submitted, process.part.done) == (2, 1)
+
+
+def test_words_of_another_attempt_change_nothing() -> None:
+    """Nor does it complete what this process does not hold itself, though all others do."""
+    process = Process()
+    process.do(Made("one"), Made("two"))
+    before = process.part
+    for event in (
+        Held(2, 0),
+        Held(1, 1),
+        AllHeld(1, 0),
+        AllHeld(2, 0),
+        Missed(1, 1, B, ""),
+        Missed(1, 0, NEW, ""),
+    ):
+        assert process.do(event) == []
+    assert process.part == before
+
+
+def test_in_a_fixed_run_nobody_waits_for_the_others_words() -> None:
+    """A call completes with its result, and every loss ends the run."""
+    process = Process(elastic=False)
+    process.do(Made("one"))
+    assert process.do(Held(1, 0)) == [Complete(call(1, "one", has=True))]
+    process.do(Made("two"), Made("three"))
+    assert process.do(Missed(2, 0, B, "it is cut off")) == [Abandon(), Fail(B, "it is cut off")]
+    assert process.part.standing is Standing.OUT and not process.part.calls
+    assert process.do(Made("four"), Held(2, 0), Ticked(), Asked(0)) == []
+
+
+# ---- losses
+
+
+def test_a_member_that_misses_another_freezes_and_reports() -> None:
+    """Nothing completes before the decision, neither what it holds nor what comes later."""
+    process = Process()
+    process.do(Made("one"), Held(1, 0))
+    told = report(has=True, lost=(B,), whys=("it is cut off",))
+    assert process.do(Missed(1, 0, B, "it is cut off")) == [Abandon(), told]
+    assert process.do(AllHeld(1, 0), Made("two")) == []
+    assert process.part.frozen and process.part.done == 0
+
+
+def test_who_is_asked_freezes_and_reports() -> None:
+    """Each time; but not to a question that is decided already."""
+    process = Process()
+    process.land()
+    process.do(Made("two"), Held(2, 0))
+    assert process.do(Asked(0)) == [Abandon(), report(done=1, has=True)]
+    assert process.do(Asked(0)) == [report(done=1, has=True)]
+    process.do(decided(0, 2, B))
+    assert process.do(Asked(0)) == []
+    assert process.do(Asked(1)) == [report(number=1, done=2, members=(A, C))]
+
+
+def test_a_call_that_stands_completes_without_the_lost() -> None:
+    """With those who took part in it; the next one begins with those who go on."""
+    process = Process()
+    process.do(Made("one"), Made("two"), Held(1, 0), Asked(0))
+    effects = process.do(decided(0, 1, B))
+    stands = call(1, "one", has=True, stands=True)
+    assert effects == [Drop(B, "it is cut off"), Complete(stands), Begin(2, 1, (A, C))]
+    assert process.part.members == (A, C) and not process.part.frozen
+
+
+def test_a_void_call_is_made_again_from_its_start() -> None:
+    """What was held does not count; later calls have not begun, and are not made again."""
+    process = Process()
+    process.do(Made("one"), Made("two"), Held(1, 0), Asked(0))
+    dropped, again, begin = process.do(decided(0, 0, B))
+    assert dropped == Drop(B, "it is cut off")
+    assert again == Again(call(1, "one", begun=False))
+    assert begin == Begin(1, 1, (A, C))
+    assert process.do(Held(1, 0), AllHeld(1, 0)) == [], "the void attempt"
+    assert process.do(Held(1, 1)) == []
+    completed, _ = process.do(AllHeld(1, 1))
+    assert completed == Complete(call(1, "one", losses=1, parties=(A, C), has=True))
+
+
+def test_a_decision_can_come_without_a_question() -> None:
+    """To a process whose connection to the coordinator had gone meanwhile."""
+    process = Process()
+    process.do(Made("one"))
+    assert process.do(decided(0, 0, B, C)) == [
+        Abandon(),
+        Drop(B, "it is cut off"),
+        Drop(C, "it is cut off"),
+        Again(call(1, "one", begun=False)),
+        Begin(1, 1, (A,)),
+    ]
+    before = process.part
+    assert process.do(decided(0, 0, B, C)) == [] and process.part == before, "it is told twice"
+
+
+def test_others_have_gone_on_without_this_process() -> None:
+    """Because they say so, because it has missed a decision, or because it does not hold what stands."""
+    for event, why in (
+        (decided(0, 0, A), LATE),
+        (decided(1, 0, B), "it has missed a decision of the others"),
+        (decided(0, 1, B), "they hold a result that it does not hold"),
+    ):
+        process = Process()
+        process.do(Made("one"))
+        assert process.do(event)[-1] == Fail(None, why)
+        assert process.part.standing is Standing.OUT and process.part.frozen
+
+
+def test_who_is_missed_twice_is_named_once() -> None:
+    """A member that is lost by a decision is no longer missed; another one still is."""
+    process = Process()
+    process.do(Made("one"), Missed(1, 0, B, "it is cut off"), decided(0, 0, B))
+    [abandon, told] = process.do(Missed(1, 1, C, "it is silent"))
+    assert abandon == Abandon()
+    assert told == report(number=1, lost=(C,), whys=("it is silent",), members=(A, C))
+
+
+# ---- regions that come and go
+
+
+def test_changes_are_known_without_gaps() -> None:
+    """What comes twice, or too early, is not counted."""
+    process = Process()
+    process.do(change(2, "join", NEW))
+    assert process.part.knows == 0
+    process.do(change(1, "join", NEW), change(1, "join", NEW), change(2, "leave", B))
+    assert process.part.knows == 2 and process.part.changes == 0
+
+
+def test_a_change_counts_from_the_step_after_a_landing_that_all_know_it_by() -> None:
+    """Calls that were made before have the members of before, also if they end later."""
+    process = Process()
+    process.do(change(1, "join", NEW), change(2, "leave", C))
+    process.do(Made("before"))
+    assert process.do(Ticked()) == [], "nobody has said that he knows it"
+    assert process.do(Landed(known=1, changes=0)) == []
+    assert process.part.members == ALL
+    assert process.do(Ticked()) == [Switched((NEW,), ())]
+    assert process.part.members == (*ALL, NEW) and process.part.changes == 1
+    process.do(Made("after"), Held(1, 0))
+    assert process.do(AllHeld(1, 0))[1:] == [Begin(2, 0, (*ALL, NEW))]
+    assert process.do(Landed(known=2, changes=1), Ticked()) == [Switched((), (C,))]
+    assert process.part.members == (A, B, NEW) and process.part.knows == 2
+
+
+def test_a_landing_counts_for_the_changes_of_its_sending() -> None:
+    """A transfer of before a change was sent without the new member: its trailers say nothing of what that one knows."""
+    process = Process()
+    process.do(change(1, "join", NEW), Landed(known=1, changes=0), Ticked(), change(2, "leave", B))
+    assert process.do(Landed(known=2, changes=0), Ticked()) == []
+    assert process.do(Landed(known=2, changes=1), Ticked()) == [Switched((), (B,))]
+
+
+def test_a_change_that_this_process_does_not_know_does_not_count() -> None:
+    """Trailers can say no more than the least of all, so this is what a faulty peer would say."""
+    process = Process()
+    assert process.do(Landed(known=7, changes=0), Ticked()) == []
+    assert process.do(change(1, "join", NEW), Ticked()) == []
+
+
+def test_who_leaves_takes_part_in_no_later_call() -> None:
+    """It says so in its reports, and calls of before go on with it."""
+    process = Process()
+    process.do(change(1, "leave", A), Made("last"))
+    assert not process.part.is_leaving
+    process.do(Landed(known=1, changes=0))
+    assert process.part.is_leaving
+    assert process.do(Ticked()) == [Switched((), (A,))]
+    assert process.part.last == 1
+    told = report_of(process)
+    assert told.last == 1 and told.takes_part_in(1) and not told.takes_part_in(2)
+
+
+def test_who_makes_no_further_call_says_so() -> None:
+    process = Process()
+    process.land()
+    process.do(NoMoreCalls())
+    assert process.do(Asked(0)) == [report(done=1, last=1)]
+
+
+def test_a_lost_member_does_not_come_back_with_a_change() -> None:
+    process = Process()
+    process.do(Made("one"), decided(0, 0, B), change(1, "join", NEW))
+    process.do(Landed(known=1, changes=0), Ticked())
+    assert process.part.members == (A, C, NEW)
+    assert process.part.roster == (A, C, NEW)
+
+
+# ---- newcomers
+
+
+def newcomer() -> Process:
+    process = Process(me=NEW, standing=Standing.JOINING)
+    process.do(Followed())
+    assert process.part.standing is Standing.FOLLOWING
+    return process
+
+
+def test_a_newcomers_calls_wait_and_it_reports_that_it_takes_part_in_none() -> None:
+    process = newcomer()
+    assert process.do(Made("one"), Ticked(), Landed(known=1, changes=0)) == []
+    told = report_of(process)
+    assert told.first == 0 and told.members == () and not told.takes_part_in(1)
+
+
+def test_a_marker_says_who_takes_part() -> None:
+    """Until it is in, a newcomer is no member; from there on it makes calls with the others' numbers."""
+    process = newcomer()
+    process.do(change(1, "join", NEW), change(2, "leave", C))
+    mark = Marked(submitted=4, changes=0, losses=0, lost=(), members=ALL, is_in=False)
+    assert process.do(mark) == []
+    assert process.part.roster == ALL and process.part.standing is Standing.FOLLOWING
+    assert process.do(replace(mark, submitted=6, changes=1, members=(*ALL, NEW), is_in=True)) == []
+    part = process.part
+    assert part.standing is Standing.MEMBER and (part.first, part.done, part.submitted) == (7, 6, 6)
+    assert part.knows == 2 and part.changes == 1 and part.members == (*ALL, NEW)
+    assert process.do(Made("mine")) == [Begin(7, 0, (*ALL, NEW))]
+    assert process.do(Landed(known=2, changes=1), Ticked()) == [Switched((), (C,))]
+
+
+def test_a_newcomer_learns_losses_from_decisions_or_from_the_log() -> None:
+    """Whichever comes first; what stands in the log is older than what it was told."""
+    mark = Marked(submitted=4, changes=0, losses=1, lost=(B.ticket,), members=(A, C), is_in=False)
+    told, read = newcomer(), newcomer()
+    assert told.do(decided(0, 3, B)) == [Drop(B, "it is cut off")]
+    told.do(replace(mark, losses=0, lost=(), members=ALL))
+    read.do(mark)
+    for process in (told, read):
+        assert process.part.losses == 1 and process.part.lost == {B.ticket}
+        assert process.part.without_lost(process.part.roster) == (A, C)
+    assert newcomer().do(decided(3, 5, B))[-1] == Drop(B, "it is cut off"), "older ones are in its base"
+
+
+def test_a_newcomer_that_was_asked_goes_on_once_the_log_has_the_decision() -> None:
+    process = newcomer()
+    process.do(Asked(0))
+    assert process.part.frozen
+    mark = Marked(submitted=4, changes=0, losses=0, lost=(), members=ALL, is_in=False)
+    process.do(mark)
+    assert process.part.frozen
+    process.do(replace(mark, losses=1, lost=(B.ticket,), members=(A, C)))
+    assert not process.part.frozen

@@ -1,0 +1,105 @@
+"""Regions that train over real links and a coordinator, in one process, while one of them dies or comes in."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from hf_cocodc.coordinator.messages import Refuse
+from hf_cocodc.coordinator.server import serve_in_thread
+from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.link import rules
+from hf_cocodc.link.records import NOTHING_TO_SAY
+from hf_cocodc.link.tcp import TcpLink
+from tests.link.memory import Regions
+from tests.link.training import STEPS, Died, Trained, check, method_of, train_all
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming", "co2", "dilocox"])
+def test_the_others_train_on_without_a_region_that_dies(name: str) -> None:
+    """All that land anything land the same, and end with the same model; what the region leaves is void for all or for none."""
+    dies = {1: random.Random(name).randrange(2, STEPS)}
+    found, errors = train_all(name, dies)
+    assert found.keys() == {0, 2} and isinstance(errors[1], Died)
+    check(name, found)
+    for trained, _ in found.values():
+        assert trained.link.epoch.members == (0, 2)
+        epochs = [facts for kind, facts in trained.link.events if kind == "epoch"]
+        assert [facts["members"] for facts in epochs] == [[0, 2]]
+        assert epochs[0]["why"].startswith("region 1 is lost: ")
+
+
+def test_a_region_that_dies_ends_a_fixed_run() -> None:
+    """The others name it, and quote its note."""
+    method = method_of("diloco")
+
+    def body(region: int, link: TcpLink) -> None:
+        trained = Trained(link, method)
+        for step in range(1, STEPS + 1):
+            if (region, step) == (1, 4):
+                raise Died("its disk is full")
+            trained.train(region)
+
+    found = Regions(3, elastic=False).run(body)
+    assert isinstance(found.pop(1), Died)
+    for error in found.values():
+        assert isinstance(error, RegionLostError) and error.region == 1
+        assert "its disk is full" in str(error)
+
+
+def test_a_newcomer_makes_no_call_before_it_has_a_base() -> None:
+    """It is connected to all, and known to them; until it is in, they are who they were."""
+    regions = Regions(2)
+    newcomer = regions.link(2, join=True)
+    regions.links.append(newcomer)
+    assert newcomer.members == (2,) and not newcomer.takes_part()
+    assert {member.region for member in newcomer.donors} == {0, 1}
+    with pytest.raises(LinkError, match="before it has a base"):
+        newcomer.mean(None)  # type: ignore[arg-type]
+    assert [link.members for link in regions.links[:2]] == [(0, 1)] * 2
+    regions.end()
+
+
+def test_a_fixed_run_needs_no_coordinator_that_refuses_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Others have begun a run of its name while it was cut off from the coordinator: it trains on."""
+    method = method_of("diloco")
+
+    def body(region: int, link: TcpLink) -> Trained:
+        trained = Trained(link, method)
+        link._hear(Refuse(error="RunOver", why="run 'run' has been begun anew."))
+        for _ in range(STEPS):
+            trained.train(region)
+        trained.finish()
+        return trained
+
+    found = Regions(2, elastic=False).run(body)
+    assert all(isinstance(each, Trained) for each in found.values()), found
+    assert "trains on without the coordinator" in caplog.text
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_loss_does_not_wait_for_ever_for_a_coordinator_that_is_away(comes_back: bool) -> None:
+    """After `regions.wait_s` the region ends with an error that says so. One without its memory waits for a member in vain."""
+    regions = Regions(2)
+    link = regions.links[0]
+    link.wait_s = 0.0
+    regions.links[1]._client.close()
+    regions.end_coordinator()
+    until = time.monotonic() + 20
+    while link.has_coordinator and time.monotonic() < until:
+        time.sleep(0.05)
+    served = serve_in_thread(port=regions.served.port) if comes_back else None
+    while comes_back and not link._client.is_connected and time.monotonic() < until:
+        time.sleep(0.05)
+    assert link._client.is_connected is comes_back
+    link._feed(rules.Asked(0))
+    while link.failure is None and time.monotonic() < until:
+        link._sign()
+        time.sleep(0.05)
+    with pytest.raises(LinkError, match="the coordinator has not answered for .*regions.wait_s"):
+        link.gather(NOTHING_TO_SAY, "anything")
+    regions.end()
+    if served is not None:
+        served.close()

@@ -1,0 +1,138 @@
+"""Pairs with a secret: what is sealed arrives as it was sent, or not at all."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.link import calls
+from hf_cocodc.net.keys import Altered, Keys
+from hf_cocodc.net.view import UnderWay, View
+from hf_cocodc.net.wire import Wire
+from tests.link.memory import connect
+from tests.secret import secret
+
+KEYS = Keys.from_secret(secret("a long secret of ours"))
+
+
+def two_wires(**settings: object) -> list[Wire]:
+    return [Wire(region, 2, timeout_s=20.0, **settings) for region in range(2)]  # type: ignore[arg-type]
+
+
+def exchanged(views: list[View], payloads: list[torch.Tensor], tag: int = 0) -> list[torch.Tensor]:
+    """What each of two views receives from the other."""
+
+    def talk(view: View, payload: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        pending = [view.receive(1 - view.region, buffer, tag, 1, "a piece")]
+        pending.append(view.send(1 - view.region, payload, tag, 1, "a piece"))
+        view.wait(pending, "a piece")
+        return buffer
+
+    with ThreadPoolExecutor(2) as pool:
+        buffers = [torch.zeros_like(payload) for payload in reversed(payloads)]
+        return list(pool.map(talk, views, payloads, buffers))
+
+
+PAYLOADS = [torch.arange(100_000).to(torch.uint8), torch.arange(100_000).flip(0).to(torch.uint8)]
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "sealed"])
+def test_messages_arrive_as_they_were_sent(keys: Keys | None) -> None:
+    wires = two_wires(keys=keys)
+    connect(*wires)
+    got = exchanged([wire.view([0, 1], 1) for wire in wires], PAYLOADS)
+    assert torch.equal(got[0], PAYLOADS[1]) and torch.equal(got[1], PAYLOADS[0])
+    for wire in wires:
+        wire.close()
+
+
+def test_who_has_another_secret_does_not_connect() -> None:
+    wires = [Wire(0, 1, timeout_s=20.0, keys=KEYS), Wire(1, 1, timeout_s=20.0, keys=KEYS.of("other"))]
+    with pytest.raises(
+        LinkError,
+        match="is not what that region has sent: a message was altered, or comes from somebody else",
+    ):
+        connect(*wires)
+    for wire in wires:
+        wire.close()
+
+
+def test_the_keys_of_a_pair_are_made_anew_each_time() -> None:
+    """Also for the same two processes of the same run."""
+    opens, sealed = [], []
+    for _ in range(2):
+        wires = two_wires(keys=KEYS)
+        connect(*wires)
+        for one, other in ((0, 1), (1, 0)):
+            ciphers = wires[one]._pairs[other].ciphers
+            assert ciphers is not None
+            sealed.append(ciphers[0].seal(b"x"))
+            opens.append(ciphers[1].open)
+        for wire in wires:
+            wire.close()
+    for end, open_it in enumerate(opens):
+        for other, message in enumerate(sealed):
+            if other == end ^ 1:
+                assert open_it(message) == b"x"
+            else:
+                with pytest.raises(Altered):
+                    open_it(message)
+
+
+@pytest.mark.parametrize("fault", ["a flipped bit", "another place"])
+def test_what_was_altered_is_not_believed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the region; the buffer keeps what it had."""
+    wires = two_wires(keys=KEYS)
+    connect(*wires)
+    views = [wire.view([0, 1], 7) for wire in wires]
+    cipher = wires[0]._pairs[1].ciphers[0]
+    seal = cipher.seal
+
+    def altered(data: object, about: bytes) -> bytes:
+        sealed = bytearray(seal(data, about + b"!" if fault == "another place" else about))
+        sealed[len(sealed) // 2] ^= fault == "a flipped bit"
+        return bytes(sealed)
+
+    monkeypatch.setattr(cipher, "seal", altered)
+    buffer = torch.zeros(100_000, dtype=torch.uint8)
+    pending = views[1].receive(0, buffer, 9, 0, "a piece")
+    sent = views[0].send(1, PAYLOADS[0], 9, 0, "a piece")
+    with pytest.raises(RegionLostError, match="what came from region 0 for a piece is not what that region"):
+        views[1].wait([pending], "a piece")
+    views[0].wait([sent], "a piece")
+    assert not buffer.any()
+    for wire in wires:
+        wire.close()
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "encrypted"])
+def test_a_broadcast_takes_no_memory_for_all_of_it(
+    keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is encrypted lies in memory once more until it is sent: for some pieces of a model, not for all."""
+    monkeypatch.setattr(calls, "_PIECE_BYTES", 1000)
+    wires = two_wires(keys=keys)
+    connect(*wires)
+    begun: list[UnderWay] = []
+    under_way: list[int] = []
+    start = View._start
+
+    def counted(view: View, *given: object) -> object:
+        begun.append(start(view, *given))  # type: ignore[arg-type]
+        under_way.append(sum(not each.operation._ended.is_set() for each in begun))
+        return begun[-1]
+
+    monkeypatch.setattr(View, "_start", counted)
+    raws = [torch.arange(200_500).to(torch.uint8), torch.zeros(200_500, dtype=torch.uint8)]
+    with ThreadPoolExecutor(2) as pool:
+        views = [wire.view([0, 1], 1) for wire in wires]
+        told = [calls.BroadcastCall(view, raw, 0, "weights") for view, raw in zip(views, raws, strict=True)]
+        list(pool.map(calls.BroadcastCall.run, told))
+    assert torch.equal(*raws)
+    assert [call.bytes_sent for call in told] == [200_500, 0]
+    assert max(under_way) <= 2 * calls._MOST_UNDER_WAY
+    for wire in wires:
+        wire.close()

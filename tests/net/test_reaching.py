@@ -1,0 +1,123 @@
+"""Two processes find a connection: whoever reaches the other one is enough, and both end with the same one."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from hf_cocodc.net import reaching
+from hf_cocodc.net.letters import Whereabouts
+from hf_cocodc.net.port import TOKEN_BYTES, Port
+from hf_cocodc.net.reaching import Found, NotReached, Search
+from tests.link.memory import at_once
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def nowhere() -> Iterator[tuple[str, int]]:
+    """An address at which nobody listens."""
+    with socket.socket() as bound:
+        bound.bind((HOST, 0))
+        yield bound.getsockname()
+
+
+@contextmanager
+def somebody_else() -> Iterator[tuple[str, int]]:
+    """Somebody who takes every call, says something, and closes it."""
+    with socket.create_server((HOST, 0)) as server:
+
+        def work() -> None:
+            while True:
+                try:
+                    caller, _ = server.accept()
+                except OSError:
+                    return
+                caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                caller.close()
+
+        threading.Thread(target=work, daemon=True).start()
+        yield server.getsockname()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def search(*told: tuple[tuple[str, int], ...] | None) -> tuple[Found, Found]:
+    """What both ends find, if they tell each other these addresses; None for the right one."""
+    ports, token = [Port(HOST), Port(HOST)], secrets.token_bytes(TOKEN_BYTES)
+    searches = [Search(asks, 10.0) for asks in (True, False)]
+    try:
+        for port, each in zip(ports, searches, strict=True):
+            port.expect(token, each.take)
+        where = [
+            Whereabouts(((HOST, port.number),) if addresses is None else addresses, token, token)
+            for port, addresses in zip(ports, told, strict=True)
+        ]
+        first, second = at_once(lambda: searches[0].run(where[1]), lambda: searches[1].run(where[0]))
+        return first, second
+    finally:
+        for port in ports:
+            port.close()
+
+
+def speak(first: Found, second: Found) -> None:
+    """They are two ends of one connection, on which nothing else was said."""
+    for one, other in ((first, second), (second, first)):
+        one.connection.sendall(b"hello")
+        assert other.connection.recv(100) == b"hello"
+    for each in (first, second):
+        each.connection.close()
+
+
+def test_the_lower_regions_way_is_taken_where_both_exist() -> None:
+    first, second = search(None, None)
+    assert first.address is not None and second.address is None
+    speak(first, second)
+
+
+def test_one_way_is_enough() -> None:
+    """In either direction, whatever is wrong with the other one."""
+    with nowhere() as wrong:
+        first, second = search((wrong,), None)
+        assert (first.address is not None, second.address is not None) == (True, False)
+        speak(first, second)
+        first, second = search(None, (wrong,))
+        assert (first.address is not None, second.address is not None) == (False, True)
+        speak(first, second)
+
+
+def test_several_addresses_are_tried() -> None:
+    """One at which somebody else answers is not taken for the other end."""
+    with nowhere() as wrong, somebody_else() as foreign:
+        port = Port(HOST)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        searches = [Search(asks, 10.0) for asks in (True, False)]
+        port.expect(token, searches[1].take)
+        where = Whereabouts((wrong, foreign, (HOST, port.number)), token, token)
+        first, second = at_once(
+            lambda: searches[0].run(where), lambda: searches[1].run(Whereabouts((wrong,), token, token))
+        )
+        assert first.address == (HOST, port.number)
+        speak(first, second)
+        port.close()
+
+
+def test_both_ends_agree_on_one_of_two_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both call at the same moment."""
+    monkeypatch.setattr(reaching, "_HEAD_START_S", 0.0)
+    for _ in range(20):
+        first, second = search(None, None)
+        assert (first.address is None) != (second.address is None)
+        speak(first, second)
+
+
+def test_where_no_way_exists_the_error_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reaching, "REACH_S", 0.5)
+    with nowhere() as wrong, somebody_else() as foreign, pytest.raises(NotReached) as caught:
+        search((wrong, foreign), (wrong, foreign))
+    assert f"{HOST}:{wrong[1]} (Connection refused)" in str(caught.value)
+    assert f"{HOST}:{foreign[1]} (what answers there is not that region)" in str(caught.value)

@@ -1,0 +1,283 @@
+"""Connections that break come back, and no bit is lost; a region is lost if its process has gone, or does not come back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cocodc.errors import LinkError, RegionLostError
+from hf_cocodc.net.connection import ConnectionLost
+from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.letters import Introduction, Whereabouts
+from hf_cocodc.net.recovery import Liveness, NotBack, Recovery, verdict
+from hf_cocodc.net.view import View
+from hf_cocodc.net.wire import Wire
+from tests.link.memory import at_once, connect, wait_until
+from tests.secret import secret
+
+HOST = "127.0.0.1"
+KEYS = Keys.from_secret(secret("a secret of the tests of recovery"))
+NEVER = -math.inf
+
+
+@pytest.mark.parametrize(
+    ("broken_s", "is_denied", "word", "lost"),
+    [
+        (0.0, False, Liveness(True, NEVER), None),
+        # a router refuses for a while: the region talks to the coordinator
+        (9.0, True, Liveness(True, NEVER), None),
+        (0.5, True, Liveness(False, NEVER), None),
+        (6.0, True, Liveness(False, NEVER), ConnectionLost),  # nobody else can say
+        (0.0, True, Liveness(True, 100.0), ConnectionLost),  # killed: the coordinator has lost it, too
+        (4.5, False, Liveness(True, 100.0), None),  # a router was started anew
+        (6.0, False, Liveness(True, 100.0), ConnectionLost),  # a killed region whose port nobody can look at
+        (6.0, False, Liveness(True, 101.5), None),
+        # the coordinator lost it long ago, and heard it again
+        (2.0, True, Liveness(True, 90.0), None),
+        (29.0, False, Liveness(True, NEVER), None),
+        (31.0, True, Liveness(True, NEVER), ConnectionLost),
+        (31.0, False, Liveness(False, NEVER), NotBack),
+    ],
+)
+def test_who_is_lost(broken_s: float, is_denied: bool, word: Liveness, lost: type | None) -> None:
+    error = verdict(100.0 + broken_s, 100.0, is_denied, word, timeout_s=30.0)
+    assert (None if error is None else type(error)) is lost
+
+
+def test_a_call_that_fails_in_whatever_way_is_made_again() -> None:
+    """The connection may have broken before its pair knows it."""
+
+    class Broken:
+        broken_at, lost_at = time.monotonic(), math.inf
+
+    connection: Any = Broken()
+    failures = [ValueError("it is not in the list"), ConnectionLost("it says nothing"), TimeoutError()]
+
+    def call(again: Any) -> None:
+        if failures:
+            raise failures.pop()
+        again.broken_at = math.inf
+
+    recovery = Recovery(call, Liveness, pytest.fail, 30.0)
+    for _ in range(2):  # one thread is enough
+        recovery.begin(connection)
+    wait_until(lambda: math.isinf(connection.broken_at) and not recovery._under_way)
+
+
+class Router:
+    """Passes on what comes to its port; it may forget all connections, and let none through for a while."""
+
+    def __init__(self, port: int) -> None:
+        self._to, self._open = port, set[socket.socket]()
+        self._lock = threading.Lock()
+        self._server = socket.create_server((HOST, 0))
+        self.address: tuple[str, int] = self._server.getsockname()
+        self.is_blocked = False
+        self.num_cut = 0
+        self.heard = bytearray()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._server.accept()
+                if self.is_blocked:
+                    with self._lock:
+                        self._open.add(caller)
+                    continue
+                there = socket.create_connection((HOST, self._to))
+                with self._lock:
+                    self._open |= {caller, there}
+                for one, other in ((caller, there), (there, caller)):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := one.recv(1 << 16):
+                self.heard += chunk
+                other.sendall(chunk)
+        for each in (one, other):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Reset all connections."""
+        with self._lock:
+            cut, self._open = self._open, set()
+        for each in cut:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR)
+                self.num_cut += 1
+            each.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed already
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+
+
+class Routed:
+    """Two wires; whoever calls goes through a router."""
+
+    def __init__(
+        self, caller: int = 0, timeout_s: float = 20.0, hidden: str = HOST, **settings: object
+    ) -> None:
+        self._hidden = socket.socket()
+        self._hidden.bind((hidden, 0))
+        nowhere = self._hidden.getsockname()
+        self.wires = [
+            Wire(region, 2, timeout_s=timeout_s, announce=lambda port: [nowhere], **settings)  # type: ignore[arg-type]
+            for region in range(2)
+        ]
+        called = self.wires[1 - caller]
+        self.router = Router(called.port)
+        called.addresses = (self.router.address,)
+        connect(*self.wires)
+
+    def close(self) -> None:
+        for wire in self.wires:
+            wire.close()
+        self.router.close()
+        self._hidden.close()
+
+
+@contextlib.contextmanager
+def routed(**settings: object) -> Iterator[Routed]:
+    found = Routed(**settings)  # type: ignore[arg-type]
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def swapped(view: View, seed: int, count: int, size: int) -> list[torch.Tensor]:
+    """What the other end has sent; each time on another connection, from memory that is used again at once."""
+    mine, found = torch.zeros(size, dtype=torch.uint8), []
+    for number in range(count):
+        tag, asked = view.tag(), torch.zeros(size, dtype=torch.uint8)
+        pending = [view.receive(1 - view.region, asked, tag, number, "a piece")]
+        mine[:] = (seed + number) % 251
+        view.wait([view.send(1 - view.region, mine, tag, number, "a piece")], "a piece")
+        mine[:] = 255
+        view.wait(pending, "a piece", may_be_late=True)
+        view.swap(torch.tensor([float(number)]), "a number")
+        found.append(asked)
+    return found
+
+
+@pytest.mark.parametrize("caller", [0, 1])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["open", "secret"])
+def test_resets_in_the_middle_of_transfers_cost_no_bit(caller: int, keys: Keys | None) -> None:
+    """Of either end's calls; payloads and control messages; also while nothing is under way."""
+    count, size = 80, 300_000
+    with routed(caller=caller, keys=keys) as both:
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        over, rng = threading.Event(), random.Random(caller)
+
+        def cut() -> list[torch.Tensor]:
+            while not over.wait(0.05 + rng.random() * 0.1):
+                both.router.cut()
+            return []
+
+        def talk() -> list[torch.Tensor]:
+            try:
+                one, other = at_once(
+                    *(partial(swapped, view, 100 * i, count, size) for i, view in enumerate(views))
+                )
+            finally:
+                over.set()
+            return one + other
+
+        found, _ = at_once(talk, cut)
+        wanted = [*range(100, 100 + count), *range(count)]
+        assert [each.unique().tolist() for each in found] == [[value % 251] for value in wanted]
+        assert both.router.num_cut > 5, "nothing was cut"
+        assert [wire.ways[1 - wire.region] for wire in both.wires] == 2 * [
+            "direct" if caller == 0 else "reversed"
+        ]
+
+
+def test_who_listens_between_two_regions_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what they send, nor what their keys come from; so it is of no use to learn the secret later."""
+    told: list[Whereabouts] = []
+    tell = Introduction.tell
+
+    def kept(introduction: Introduction, own: Whereabouts) -> Whereabouts:
+        told.append(own)
+        return tell(introduction, own)
+
+    monkeypatch.setattr(Introduction, "tell", kept)
+    with routed(keys=KEYS) as both:
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        at_once(*(partial(swapped, view, 40, 4, 1000) for view in views))
+        heard = bytes(both.router.heard)
+    assert any(each.token in heard for each in told), "the caller says it"
+    assert not any(each.share in heard for each in told)
+    assert not any(bytes([40 + number]) * 8 in heard for number in range(4))
+
+
+def test_a_region_that_refuses_calls_is_lost_once_the_coordinator_has_lost_it_too() -> None:
+    """While the coordinator hears it, it may come back."""
+    with routed(timeout_s=60.0) as both:
+        word = Liveness(True, NEVER)
+        both.wires[0].liveness_of = lambda region: word
+        view = both.wires[0].view([0, 1], 1)
+        pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
+        both.router.close()
+        with pytest.raises(TimeoutError):
+            pending.operation.wait(0.7)
+        word = Liveness(True, time.monotonic())
+        with pytest.raises(
+            RegionLostError, match=r"region 1 closed its connection while region 0 waited for a piece"
+        ):
+            view.wait([pending], "a piece", may_be_late=True)
+
+
+@pytest.mark.parametrize("hidden", [HOST, "127.0.0.2"])
+def test_another_machine_does_not_speak_for_a_region_that_calls(hidden: str) -> None:
+    """Behind a router, a region announces an address that another machine has here: what refuses there says nothing of it."""
+    with routed(timeout_s=60.0, hidden=hidden) as both:
+        both.wires[1].liveness_of = lambda region: Liveness(True, time.monotonic())
+        view = both.wires[1].view([0, 1], 1)
+        pending = view.receive(0, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
+        both.router.is_blocked = True
+        both.router.cut()
+        with pytest.raises(ConnectionLost if hidden == HOST else TimeoutError):
+            pending.operation.wait(3.0)
+
+
+def test_a_region_that_nobody_reaches_again_is_lost_after_the_time_out() -> None:
+    with routed(timeout_s=3.0) as both:
+        for wire in both.wires:
+            wire.liveness_of = lambda region: Liveness(True, NEVER)
+        view = both.wires[0].view([0, 1], 1)
+        pending = view.receive(1, torch.zeros(10, dtype=torch.uint8), view.tag(), 0, "a piece")
+        both.router.is_blocked = True
+        both.router.cut()
+        with pytest.raises(
+            RegionLostError, match=r"the connections to region 1 broke .* within 3 s \(regions.timeout_s\)"
+        ):
+            view.wait([pending], "a piece", may_be_late=True)
+
+
+def test_a_pair_that_was_dropped_is_not_called_again() -> None:
+    """The other end hears a goodbye, or is not known any more."""
+    with routed() as both:
+        views = [wire.view([0, 1], 1) for wire in both.wires]
+        both.wires[1].drop(0)
+        with pytest.raises(LinkError):
+            views[0].swap(torch.zeros(1), "a number")
+        wait_until(lambda: not any("connect" in each.name for each in threading.enumerate()))

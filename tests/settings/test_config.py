@@ -1,0 +1,424 @@
+"""Recipes and settings: what cannot work is said at once, with the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_cocodc import settings
+from hf_cocodc.cli.main import main
+from hf_cocodc.errors import InputError
+from hf_cocodc.newer import known
+from hf_cocodc.parts.guard import LONGEST_HISTORY, Guard
+from hf_cocodc.resolve import from_config, guard_of
+from hf_cocodc.resolve import settings as method_settings
+from hf_cocodc.settings import OF_EVERY_METHOD, OuterConfig, RegionConfig
+from hf_cocodc.settings.recipe import DataSection, Recipe
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "diloco.yaml"
+
+
+def test_null_removes_what_a_recipe_holds() -> None:
+    """A key, whatever its type; a section; and nothing where there is nothing: no section appears."""
+    overrides = ["training.max_steps=null", "outer=null", "data.block_size=null", "peft.r=null"]
+    recipe = Recipe.load(RECIPE, [*overrides, "model.config.rope_theta=null"])
+    assert "max_steps" not in recipe.training
+    assert recipe.outer == OuterConfig()
+    assert recipe.data.block_size == DataSection.block_size
+    assert recipe.peft is None
+    assert recipe.model.config is not None
+    assert "rope_theta" not in recipe.model.config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("outer.sync_intervall=5", "unknown key outer.sync_intervall. Did you mean 'sync_interval'"),
+        ("outr.sync_interval=5", "unknown key outr. Did you mean 'outer'"),
+        ("training.max_step=5", "unknown key training.max_step. Did you mean 'max_steps'"),
+        ("training.max_steps=abc", "training.max_steps='abc' must be a whole number, not str"),
+        ("training=null", "section training is missing"),
+        ("outer.method.x=null", "outer.method is not a mapping"),
+        ("training.learning_rate=fast", "training.learning_rate='fast' must be a number, not str"),
+        ("peft.rank=5", "unknown key peft.rank"),
+        ("outer.sync_interval=0", "outer.sync_interval=0 must be at least 1"),
+        ("outer.sync_interval=five", "outer.sync_interval='five' must be a whole number or null, not str"),
+        ("outer.outer_lr=-1", "outer.outer_lr=-1.0 must be positive"),
+        ("outer.guard=of", "outer.guard='of': 'of' is not known. Known: clip, drop, history"),
+        ("outer.guard.clap=3", "Did you mean 'clip'"),
+        ("outer.guard=clip=x", "outer.guard: clip='x' is not a number"),
+        ("outer.guard.drop=2", "outer.guard: clip=3 and drop=2 must be finite, clip more than 1"),
+        ("outer.guard.clip=1", "must be finite, clip more than 1"),
+        ("outer.guard.history=8.5", "history=8.5 must be a whole number from 8 to 4096"),
+        (f"outer.guard.history={LONGEST_HISTORY + 1}", "must be a whole number from 8 to 4096"),
+        ("outer.method=dilcoo", "Did you mean 'diloco'"),
+        ("outer.codec=bf17", "Did you mean 'bf16'"),
+        ("outer.mixing_alpha=0.5", "outer.mixing_alpha=0.5 has no meaning for method=diloco"),
+        ("outer.num_fragments=3", "num_fragments=3 with fragment_pattern=whole"),
+        ("regions.count=0", "regions.count=0 must lie in 1 .. 1024"),
+        ("regions.count=1025", "regions.count=1025 must lie in 1 .. 1024"),
+        ("regions.coordinator=nowhere", "must be HOST:PORT"),
+        ("data.builtin=python-stdlibb", "Did you mean 'python-stdlib'"),
+        ("data.path=x", "data needs exactly one of builtin"),
+        ("model.dtype=float31", "Did you mean 'float32'"),
+        ("evaluation.on=globall", "Did you mean 'global'"),
+        ("evaluation.metrics=[perplexityy]", "Did you mean 'perplexity'"),
+        ("outer=5", "must be SECTION.KEY=VALUE"),
+        ("outer.method={", "not valid YAML"),
+    ],
+)
+def test_a_bad_value_is_one_paragraph_and_exit_code_2(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command says what is wrong before anything starts."""
+    assert main(["train", str(RECIPE), "--set", override]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"method": "streaming", "sync_interval": 3, "num_fragments": 4},
+            "sync_interval=3 is smaller than outer.num_frag",
+        ),
+        (
+            {"method": "streaming", "sync_interval": 8, "overlap_steps": 8},
+            "overlap_steps=8 must be smaller than",
+        ),
+        ({"method": "streaming", "mixing_alpha": 1.5}, "mixing_alpha=1.5 must lie in"),
+    ],
+)
+def test_numbers_that_exclude_each_other_are_refused(settings: dict, message: str) -> None:
+    """H < fragments, overlap >= H and the like."""
+    with pytest.raises(InputError, match=message):
+        from_config(OuterConfig(**settings))
+
+
+def test_yaml_is_read_as_1_2() -> None:
+    """4e-4 is a number, `on` and `no` are words, a key given twice is an error."""
+    recipe = Recipe.load(
+        RECIPE, ["training.learning_rate=4e-4", "training.save_strategy=no", "evaluation.on=local"]
+    )
+    assert recipe.training["learning_rate"] == 4e-4
+    assert recipe.training["save_strategy"] == "no"
+    assert recipe.evaluation.on == "local"
+    with pytest.raises(InputError, match="key 'max_steps' is given twice"):
+        Recipe.load(RECIPE, ["training.x={max_steps: 1, max_steps: 2}"])
+
+
+def test_overrides_reach_nested_keys() -> None:
+    """--set model.config.hidden_size=64 changes one key of the nested mapping."""
+    recipe = Recipe.load(RECIPE, ["model.config.hidden_size=64"])
+    assert recipe.model.config is not None
+    assert (recipe.model.config["hidden_size"], recipe.model.config["model_type"]) == (64, "llama")
+
+
+def test_config_classes_are_frozen_and_keyword_only() -> None:
+    """A setting has one source: nothing changes it later."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OuterConfig().method = "x"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        OuterConfig("diloco")  # type: ignore[misc]
+
+
+def test_hf_argument_parser_gives_every_script_our_flags(tmp_path: Path) -> None:
+    """HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig)) parses our fields as flags with help."""
+    parser = HfArgumentParser((TrainingArguments, OuterConfig, RegionConfig))
+    flags = [
+        "--output_dir",
+        str(tmp_path),
+        "--method",
+        "streaming",
+        "--sync_interval",
+        "50",
+        "--overlap_steps",
+        "3",
+    ]
+    flags += [
+        "--outer_lr",
+        "0.3",
+        "--count",
+        "2",
+        "--region",
+        "1",
+        "--coordinator",
+        "10.0.0.1:29650",
+        "--use_cpu",
+    ]
+    _, outer, regions = parser.parse_args_into_dataclasses(flags)
+    assert outer == OuterConfig(method="streaming", sync_interval=50, overlap_steps=3, outer_lr=0.3)
+    assert (regions.region, regions.count, regions.coordinator) == (1, 2, "10.0.0.1:29650")
+    assert all(
+        f.metadata.get("help") for kind in (OuterConfig, RegionConfig) for f in dataclasses.fields(kind)
+    )
+
+
+@pytest.mark.parametrize("given", [["b", " a"], "b, a", "a,b,"])
+def test_names_of_what_may_differ_are_a_list_or_a_line(given: list[str] | str) -> None:
+    """A recipe has a list, a flag has commas; both mean the same."""
+    assert RegionConfig(may_differ=given).allowed == ["a", "b"]
+    line = given if isinstance(given, str) else ",".join(given)
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(["--may_differ", line])
+    assert regions.allowed == ["a", "b"]
+    recipe = Recipe.load(RECIPE, [f"regions.may_differ={json.dumps(given)}"])
+    assert recipe.regions.allowed == ["a", "b"]
+
+
+def test_regions_come_from_the_environment() -> None:
+    """None is filled from HF_COCODC_*; contradictions and gaps are errors that name both sides."""
+    env = {"HF_COCODC_REGION": "1", "HF_COCODC_REGIONS": "3", "HF_COCODC_COORDINATOR": "h:1"}
+    resolved = RegionConfig().resolved(env)
+    assert (resolved.region, resolved.count, resolved.coordinator) == (1, 3, "h:1")
+    assert RegionConfig().resolved({}).count == 1
+    with pytest.raises(InputError, match="regions.run='a' but the environment says HF_COCODC_RUN='b'"):
+        RegionConfig(run="a").resolved({**env, "HF_COCODC_RUN": "b"})
+    assert RegionConfig().resolved({**env, "HF_COCODC_RUN": "b"}).run == "b"
+    with pytest.raises(InputError, match="regions.count=2 but the environment says HF_COCODC_REGIONS=3"):
+        RegionConfig(count=2).resolved(env)
+    with pytest.raises(InputError, match="does not know which region it is"):
+        RegionConfig(count=2).resolved({})
+    with pytest.raises(InputError, match="2 regions need a coordinator"):
+        RegionConfig(count=2, region=0).resolved({})
+    with pytest.raises(InputError, match="region 3 of 3"):
+        RegionConfig().resolved({**env, "HF_COCODC_REGION": "3"})
+
+
+ELASTIC_ONLY = {"min": 2, "max": 3, "wait_s": 5.0, "grace_s": "auto", "join": True}
+
+
+def test_min_implies_that_the_run_goes_on() -> None:
+    """`min` alone makes a run elastic; nothing, or on_loss=stop, does not; the rest follows when the number is known."""
+    assert not RegionConfig().elastic
+    assert not RegionConfig(on_loss="stop").elastic
+    assert RegionConfig(min=2).elastic
+    assert RegionConfig(on_loss="continue").elastic
+    found = RegionConfig(region=0, count=3, coordinator="h:1", on_loss="continue").resolved({})
+    assert (found.on_loss, found.min, found.max, found.wait_s, found.join) == (
+        "continue",
+        1,
+        3,
+        3600.0,
+        False,
+    )
+    found = RegionConfig(region=0, min=2, max=5, wait_s=9, coordinator="h:1").resolved(
+        {"HF_COCODC_REGIONS": "4"}
+    )
+    assert (found.on_loss, found.min, found.max, found.wait_s, found.grace_s) == ("continue", 2, 5, 9, None)
+    assert found.resolved({}) == found
+    fixed = RegionConfig(region=0, count=3, coordinator="h:1").resolved({})
+    assert (fixed.on_loss, fixed.min, fixed.max, fixed.wait_s, fixed.join) == ("stop", None, None, None, None)
+
+
+@pytest.mark.parametrize("name", ELASTIC_ONLY)
+def test_a_run_that_ends_with_a_lost_region_takes_nothing_of_one_that_goes_on(name: str) -> None:
+    """No setting is accepted and ignored: the message names it, and what to set."""
+    given = {name: ELASTIC_ONLY[name]}
+    assert RegionConfig(**given, on_loss="continue").elastic
+    for where in [{"on_loss": "stop"}] + [{}] * (name != "min"):
+        said = "Nobody can join" if name == "join" else f"regions.{name}=.* has no meaning"
+        with pytest.raises(InputError, match=f"{said} .* regions.on_loss=continue"):
+            RegionConfig(**given, **where)
+    with pytest.raises(InputError, match="HF_COCODC_JOIN=1 .* Nobody can join such a run"):
+        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_JOIN": "1"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"on_loss": "wait"}, "regions.on_loss='wait' must be one of stop, continue"),
+        ({"min": 0}, "regions.min=0 must lie in 1 .. 1024"),
+        ({"min": 3, "count": 2}, "regions.min=3 is larger than regions.count=2"),
+        ({"min": 3, "max": 2}, "regions.min=3 is larger than regions.max=2"),
+        ({"min": 1, "max": 2, "count": 3}, "regions.max=2 is smaller than regions.count=3"),
+        ({"min": 1, "wait_s": 0}, "regions.wait_s=0 must be positive"),
+        ({"min": 1, "grace_s": "soon"}, "regions.grace_s='soon' must be positive, .* or be auto"),
+        ({"min": 1, "grace_s": "-1"}, "regions.grace_s=.* must be positive"),
+    ],
+)
+def test_settings_of_an_elastic_run_that_do_not_go_together_are_refused(given: dict, message: str) -> None:
+    """At once where all numbers are given, and as soon as the environment tells the number of regions."""
+    with pytest.raises(InputError, match=message):
+        RegionConfig(**given)
+    if "count" in given:
+        later = {name: value for name, value in given.items() if name != "count"}
+        with pytest.raises(InputError, match=message):
+            RegionConfig(**later, region=0, coordinator="h:1").resolved(
+                {"HF_COCODC_REGIONS": str(given["count"])}
+            )
+
+
+def test_only_a_region_that_joins_may_have_a_number_beyond_the_first_ones() -> None:
+    """From count to max - 1; or no number at all: it claims one."""
+    regions = RegionConfig(count=2, min=1, max=4, coordinator="h:1")
+    with pytest.raises(
+        InputError, match=r"region 2 of 2: .* A region with a higher number joins: HF_COCODC_JOIN=1"
+    ):
+        regions.resolved({"HF_COCODC_REGION": "2"})
+    joining = dataclasses.replace(regions, join=True)
+    assert joining.resolved({"HF_COCODC_REGION": "3"}).region == 3
+    assert regions.resolved({"HF_COCODC_REGION": "3", "HF_COCODC_JOIN": "1"}).join
+    with pytest.raises(InputError, match="this process joins a run, but does not know as which region"):
+        joining.resolved({})
+    with pytest.raises(InputError, match=r"region 4 of 2: regions that join are numbered 0 \.\. 3"):
+        joining.resolved({"HF_COCODC_REGION": "4"})
+    with pytest.raises(InputError, match="regions.join=true but the environment says HF_COCODC_JOIN=0"):
+        joining.resolved({"HF_COCODC_JOIN": "0"})
+    with pytest.raises(InputError, match="HF_COCODC_JOIN='yes' must be 0 or 1"):
+        regions.resolved({"HF_COCODC_JOIN": "yes"})
+
+
+def test_a_run_of_one_region_that_others_may_join_needs_a_coordinator() -> None:
+    """One that nobody can join does not."""
+    assert RegionConfig(count=1, min=1).resolved({}).max == 1
+    with pytest.raises(InputError, match="2 regions need a coordinator"):
+        RegionConfig(count=1, min=1, max=2).resolved({})
+
+
+def test_the_guard_is_given_as_a_mapping_or_a_line_or_not_at_all() -> None:
+    """It is on by default; regions and checkpoints that do not say otherwise have the default."""
+    for given, expected in (
+        (None, Guard()),
+        ({"clip": 3}, Guard()),
+        ("clip=4, drop=30", Guard(clip=4, drop=30)),
+        ({"history": 20.0}, Guard(history=20)),
+        ({"history": LONGEST_HISTORY}, Guard(history=LONGEST_HISTORY)),
+        ("none", None),
+    ):
+        config = OuterConfig(guard=given)  # type: ignore[arg-type]
+        assert guard_of(config) == expected
+        assert ("guard" in method_settings(config)) == (expected != Guard())
+        assert dataclasses.replace(config, sync_interval=5).guard == config.guard
+    [parsed] = HfArgumentParser(OuterConfig).parse_args_into_dataclasses(["--guard", "history=9"])  # type: ignore[arg-type]
+    assert guard_of(parsed) == Guard(history=9)
+
+
+def test_flags_and_recipes_take_the_settings_of_elastic_runs() -> None:
+    """Numbers and the word auto, as text."""
+    flags = [
+        "--count",
+        "3",
+        "--min",
+        "2",
+        "--max",
+        "4",
+        "--grace_s",
+        "auto",
+        "--wait_s",
+        "60",
+        "--join",
+        "true",
+    ]
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(flags)
+    assert regions == RegionConfig(count=3, min=2, max=4, grace_s="auto", wait_s=60.0, join=True)
+    [regions] = HfArgumentParser((RegionConfig,)).parse_args_into_dataclasses(
+        ["--min", "1", "--grace_s", "30"]
+    )
+    assert regions.grace_s == 30
+    given = ["regions.min=2", "regions.grace_s=2.5", "regions.max=4", "regions.join=true"]
+    recipe = Recipe.load(RECIPE, given)
+    assert recipe.regions == RegionConfig(count=2, min=2, max=4, grace_s=2.5, join=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "env"),
+    [
+        ({"coordinator": "h:1"}, {}),
+        ({"region": 0}, {}),
+        ({}, {"HF_COCODC_COORDINATOR": "h:1"}),
+        ({}, {"HF_COCODC_REGION": "0"}),
+    ],
+)
+def test_a_region_that_was_meant_to_have_company_does_not_train_alone(given: dict, env: dict) -> None:
+    """A coordinator or a number, wherever it is given, without a number of regions is an error that names the missing setting."""
+    with pytest.raises(
+        InputError, match=r"not how many regions there are.*Set HF_COCODC_REGIONS \(regions.count\)"
+    ):
+        RegionConfig(**given).resolved(env)
+    assert RegionConfig(**given, count=1).resolved(env).count == 1
+
+
+def test_alone_without_a_word_from_the_user_is_said_where_it_is_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning with the lines to set; none where one region is what the user asked for."""
+    settings.warn_alone.cache_clear()
+    RegionConfig(count=1).resolved({})
+    RegionConfig().resolved({"HF_COCODC_REGIONS": "1"})
+    assert not caplog.records
+    for _ in range(2):
+        RegionConfig().resolved({})
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert all(
+        f"export {name}=" in record.getMessage()
+        for name in (settings.ENV_REGION, settings.ENV_REGIONS, settings.ENV_COORDINATOR)
+    )
+
+
+@pytest.mark.parametrize("flags", [["--coordinator", "127.0.0.1:1"], ["--region", "0"]])
+def test_the_command_does_not_train_alone_by_mistake(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe without regions.count, given a coordinator or a region, is one paragraph and exit code 2."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.read_text(encoding="utf-8").split("\nregions:")[0], encoding="utf-8")
+    assert main(["train", str(recipe), *flags]) == 2
+    assert "not how many regions there are" in capsys.readouterr().err
+
+
+def test_every_setting_is_used_by_a_method_and_every_default_works() -> None:
+    """No field of OuterConfig is accepted and ignored; each method's defaults make a method."""
+    import inspect
+
+    used = {name for method in known().values() for name in inspect.signature(method).parameters}
+    assert {f.name for f in dataclasses.fields(OuterConfig)} == used | set(OF_EVERY_METHOD)
+    for name in known():
+        from_config(OuterConfig(method=name))
+
+
+def test_the_store_is_called_coordinator_now() -> None:
+    """In the environment and in a recipe, the old name is refused with the new one."""
+    with pytest.raises(InputError, match="HF_COCODC_STORE is called HF_COCODC_COORDINATOR now"):
+        RegionConfig(region=0, count=2, coordinator="h:1").resolved({"HF_COCODC_STORE": "h:1"})
+    with pytest.raises(InputError, match=r"regions\.store is called regions\.coordinator now"):
+        Recipe.load("quickstart/diloco", ["regions.store=h:1"])
+
+
+@pytest.mark.parametrize(
+    ("announce", "expected"),
+    [
+        (None, ()),
+        ("a.example", (("a.example", 40),)),
+        ("a.example:7", (("a.example", 9),)),
+        ("[::1]:7, 10.0.0.1", (("::1", 9), ("10.0.0.1", 40))),
+        (["[fe80::2]"], (("fe80::2", 40),)),
+    ],
+    ids=str,
+)
+def test_addresses_that_are_announced(
+    announce: list[str] | str | None, expected: tuple[tuple[str, int], ...]
+) -> None:
+    """Without a port, that on which the lane listens; a port that is given is that of lane 0."""
+    assert RegionConfig(announce=announce).addresses(port=40, lane=2) == expected
+
+
+@pytest.mark.parametrize(
+    "announce", ["", "a:0", "a:65536", "a:b", "::1", "a:1:2", ["a", ":1"], "a..b"], ids=str
+)
+def test_what_is_no_address_is_refused(announce: list[str] | str) -> None:
+    with pytest.raises(InputError, match=r"regions\.announce: "):
+        RegionConfig(announce=announce)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
+    with pytest.raises(InputError, match=r"regions\.port=.* must lie in 1 \.\. 65535"):
+        RegionConfig(port=port)

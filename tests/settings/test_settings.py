@@ -1,0 +1,124 @@
+"""The settings as objects of a script: refused when they are made, documented, and given as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pydoc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser
+
+from hf_cocodc.errors import InputError
+from hf_cocodc.methods import diloco
+from hf_cocodc.newer import known
+from hf_cocodc.settings import OuterConfig, RegionConfig
+from hf_cocodc.settings.keys import in_markdown, listing
+from hf_cocodc.settings.outer import METHODS, PARTS
+from hf_cocodc.settings.rules import is_expert, meaning
+
+EXPERT = {
+    *("split_rows", "feedback_decay", "top_k", "staleness_penalty", "clip_momentum", "compensation"),
+    *("compensation_strength", "utilization", "sends_per_interval", "digest_interval", "on_nonfinite"),
+    *("nonfinite_rounds", "guard"),
+}
+BOTH = (OuterConfig, RegionConfig)
+
+
+def test_the_names_of_methods_are_those_of_the_methods() -> None:
+    assert list(METHODS) == list(known())
+
+
+def test_an_unknown_method_is_refused_when_it_is_given() -> None:
+    """Without torch, which takes seconds to import. A method of one's own has another form."""
+    for wrong in ("dilcoo", "", "Diloco"):
+        with pytest.raises(InputError, match=f"outer.method='{wrong}' is not known.*Known: co2"):
+            OuterConfig(method=wrong)
+    assert OuterConfig(method="mine:method").method == "mine:method"
+    own = diloco()
+    assert OuterConfig(method=own).method is own
+    for wrong in (5, True, ["diloco"], diloco, type(own), OuterConfig()):
+        with pytest.raises(
+            InputError, match="outer.method=.* must be text: diloco, .* In a script also a Method"
+        ):
+            OuterConfig(method=wrong)
+    assert {each.name for each in dataclasses.fields(own)} - {"name"} == PARTS
+    code = (
+        "import sys\nfrom hf_cocodc import OuterConfig\ntry: OuterConfig(method='dilcoo')\n"
+        "except ValueError as error: print(error, 'torch' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "Did you mean 'diloco'?" in said and said.endswith("False\n")
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_help_shows_every_field(kind: Any) -> None:
+    """With its meaning, its default, and those for experts at the end."""
+    text = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
+    for each in dataclasses.fields(kind):
+        assert f"{each.name}: {' '.join(meaning(each).split())}" in text
+    if kind is OuterConfig:
+        assert "all regions stop. Default: 3. guard: Norm guard" in text
+        assert text.index("device: Memory") < text.index("for experts") < text.index("split_rows: Split")
+    else:
+        assert "for experts" not in text
+
+
+def test_what_is_for_experts_stands_apart() -> None:
+    """At the end, in the class, in the lists of keys, and in the help of HfArgumentParser, which has one group a class."""
+    fields = dataclasses.fields(OuterConfig)
+    assert {each.name for each in fields if is_expert(each)} == EXPERT
+    assert all(is_expert(each) for each in fields[-len(EXPERT) :])
+    for text in (in_markdown(), listing()):
+        for_all, for_experts = text.split("\nFor experts: most runs leave these keys alone.\n")
+        assert "outer.rank" in for_all and "regions.rate_limit" in for_all and "Expert:" not in text
+        for name in EXPERT:
+            assert f"outer.{name}" in for_experts and f"outer.{name}" not in for_all
+    parser = HfArgumentParser(BOTH)  # type: ignore[arg-type]
+    helps = {each.dest: each.help or "" for each in parser._actions}
+    for each in fields:
+        assert helps[each.name].startswith("Expert: ") == (each.name in EXPERT)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OuterConfig(),
+        OuterConfig(method="mine:method", options="k=32,decay=0.9", codec="mine:codec"),
+        OuterConfig(method="cocodc", overlap_steps="3", guard="clip=3", outer_lr=1, staleness_penalty="2.5"),
+        RegionConfig(),
+        RegionConfig(
+            region=1, count=3, min=2, max=4, coordinator="h:1", may_differ=["batch"], grace_s="auto"
+        ),
+    ],
+)
+def test_settings_are_given_as_plain_data(config: OuterConfig | RegionConfig) -> None:
+    """They come back equal, also by way of JSON, and who changes the data does not change the settings."""
+    data = config.to_dict()
+    assert type(config)(**data) == config
+    assert type(config)(**json.loads(config.to_json_string())) == config
+    assert list(data) == [each.name for each in dataclasses.fields(config)]
+    for value in data.values():
+        if isinstance(value, dict | list):
+            value.clear()
+    assert type(config)(**json.loads(config.to_json_string())) == config
+
+
+def test_plain_data_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a secret is named; a secret in the environment is not there."""
+    monkeypatch.setenv("HF_COCODC_SECRET", "0123456789abcdef")
+    config = RegionConfig(region=0, count=2, coordinator="h:1", secret_file="secret").resolved()
+    assert config.to_dict()["secret_file"] == "secret"
+    assert "0123456789abcdef" not in config.to_json_string() + repr(config)
+
+
+@pytest.mark.parametrize("name", ["method", "codec"])
+def test_an_object_is_no_plain_data(name: str) -> None:
+    """The message says what a recipe would say."""
+    config = OuterConfig(**{name: diloco() if name == "method" else diloco().codec})  # type: ignore[arg-type]
+    for form in (config.to_dict, config.to_json_string):
+        with pytest.raises(InputError, match=rf"outer\.{name} is .*{name}='my_module:my_{name}'"):
+            form()

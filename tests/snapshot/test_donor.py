@@ -1,0 +1,586 @@
+"""A base travels to a newcomer, and after it the log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_cocodc.errors import CheckpointError, DonorLost, LinkError, RunOver
+from hf_cocodc.link.log import Entry, Marker, to_plain
+from hf_cocodc.link.records import ROW
+from hf_cocodc.net.keys import Cipher, Keys
+from hf_cocodc.net.letters import Member
+from hf_cocodc.snapshot import base, donor, frames
+from hf_cocodc.snapshot import base as asking
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot.base import Base, Donors, receive
+from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
+from hf_cocodc.snapshot.local_weights import weights_file
+from tests.secret import secret
+from tests.snapshot.test_checkpoints import FACTS
+from tests.snapshot.test_take_over import ADAM, same
+
+RUN = 11
+PATIENCE_S = 60.0
+LARGEST = 1 << 20
+OFFER: dict[str, Any] = {"number": 70, "token": "0f" * 32, "step": 3}
+KEYS = Keys.from_secret(secret("a long secret of ours"))
+SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}]
+SEALED_NAMES = ["open", "sealed"]
+STATE = {
+    "tensor": torch.arange(5.0),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "layout": [[["weight", [2, 3]]]],
+}
+STARTED = {"Beginning": [100.0, 0.0, 7.0]}
+ENTRY = Entry(
+    op=3,
+    kind="mean",
+    what="fragment 0 sent at step 4",
+    epoch=1,
+    members=(0, 2),
+    rows=torch.arange(2.0 * ROW, dtype=torch.float64).view(2, ROW),
+    values=torch.arange(7.0),
+    state={"q": torch.ones(2, 3), "seed": 4, "nested": {}},
+    seconds=0.5,
+    square=float("inf"),
+)
+MARKER = Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,))
+
+
+class Stream:
+    """Opens both ends of a connection, once the newcomer wants its own."""
+
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._wanted = threading.Event()
+
+    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        assert number == OFFER["number"]
+        while not self._wanted.wait(0.05):
+            look()
+        mine, theirs = socket.socketpair()
+        self._ends.put(theirs)
+        return mine
+
+    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        assert number == OFFER["number"]
+        self._wanted.set()
+        return self._ends.get(timeout=timeout_s)
+
+
+STREAMS: dict[str, Stream] = {}
+"""By the tokens of the offers."""
+
+
+class Net(nn.Module):
+    """A model with a trained weight, a frozen one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.frozen = nn.Parameter(torch.full((2,), 3.0), requires_grad=False)
+        self.register_buffer("seen", torch.tensor(5.0))
+
+
+def given(tmp_path: Path, rate: float | None = None, **how: Any) -> Donation:
+    """By region 0, at step 3."""
+    folder = tmp_path / "region-0" / "base"
+    inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
+    write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
+    stream = Stream()
+    number = OFFER["number"]
+    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", rate, **how)
+    STREAMS[found.offer.token] = stream
+    return found
+
+
+def ended(donation: Donation, tmp_path: Path) -> None:
+    """It sends nothing more, and has left nothing."""
+    donation.close()
+    donation.join(10)
+    assert donation.over
+    assert not (tmp_path / "region-0" / "base").exists()
+
+
+@pytest.fixture
+def donation(tmp_path: Path) -> Iterator[Donation]:
+    """Without a secret of the run."""
+    found = given(tmp_path)
+    yield found
+    ended(found, tmp_path)
+
+
+@pytest.fixture(params=SEALED, ids=SEALED_NAMES)
+def sealed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Donation, dict[str, Any]]]:
+    """Without a secret of the run, and with one; and what the newcomer has of it."""
+    found = given(tmp_path, **request.param)
+    yield found, request.param
+    ended(found, tmp_path)
+
+
+@contextlib.contextmanager
+def received(
+    donation: Donation, tmp_path: Path, timeout_s: float = PATIENCE_S, offer: Offer | None = None, **how: Any
+) -> Iterator[Base]:
+    def alive() -> None:
+        if donation.over:
+            raise DonorLost("it is gone")
+
+    stream = STREAMS[donation.offer.token].of_newcomer
+    found = receive(offer or donation.offer, stream, tmp_path / "region-2", 2, 0, alive, timeout_s, **how)
+    yield found
+    found.close()
+
+
+def test_a_base_arrives_whole(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+    """Its folder is no checkpoint of the run; it is whole, and says that another region wrote it. The log follows."""
+    donation, how = sealed
+    donation.log(ENTRY)
+    with received(donation, tmp_path, **how) as base:
+        folder = base.received.folder
+        assert base.received == (folder, 0, 3, RUN, STARTED)
+        assert state.damage(folder) is None
+        assert state.checkpoints(tmp_path / "region-2") == {}
+        saved = state.read(folder)
+        assert saved.facts.taken_over
+        assert same(saved.state, STATE)
+        assert same(torch.load(folder / "optimizer.pt", weights_only=True), ADAM)
+        assert set(load_file(folder / weights_file())) == {"frozen", "seen"}
+        assert json.loads((folder / "trainer_state.json").read_text()) == {}
+        base.remove()
+        assert not folder.exists()
+        assert same(to_plain(next(base.items)), to_plain(ENTRY))
+
+
+def test_the_log_comes_after_it(donation: Donation, tmp_path: Path) -> None:
+    """Entries with all their bits, in order; it ends when the newcomer is in the run."""
+    donation.log(ENTRY)
+    with received(donation, tmp_path) as base:
+        assert same(to_plain(next(base.items)), to_plain(ENTRY))
+        donation.log(MARKER)
+        assert next(base.items) == MARKER
+        donation.close("in", "it is in the run")
+        assert list(base.items) == []
+
+
+def test_the_end_of_the_run_is_told(donation: Donation, tmp_path: Path) -> None:
+    with received(donation, tmp_path) as base:
+        donation.close("over", "all steps are made")
+        with pytest.raises(RunOver, match="all steps are made"):
+            next(base.items)
+
+
+def test_the_first_reason_to_end_counts(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A region leaves a run that is over, before it has sent what is in the log: the newcomer hears that the run is over."""
+    has_left = threading.Event()
+
+    def slowly(quiet_s: float) -> Iterator[None]:
+        has_left.wait(PATIENCE_S)
+        return iter(())
+
+    monkeypatch.setattr(donation.log, "items", slowly)
+    with received(donation, tmp_path) as base:
+        donation.close("over", "all steps are made")
+        donation.close()
+        has_left.set()
+        with pytest.raises(RunOver, match="all steps are made"):
+            next(base.items)
+
+
+def test_a_donor_that_leaves_is_named(donation: Donation, tmp_path: Path) -> None:
+    with received(donation, tmp_path) as base:
+        donation.close()
+        with pytest.raises(DonorLost, match="region 0 sends its log no more"):
+            next(base.items)
+
+
+def test_a_donor_with_nothing_to_send_gives_signs_of_life(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer waits for it for longer than for one that is silent."""
+    monkeypatch.setattr(donor, "SIGN_S", 0.05)
+    monkeypatch.setattr(base, "SIGN_S", 0.05)
+    monkeypatch.setattr(frames, "_POLL_S", 0.1)
+    with received(donation, tmp_path, timeout_s=0.3) as found:
+        late = threading.Timer(0.8, donation.log, [MARKER])
+        late.start()
+        assert next(found.items) == MARKER
+        late.join()
+
+
+def test_a_log_that_grows_too_long_ends(
+    donation: Donation, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both ends say it."""
+    large = Entry(**{**vars(ENTRY), "values": torch.zeros(donor._LEAST_LOG_BYTES // 4)})
+    assert not donation.log(large)
+    with (
+        received(donation, tmp_path) as base,
+        pytest.raises(DonorLost, match="the log has outgrown its bound"),
+    ):
+        next(base.items)
+    assert "region 2 is so far behind" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["token", "keys", "no keys"])
+@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
+def test_who_has_other_keys_gets_nothing(how: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    """Of the offer, or of the run."""
+    donation = given(tmp_path, **how)
+    mine: dict[str, Any] = {
+        "token": {**how, "offer": donation.offer._replace(token="00" * 32)},
+        "keys": {**how, "keys": KEYS.of("others")},
+        "no keys": {},
+    }[wrong]
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more"),
+        received(donation, tmp_path, **mine),
+    ):
+        pass
+    ended(donation, tmp_path)
+
+
+def test_each_way_of_each_offer_has_its_own_key() -> None:
+    """So nothing that was recorded can be sent back, or to another newcomer."""
+    offer = Offer(**OFFER)
+
+    def ciphers(offer: Offer) -> tuple[frames.Ciphers, frames.Ciphers]:
+        donors, newcomers = offer.ciphers(KEYS, is_donor=True), offer.ciphers(KEYS, is_donor=False)
+        assert donors is not None and newcomers is not None
+        return donors, newcomers
+
+    (seals, opens), (newcomer_seals, newcomer_opens) = ciphers(offer)
+    sealed = seals.seal(b"x")
+    for cipher in (opens, ciphers(offer._replace(token="11" * 32))[1][1]):
+        with pytest.raises(LinkError, match="altered"):
+            cipher.open(sealed)
+    assert newcomer_opens.open(sealed) == b"x"
+    assert opens.open(newcomer_seals.seal(b"y")) == b"y"
+
+
+def test_a_donor_that_dies_in_the_middle_is_named(
+    sealed: tuple[Donation, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what has come of its base is removed."""
+    donation, how = sealed
+
+    def die(donation: Donation, to: frames.Frames) -> None:
+        to.send("base", run=RUN, files={"cocodc/state.json": 200})
+        to.send_bytes(b"{}" * 50)
+        raise OSError("killed")
+
+    monkeypatch.setattr(Donation, "_send", die)
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more: the other end has closed"),
+        received(donation, tmp_path, **how),
+    ):
+        pass
+    assert not list((tmp_path / "region-2").iterdir())
+
+
+def test_a_donor_that_leaves_sends_no_more_of_its_base(tmp_path: Path) -> None:
+    """Without the log it is of no use: a region that leaves does not wait until all of it is sent."""
+    donation = given(tmp_path, rate=2000.0)
+    leaving = threading.Timer(0.5, donation.close)
+    leaving.start()
+    with (
+        pytest.raises(DonorLost, match="region 0 sends its base no more: the other end has closed"),
+        received(donation, tmp_path),
+    ):
+        pass
+    leaving.join()
+    assert not list((tmp_path / "region-2").iterdir())
+    ended(donation, tmp_path)
+
+
+def test_a_newcomer_that_is_frozen_keeps_nobody(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the log grows, it may take nothing: it is busy. Once the log has ended, the donor does not wait for it."""
+    monkeypatch.setattr(frames, "_POLL_S", 0.05)
+    monkeypatch.setattr(donor, "_TAKEN_WITHIN_S", 0.3)
+    with received(donation, tmp_path) as base:
+        large = Entry(**{**vars(ENTRY), "values": torch.zeros(donor._LEAST_LOG_BYTES // 4 - 1000)})
+        assert donation.log(large)
+        donation.join(1.0)
+        assert not donation.over
+        while donation.log(large):
+            pass
+        donation.join(10.0)
+        assert donation.over and donation.log.overflowed
+        with pytest.raises(DonorLost, match="region 0 sends its log no more"):
+            next(base.items)
+
+
+def test_an_altered_record_is_refused() -> None:
+    end, other = pair((Cipher(KEYS, in_order=True), Cipher(KEYS, in_order=True)))
+    other.sendall((30).to_bytes(4, "big") + bytes(30) + (1 << 20).to_bytes(4, "big"))
+    with pytest.raises(LinkError, match="altered"):
+        end.receive()
+    with pytest.raises(LinkError, match="a record of 1048576 bytes"):
+        end.receive()
+    other.close()
+    end.close()
+
+
+@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
+def test_who_answers_in_the_place_of_the_donor_is_not_believed(how: dict[str, Any], tmp_path: Path) -> None:
+    """It has nothing that is sealed with the keys of the offer."""
+    with pytest.raises(DonorLost, match="region 0 sends its base no more"):
+        receive(*served([files(state=2), b"{}", b"\0" * 400]), tmp_path / "region-2", *REST, **how)
+
+
+def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Path) -> None:
+    """And one whose donor is gone meanwhile."""
+
+    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        raise LinkError("region 0 has not called region 2 within 20 s.")
+
+    with pytest.raises(DonorLost, match="offered a base, and is not reached: region 0 has not called"):
+        receive(donation.offer, fails, tmp_path / "region-2", *REST)
+
+    def gone() -> None:
+        raise DonorLost("it is lost")
+
+    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+        look()
+        raise AssertionError
+
+    with pytest.raises(DonorLost, match="^it is lost$"):
+        receive(donation.offer, looks, tmp_path / "region-2", 2, 0, gone, PATIENCE_S)
+
+
+REST: tuple[Any, ...] = (2, 0, lambda: None, PATIENCE_S)
+"""The last arguments of `receive`."""
+
+
+def served(lines: list[bytes], is_silent: bool = False) -> tuple[Offer, donor.Stream]:
+    """The offer of a donor that says these lines, and no more; it ends the connection, or `is_silent`."""
+    theirs, connection = socket.socketpair()
+
+    def say() -> None:
+        with connection, contextlib.suppress(OSError):
+            for line in lines:
+                connection.sendall(line)
+            if not is_silent:
+                connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+
+    threading.Thread(target=say, name="hf_cocodc-test-donor", daemon=True).start()
+    return Offer(**OFFER), lambda *arguments: theirs
+
+
+def test_an_offer_has_numbers_and_a_token() -> None:
+    assert donor.offered(OFFER) == Offer(**OFFER)
+    wrong: list[dict[str, Any]] = [{"number": 63}, {"number": 256}, {"number": "70"}]
+    wrong += [{"step": -1}, {"step": 1 << 60}, {"token": 3}, {"token": "0f"}, {"token": "0f" * 32 + "\n"}]
+    for each in wrong:
+        with pytest.raises(ValueError, match="."):
+            donor.offered({**OFFER, **each})
+
+
+class Post:
+    """The coordinator between a newcomer and the members 0 and 1, which answer at once."""
+
+    def __init__(self, **answers: dict[str, Any]) -> None:
+        self.donors = Donors(2, self.post, self.is_there, self.stream)
+        self.answers, self.posted = answers, list[tuple[Member, str]]()
+        self.there = {ZERO, ONE}
+
+    def post(self, member: Member, topic: str) -> None:
+        self.posted.append((member, topic))
+        for each, content in self.answers.items():
+            self.donors.hear(ZERO, each, content)
+
+    def is_there(self, member: Member) -> bool:
+        return member in self.there
+
+    def stream(self, member: Member, *arguments: Any) -> socket.socket:
+        assert member == ZERO
+        return STREAMS[self.answers["offer"]["token"]].of_newcomer(*arguments)
+
+    def base_of(self, member: Member, tmp_path: Path, **how: Any) -> Base:
+        return self.donors.base_of(
+            member, tmp_path / "region-2", stuck_timeout_s=0.3, timeout_s=PATIENCE_S, **how
+        )
+
+
+ZERO, ONE = Member(0, 4), Member(1, 9)
+
+
+def test_a_newcomer_asks_a_member(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+    donation, how = sealed
+    post = Post(offer=donation.offer._asdict(), other={})
+    base = post.base_of(ZERO, tmp_path, **how)
+    assert base.received[1:4] == (0, 3, RUN) and post.posted == [(ZERO, "base")]
+    base.close()
+
+
+def test_a_member_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What travels while the coordinator is away is lost."""
+    monkeypatch.setattr(asking, "_AGAIN_S", 0.1)
+    post = Post()
+    with pytest.raises(DonorLost, match="has offered no base"):
+        post.base_of(ZERO, tmp_path)
+    assert len(post.posted) > 1
+
+
+def test_a_member_that_gives_no_base_is_named(tmp_path: Path) -> None:
+    """It says why, offers what is none, is lost, or is silent. What another member says is no answer of it."""
+    for answer, why in (
+        ({"no_base": {"why": "it leaves"}}, "it leaves"),
+        ({"offer": {**OFFER, "number": 3}}, "what is no base"),
+        ({"offer": {}}, "what is no base"),
+        ({}, "region 0 has offered no base for 0.3 s"),
+    ):
+        with pytest.raises(DonorLost, match=why):
+            Post(**answer).base_of(ZERO, tmp_path)
+    with pytest.raises(DonorLost, match="region 1 has offered no base"):
+        Post(offer=OFFER).base_of(ONE, tmp_path)
+    lost = Post()
+    lost.there = {ONE}
+    with pytest.raises(DonorLost, match="region 0 is lost"):
+        lost.base_of(ZERO, tmp_path)
+
+
+NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "trees/x.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing is written."""
+    line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode() + b"\nx"
+    with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
+        receive(*served([line]), tmp_path / "region-2", *REST)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def files(**sizes: Any) -> bytes:
+    return (
+        json.dumps({"kind": "base", "run": RUN, "files": {f"cocodc/{n}.json": s for n, s in sizes.items()}})
+        + "\n"
+    ).encode()
+
+
+BROKEN = {
+    "a file that has changed": [files(state=2), b'{}{"kind": "sha256", "value": "0"}\n'],
+    "half a file": [files(state=200), b"{}"],
+    "a size that is none": [files(state=-1)],
+    "a size that no file has": [files(state=1 << 70)],
+    "a size that is no number": [files(state=True)],
+    "no list": [b'{"kind": "base"}\n'],
+    "no JSON": [b"GET / HTTP/1.1\n"],
+    "no line": [b"x" * (frames._MAX_LINE + 10)],
+}
+
+
+@pytest.mark.parametrize("lines", BROKEN.values(), ids=BROKEN)
+def test_what_is_no_base_is_refused(lines: list[bytes], tmp_path: Path) -> None:
+    """And no folder looks like one."""
+    with pytest.raises(DonorLost):
+        receive(*served(lines), tmp_path / "region-2", *REST)
+    assert not [path for path in (tmp_path / "region-2").glob("*") if path.name.endswith(".base")]
+
+
+def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its process lives."""
+    monkeypatch.setattr(frames, "_POLL_S", 0.05)
+    monkeypatch.setattr(base, "SIGN_S", 0.02)
+    offer = served([files(state=200), b"{}"], is_silent=True)
+    with pytest.raises(
+        DonorLost, match="region 0 sends its base no more: the other end has sent nothing for"
+    ):
+        receive(*offer, tmp_path / "region-2", 2, 0, lambda: None, 0.2)
+
+
+def test_a_base_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Before anything is written: one file, or many."""
+    for sizes in ({"state": LARGEST + 1}, {f"state-lane{i}": 1 << 18 for i in range(5)}, {"state": 1 << 49}):
+        rule = rf"{sum(sizes.values())} bytes, more than the {LARGEST} .* resume them together"
+        with pytest.raises(DonorLost, match=rule):
+            receive(*served([files(**sizes)]), tmp_path / "region-2", *REST, most=LARGEST)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_log_brings_no_more_at_once_than_the_base_allows(
+    donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An item is at most twice as large as the base, and some."""
+    monkeypatch.setattr(base, "_ITEM_MARGIN", 0)
+    donation.log(ENTRY)
+    with received(donation, tmp_path) as found:
+        assert next(found.items)
+        donation.log(Entry(**{**vars(ENTRY), "values": torch.zeros(1 << 16)}))
+        with pytest.raises(DonorLost, match="bytes, more than"):
+            next(found.items)
+
+
+DEEP: list = []
+for _ in range(100):
+    DEEP = [DEEP]
+ITEMS: dict[str, Any] = {
+    "a negative length": {"tree": {}, "tensors": {"x": ["float32", [-1]]}},
+    "more bytes than may come": {"tree": {}, "tensors": {"x": ["float32", [1 << 60]]}},
+    "an unknown type": {"tree": {}, "tensors": {"x": ["complex64", [1]]}},
+    "a tensor that is not there": {"tree": {"a": {"$tensor": "x"}}, "tensors": {}},
+    "no tensors": {"tree": {}},
+    "a length that no tensor has": {"tree": {}, "tensors": {"x": ["float32", [0, 1 << 70]]}},
+    "too many dimensions": {"tree": {}, "tensors": {"x": ["float32", [1] * 100]}},
+    "a length that is no number": {"tree": {}, "tensors": {"x": ["float32", [True]]}},
+    "a tree that is too deep": {"tree": DEEP, "tensors": {}},
+    "a float that is none": {"tree": {"$float": "1e"}, "tensors": {}},
+    "a tensor without a name": {"tree": {"$tensor": []}, "tensors": {}},
+    "too many tensors": {"tree": {}, "tensors": {str(i): ["float32", [0]] for i in range(200_000)}},
+}
+
+
+def pair(ciphers: frames.Ciphers | None = None) -> tuple[frames.Frames, socket.socket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return frames.Frames(one, ciphers, rate=1000.0), listener.accept()[0]
+
+
+@pytest.mark.parametrize("line", ITEMS.values(), ids=ITEMS)
+def test_what_is_no_value_is_refused(line: dict[str, Any]) -> None:
+    end, other = pair()
+    with pytest.raises(LinkError, match="what is no value of ours"):
+        end.receive_tree(line, 1 << 20)
+    other.close()
+    end.close()
+
+
+def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many seconds of waiting as the bytes need."""
+    slept: list[float] = []
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(frames.time, "sleep", sleep)
+    monkeypatch.setattr(frames.time, "monotonic", lambda: now[0])
+    end, other = pair()
+    end.send_bytes(bytes(2000))
+    assert len(other.recv(2000, socket.MSG_WAITALL)) == 2000
+    assert sum(slept) == pytest.approx(1.5)
+    other.close()
+    end.close()

@@ -1,0 +1,228 @@
+"""Only what a resume reads is compared with the list of files: what users add to a checkpoint, or edit, is theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+from accelerate import Accelerator
+
+from hf_cocodc.errors import CheckpointError
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
+from hf_cocodc.run.outer_optimizer import OuterOptimizer
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import durable, manifest
+from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot.checkpoint import Facts
+from hf_cocodc.snapshot.choose import Shelf, newest_common
+from hf_cocodc.snapshot.durable import sha256_of_all
+from hf_cocodc.snapshot.export import put_into_folder
+from hf_cocodc.snapshot.files import take_over
+
+FILES = (
+    "model.safetensors",
+    "optimizer.pt",
+    "README.md",
+    "default/adapter_model.safetensors",
+    "pytorch_model_fsdp_0/__0_0.distcp",
+    "cocodc/state.json",
+    "cocodc/global-lane0.safetensors",
+    "cocodc/local-lane0.safetensors",
+    "config.json",
+    "global/model.safetensors",
+    "global/config.json",
+    "global/README.md",
+)
+"""In format 2 the files of the global model have two names; the others are what a resume reads."""
+
+
+def put(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A sealed checkpoint; only the names of its files matter here."""
+    for name in FILES:
+        put(tmp_path / "checkpoint-4" / name, b"saved")
+    manifest.write(tmp_path / "checkpoint-4", run=7)
+    return tmp_path / "checkpoint-4"
+
+
+@pytest.fixture
+def whole(checkpoint: Path) -> Path:
+    """A sealed checkpoint whose facts can be read."""
+    facts = Facts(step=4, region=0, num_regions=1, num_lanes=1, settings={}, finished=False, journal=0)
+    state.write(checkpoint, state.Saved({}, facts))
+    manifest.write(checkpoint, run=7)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_model/adapter_model.safetensors",
+        "merged/model.safetensors",
+        "meta.pt",
+        "notes.bin",
+        "global/adapter_model.safetensors",
+    ],
+)
+def test_a_file_that_no_resume_reads_may_be_added(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"the user's")
+    assert manifest.damage(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "model.safetensors", "global/README.md", "global/model.safetensors"]
+)
+def test_a_file_that_no_resume_reads_may_change(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"edited by its user")
+    assert manifest.damage(checkpoint) is None
+    (checkpoint / name).unlink()
+    assert manifest.damage(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_model.safetensors",
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.pt",
+        "scaler.pt",
+        "rng_state_1.pth",
+        "random_states_0.pkl",
+        "custom_checkpoint_0.pkl",
+        "dl_state_dict.bin",
+        "sampler.bin",
+        "pytorch_model_fsdp.bin",
+        "pytorch_model_fsdp_0/__1_0.distcp",
+        "optimizer_0/__0_0.distcp",
+        "default/adapter_model.bin",
+        "cocodc/global-lane1.safetensors",
+    ],
+)
+def test_a_file_that_a_resume_would_read_must_not_appear(checkpoint: Path, name: str) -> None:
+    put(checkpoint / name, b"another's")
+    assert manifest.damage(checkpoint) == f"{name} was not there when the checkpoint was saved"
+
+
+@pytest.mark.parametrize("lacking", ["its own hash", "the hash of a file", "the size of a file"])
+def test_a_list_without_a_hash_is_damaged(checkpoint: Path, lacking: str) -> None:
+    content = json.loads((checkpoint / manifest.COMPLETE).read_text())
+    content.pop("sha256")
+    if lacking != "its own hash":
+        next(iter(content["files"].values())).pop("sha256" if "hash" in lacking else "bytes")
+        content["sha256"] = manifest._sha256(content)
+    (checkpoint / manifest.COMPLETE).write_text(json.dumps(content))
+    assert str(manifest.damage(checkpoint)).startswith("cocodc/COMPLETE is damaged (KeyError")
+
+
+def test_a_file_with_two_names_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("model.safetensors", "cocodc/state.json"):
+        put(tmp_path / "checkpoint-4" / name, b"saved")
+    put_into_folder(tmp_path / "checkpoint-4")
+    hashed, sha256 = [], durable.sha256
+    monkeypatch.setattr(durable, "sha256", lambda path: [hashed.append(path), sha256(path)][1])
+    manifest.write(tmp_path / "checkpoint-4", run=7)
+    assert sorted(path.name for path in hashed) == ["model.safetensors", "state.json"]
+    files = manifest.read(tmp_path / "checkpoint-4").files
+    assert files["model.safetensors"] == files["global/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "global/model.safetensors", "global/config.json"])
+def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -> None:
+    """Only its weights and configs are compared."""
+    assert manifest.damage_of_export(checkpoint) is None
+    put(checkpoint / "global/README.md", b"edited by its user")
+    assert manifest.damage_of_export(checkpoint) is None
+    put(checkpoint / name, b"other")
+    wrong = manifest.damage_of_export(checkpoint)
+    assert wrong is not None
+    assert wrong.startswith(f"{name} has changed since it was saved")
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was saved.*Restore it"):
+        run_in_lockstep(1, lambda region, link: take_over(link, checkpoint, [region], run=7))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])
+def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, name: str) -> None:
+    """Not even a damaged one of the same run: a user may have kept something in it."""
+    numbering.begin_run(checkpoint.parent, 7)
+    put(checkpoint / "merged/model.safetensors", b"the user's")
+    put(checkpoint / name, b"damaged")
+    state.make_room(checkpoint)
+    assert not checkpoint.exists()
+    [aside] = checkpoint.parent.glob("checkpoint-4.*")
+    assert (aside / "merged/model.safetensors").read_bytes() == b"the user's"
+    assert list(state.checkpoints(checkpoint.parent)) == []
+
+
+def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
+    (checkpoint / state.COMPLETE).unlink()
+    state.make_room(checkpoint)
+    assert not checkpoint.exists()
+    assert not list(checkpoint.parent.glob("checkpoint-4*"))
+
+
+def holding_nothing_else(folder: Path) -> int:
+    """The step that a region with this folder resumes from."""
+    [choice] = run_in_lockstep(
+        1, lambda region, link: newest_common(link, Shelf(folder, link, Accelerator()))
+    )
+    return choice.step
+
+
+def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None:
+    """To another machine, into a folder that does not say which run writes there."""
+    assert holding_nothing_else(whole.parent) == 4
+
+
+def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
+    """A run that had checkpoints does not start anew by itself; one that was ended before its first does."""
+    numbering.begin_run(whole.parent, 8, unsaved=True)
+    assert holding_nothing_else(whole.parent) == 0
+    numbering.begin_run(whole.parent, 8)
+    with pytest.raises(
+        CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
+    ):
+        holding_nothing_else(whole.parent)
+
+
+def test_the_other_ranks_wait_for_hashes_without_a_time_out(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region's main process hashes files only where the link lets it lead, never while others are in a collective call."""
+    leading, hashed, lead = [], [], LockstepLink.lead
+
+    def noted_lead(link: LockstepLink, call: Callable[[Link], Any], what: str) -> Any:
+        leading.append(what)
+        try:
+            return lead(link, call, what)
+        finally:
+            leading.pop()
+
+    def noted_hashes(paths: Sequence[Path]) -> list[str]:
+        hashed.append(bool(leading))
+        return sha256_of_all(paths)
+
+    monkeypatch.setattr(LockstepLink, "lead", noted_lead)
+    monkeypatch.setattr(manifest, "sha256_of_all", noted_hashes)
+
+    def body(region: int, link: Link) -> None:
+        newest_common(link, Shelf(whole.parent, link, Accelerator()))
+        outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
+        OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
+
+    run_in_lockstep(1, body)
+    assert hashed == [True, True], "at the resume, and at the seal"

@@ -1,0 +1,199 @@
+"""Taking over another region's checkpoint: what crosses the link, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from hf_cocodc.errors import CheckpointError, LinkError
+from hf_cocodc.link.base import Link
+from hf_cocodc.link.lockstep import run_in_lockstep
+from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import files as parcel
+from hf_cocodc.snapshot import files as take_over
+from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import local_weights
+from hf_cocodc.snapshot.export import put_into_folder
+from tests.snapshot.test_checkpoints import FACTS
+
+RUN = 7
+ADAM = {
+    "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.arange(4.0)}, 2: {"step": torch.tensor(3.0)}},
+    "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": [0, 2], "foreach": None}],
+}
+WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Region 0's checkpoint of step 3, as Trainer and we write it, with an adapter in a folder of its own."""
+    folder = tmp_path / "region-0" / "checkpoint-3"
+    numbering.begin_run(folder.parent, RUN)
+    state.begin(folder)
+    ours = {"tensor": torch.ones(2), "layout": [[["weight", [2, 3]]]]}
+    state.write(folder, state.Saved(ours, FACTS, {"weight": "its digest"}))
+    local_weights.write(folder / local_weights.weights_file(), WEIGHTS | {"buffer": torch.ones(1)})
+    (folder / "extra").mkdir()
+    save_file(WEIGHTS, folder / "model.safetensors")
+    save_file(WEIGHTS, folder / "extra" / "adapter_model.safetensors")
+    (folder / "config.json").write_text("{}")
+    torch.save({"a": 1}, folder / "training_args.bin")
+    put_into_folder(folder)
+    torch.save(ADAM, folder / "optimizer.pt")
+    torch.save({"last_epoch": 3, "_last_lr": [1e-3], "lr_lambdas": [None]}, folder / "scheduler.pt")
+    torch.save({"python": [1, 2]}, folder / "rng_state.pth")
+    (folder / "trainer_state.json").write_text("{}")
+    state.seal(folder)
+    return folder
+
+
+def taken_over(checkpoint: Path) -> Path:
+    """Region 1's copy."""
+
+    def body(region: int, link: Link) -> Path:
+        own = checkpoint.parent.with_name(f"region-{region}") / checkpoint.name
+        own.parent.mkdir(exist_ok=True)
+        take_over.take_over(link, own, [0], RUN)
+        return own
+
+    return run_in_lockstep(2, body)[1]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours == theirs
+
+
+def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With subfolders of global/; without local weights and random numbers; and no pickle was on the way."""
+    travelled: set[str] = set()
+    travel = take_over._travel
+
+    def look(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
+        travelled.update(path.read_bytes()[:2].hex() + " " + name for name, path in files.items())
+        travel(link, source, files, into)
+
+    monkeypatch.setattr(take_over, "_travel", look)
+    own = taken_over(checkpoint)
+    assert state.damage(own) is None
+    assert state.unusable(own) is None
+    assert state.facts_of(own).taken_over
+    assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
+    scheduler = torch.load(own / "scheduler.pt", weights_only=True)
+    assert scheduler == torch.load(checkpoint / "scheduler.pt", weights_only=True)
+    assert torch.equal(load_file(own / "extra" / "adapter_model.safetensors")["weight"], WEIGHTS["weight"])
+    assert not (own / "rng_state.pth").exists()
+    assert not (own / "trees").exists()
+    assert travelled
+    zip_or_pickle = ("504b", "8002", "8003", "8004", "8005")
+    assert not [name for name in travelled if name.startswith(zip_or_pickle)]
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == ["checkpoint-3", "cocodc"]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
+def test_a_sharded_checkpoint_arrives_whole(checkpoint: Path, tmp_path: Path) -> None:
+    """FSDP2 writes folders with a pickle in them: the optimizer's is written anew, local weights are not sent."""
+    whole = tmp_path / "whole.pt"
+    adam = {"optimizer": {"state": {"weight": WEIGHTS["weight"]}}}
+    for name, content in (
+        ("optimizer_0", adam),
+        ("pytorch_model_fsdp_0", {"model": {"weight": torch.zeros(2, 3)}}),
+    ):
+        torch.save(content, whole)
+        torch_save_to_dcp(whole, checkpoint / name)
+    state.seal(checkpoint)
+    own = taken_over(checkpoint)
+    dcp_to_torch_save(own / "optimizer_0", whole)
+    assert same(torch.load(whole), adam)
+    assert not (own / "pytorch_model_fsdp_0").exists()
+
+
+class Evil:
+    """What a pickle can do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch's own, of older releases
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_pickle_that_was_not_saved_is_not_opened(checkpoint: Path, tmp_path: Path, is_listed: bool) -> None:
+    """FSDP2's folders have one. Only the list of what was saved, with hashes, shows that it is ours."""
+    if is_listed:
+        torch.save({"optimizer": {}}, tmp_path / "whole.pt")
+        torch_save_to_dcp(tmp_path / "whole.pt", checkpoint / "optimizer_0")
+        state.seal(checkpoint)
+    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
+    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
+    with pytest.raises(CheckpointError, match="optimizer_0 is not opened: optimizer_0/.metadata"):
+        taken_over(checkpoint)
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("told", [b"[]", b"{", b'{"trees/x": -1}', b'{"config.json": true}', b"[" * 99_999])
+def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
+    """Whatever comes in its place; and a file that is shorter than was told."""
+    with pytest.raises(LinkError, match="does not say which files it sends"):
+        parcel.check_files(take_over._parsed(told), 0)
+
+
+def test_a_file_of_another_length_than_was_told_is_refused(tmp_path: Path) -> None:
+    """In every region, before a byte of it is written."""
+    grows = Path("/proc/self/status")  # the system says that it is empty
+    into = tmp_path / "half"
+
+    def body(region: int, link: Link) -> None:
+        files = {"trainer_state.json": grows} if region == 0 else {}
+        with pytest.raises(LinkError, match="region 0 sends trainer_state.json with another length"):
+            take_over._travel(link, 0, files, into if region else None)
+
+    run_in_lockstep(2, body)
+    assert not into.exists()
+
+
+def test_what_is_not_trained_travels(checkpoint: Path) -> None:
+    """Of the local weights: buffers and frozen weights. No digest goes with them, for local weights are then the global ones."""
+    own = taken_over(checkpoint)
+    assert set(load_file(own / local_weights.weights_file())) == {"buffer"}
+    assert state.read(checkpoint).weights
+    assert not state.read(own).weights
+    assert (own / "model.safetensors").samefile(own / "global" / "model.safetensors")
+
+
+NAMES = [
+    "/tmp/evil.json",
+    "../evil.json",
+    "global/../../evil.json",
+    "optimizer.pt",
+    "cocodc/COMPLETE",
+    "trees/x.json",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_checkpoint_has_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing is written, inside the folder or elsewhere."""
+    (tmp_path / "file").write_text(json.dumps({}))
+
+    def body(region: int, link: Link) -> None:
+        into = tmp_path / "deep" / "into" if region else None
+        take_over._travel(link, 0, {} if region else {name: tmp_path / "file"}, into)
+
+    with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
+        run_in_lockstep(2, body)
+    assert [path.name for path in tmp_path.rglob("*")] == ["file"]

@@ -1,0 +1,158 @@
+"""What regions agree on before step 1: the length of the run, before anything is derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+from transformers import Trainer, get_scheduler
+
+from hf_cocodc import CoCoDCCallback, simulate
+from hf_cocodc.errors import HandshakeError, RunStopped
+from hf_cocodc.link.base import Link
+from tests.processes.worker import Tokens
+from tests.run.test_resuming import At, callback_of, config, make
+from tests.toys import params_of
+
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "warmup_steps": 0.25, "logging_steps": 1}
+
+
+def unequal(folder: Path, link: Link, callbacks: tuple = (), **more: Any) -> Trainer:
+    """A Trainer with an epoch of 6 inner steps in region 0, and of 8 in region 1."""
+    data = Tokens(12 + 4 * link.region, seed=link.region)
+    return make(folder, link, data=data, callbacks=callbacks, **{**EPOCHS, **more})
+
+
+def rates(trainer: Trainer) -> list[float]:
+    """The learning rate of every inner step."""
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def schedule(steps: int) -> list[float]:
+    """The learning rates of a run of this length, by Transformers' own schedule."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=steps // 4, num_training_steps=steps)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_the_schedule_of_unequal_shards_is_one(tmp_path: Path) -> None:
+    """Two epochs of 6 and of 8 inner steps: both regions warm up, decay and evaluate as a run of 12 does."""
+
+    def body(region: int, link: Link) -> Trainer:
+        trainer = unequal(tmp_path, link, save_strategy="no", eval_strategy="steps", eval_steps=0.25)
+        trainer.train()
+        return trainer
+
+    trainers = simulate(body, regions=2)
+    for trainer in trainers:
+        assert rates(trainer) == schedule(12)
+        assert (trainer.state.max_steps, trainer.state.eval_steps) == (12, 3)
+        assert trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
+    assert torch.equal(*(params_of(trainer.model) for trainer in trainers))
+
+
+def test_the_schedule_of_unequal_shards_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """Stopped after 7 of 12 steps, in region 1's first epoch and region 0's second one."""
+
+    def stop(region: int, link: Link) -> None:
+        trainer = unequal(tmp_path, link, save_strategy="no")
+        if region == 0:
+            callback = callback_of(trainer)
+            trainer.add_callback(At(6, lambda control: callback._note_signal("SIGTERM")))
+        with pytest.raises(RunStopped):
+            trainer.train()
+
+    def go_on(region: int, link: Link) -> list[float]:
+        trainer = unequal(tmp_path, link, save_strategy="no")
+        trainer.train(resume_from_checkpoint=True)
+        return rates(trainer)
+
+    simulate(stop, regions=2)
+    assert simulate(go_on, regions=2) == [schedule(12)] * 2
+
+
+def test_a_schedule_that_is_made_before_regions_meet(tmp_path: Path) -> None:
+    """A Trainer that is told of the callback late has made its schedule when regions meet: refused if it is too long."""
+
+    def body(longer: int, region: int, link: Link) -> int:
+        trainer = unequal(tmp_path, link, save_strategy="no")
+        late = Trainer(trainer.model, trainer.args, train_dataset=Tokens(12 + 4 * (region == longer)))
+        late.add_callback(CoCoDCCallback(config(), link=link))
+        late.train()
+        return late.state.global_step
+
+    assert simulate(lambda region, link: body(-1, region, link), regions=2) == [12, 12]
+    with pytest.raises(
+        HandshakeError, match=r"region 1 would make 16 inner steps.* callback\.attach\(trainer\)"
+    ):
+        simulate(lambda region, link: body(1, region, link), regions=2)
+
+
+STEPS_2 = {"eval_strategy": "steps", "eval_steps": 2}
+DELAYED = {**STEPS_2, "eval_delay": 3}
+NEVER = {"eval_strategy": "no"}
+STREAM = Tokens(16).rows.tolist()
+
+
+def rows() -> Iterator[dict[str, list[int]]]:
+    return ({"input_ids": row, "labels": row} for row in STREAM)
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "message"),
+    [
+        (
+            STEPS_2,
+            NEVER,
+            r"region 0 evaluates every 2 inner steps, region 1 never.*eval_strategy and eval_steps",
+        ),
+        (STEPS_2, DELAYED, r"eval_delay=0 in region 0, but 3 in region 1"),
+        (
+            {"eval_on_start": True},
+            {"eval_on_start": False},
+            r"eval_on_start=True in region 0, but False in region 1",
+        ),
+        (
+            {"eval_strategy": "epoch", "data": IterableDataset.from_generator(rows)},
+            {},
+            r"region 0 evaluates after epochs of unknown length.*eval_strategy=steps",
+        ),
+        (
+            {"save_strategy": "steps", "save_steps": 3},
+            {"save_strategy": "no"},
+            r"region 0 saves every 3 inner steps, region 1 never",
+        ),
+        (STEPS_2, {"evaluate_on": "local"}, r"evaluate_on=global in region 0, but local in region 1"),
+    ],
+)
+def test_regions_that_would_wait_for_each_other_in_vain(
+    common: dict, own: dict, message: str, tmp_path: Path
+) -> None:
+    """With eager updates an evaluation needs all regions. What they do not do together is refused before step 1."""
+
+    def body(region: int, link: Link) -> None:
+        make(tmp_path, link, "eager", **{"save_strategy": "no", **common, **(own if region else {})}).train()
+
+    with pytest.raises(HandshakeError, match=message):
+        simulate(body, regions=2)
+
+
+def test_an_evaluation_that_needs_no_other_region_may_take_place_in_one(tmp_path: Path) -> None:
+    """All regions hold the same global weights: region 1 need not evaluate them, nor at the start."""
+
+    def body(region: int, link: Link) -> list[int]:
+        how = NEVER if region else {**STEPS_2, "eval_on_start": True}
+        trainer = make(tmp_path, link, save_strategy="no", max_steps=4, **how)
+        trainer.train()
+        return [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+    assert simulate(body, regions=2) == [[0, 2, 4], []]
