@@ -1,147 +1,115 @@
-"""Regions choose the checkpoint that all of them resume from."""
+"""Regions choose the checkpoint that all of them resume from.
+
+Each region says what it was asked for and which checkpoints it holds, by names and sizes. `choose`, the same pure rule in all
+regions, picks one. Only then is every byte of that one hashed, which costs a second per GB: where it is damaged, the region
+takes it off its list, and the rule is asked again.
+"""
 
 import contextlib
+import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import and_
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LinkError
 from ..link.base import Link
-from ..link.spreading import gather
+from ..link.spreading import gather, spread_all
 from ..link.within import main_says
+from ..net.validation import whole
 from . import checkpoint as disk
-from . import folder as numbering
+from . import folder as folders
 from . import manifest
 from .files import take_over
-from .folder import is_pointer, point
 
 logger = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
+_MOST_BYTES = 1 << 20
+"""What a region says about its checkpoints, at most: many thousands of them."""
 
 
-class Good(NamedTuple):
-    """A checkpoint that a region can resume from.
+class CanResume(NamedTuple):
+    """Whether a region can resume from the checkpoint that it was given: 1 if it can, else 0."""
+
+    is_good: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint that a region can resume from, as far as names and sizes show.
 
     Attributes:
-        step: its step; 0 if there is none.
+        step: its inner step.
         writers: regions that took part when it was written.
         stopping: whether all regions stopped there, at a step at which no checkpoint was due.
     """
 
     step: int
     writers: tuple[int, ...]
-    stopping: bool
+    stopping: bool = False
 
 
-class Shelf:
-    """The checkpoints of a region's run, newest first.
-
-    Args:
-        folder: of the region's checkpoints.
-        link: of this region.
-        accelerator: of this region.
-        beside: a checkpoint in the folder: of its run; by default of the run that writes to the folder now, or of the newest
-            checkpoint if the folder does not say, because a checkpoint was copied there.
+@dataclass(frozen=True)
+class Offer:
+    """What a region is asked to begin from, and what it has.
 
     Attributes:
-        run: number of the run.
-        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
-        skipped: one sentence for each checkpoint that was looked at and cannot be used; only on the main process.
-        num_damaged: how many of them were saved to their end, and have changed since or are of another run. Those of another
+        resumes: whether it is asked to resume.
+        is_exact: whether it was given the path of a checkpoint; else the newest is meant that all regions have.
+        step: of the checkpoint that it was given; 0 if none was named.
+        is_there: whether it sees a checkpoint of this step, complete or not.
+        run: number of the run whose checkpoints it holds; 0 if none.
+        is_unsaved: whether that run began here from step 0, and was ended before it had a complete checkpoint here.
+        num_damaged: checkpoints that were saved to their end, and have changed since or are of another run. Those of another
             run do not count if `is_unsaved`: the run had none.
-
-    All ranks of the region make the same calls in the same order; the main process looks at the disk.
-
-    Raises:
-        CheckpointError: the number of the run cannot be read.
+        held: its checkpoints of the run.
     """
 
-    def __init__(
-        self, folder: Path, link: Link, accelerator: Accelerator, beside: Path | None = None
-    ) -> None:
-        self._accelerator, self._folder, self._link = accelerator, folder, link
-        self._checked: dict[int, str | None] = {}
-        self.skipped: list[str] = []
-        self.num_damaged = 0
-        self.run, self.is_unsaved = self._main_says(
-            lambda: (_run(folder, beside), numbering.is_unsaved(folder))
-        )
+    resumes: bool = True
+    is_exact: bool = False
+    step: int = 0
+    is_there: bool = False
+    run: int = 0
+    is_unsaved: bool = False
+    num_damaged: int = 0
+    held: tuple[Held, ...] = ()
 
-    def newest(self, bound: int | None = None) -> Good:
-        """The newest good checkpoint, of step `bound` at most."""
-        good, self.num_damaged = self._main_says(lambda: (self._newest(bound), self.num_damaged))
-        step, writers, stopping = good
-        return Good(step, tuple(writers), stopping)
+    @property
+    def asks(self) -> tuple[bool, bool, int]:
+        """What must be equal where one region was given a path."""
+        return self.resumes, self.is_exact, self.step
 
-    def _main_says(self, find: Callable[[], Value]) -> Value:
-        return main_says(self._link, self._accelerator, find, "the check of this region's checkpoints")
-
-    def _newest(self, bound: int | None) -> Good:
-        for step, path in reversed(disk.checkpoints(self._folder).items()):
-            if (bound is None or step <= bound) and self._is_good(step, path):
-                facts = disk.facts_of(path)
-                return Good(step, tuple(facts.writers), facts.stopping)
-        return Good(0, (), False)
-
-    def _is_good(self, step: int, path: Path) -> bool:
-        if step not in self._checked:
-            wrong = self._checked[step] = disk.unusable(path, self.run)
-            if wrong is not None:
-                another = disk.is_of_another_run(path, self.run) and self.is_unsaved
-                self.num_damaged += manifest.is_sealed(path) and not another
-                self.skipped.append(f"region {self._link.region}: {path} is not used: {wrong}.")
-                logger.warning("%s", self.skipped[-1])
-        return self._checked[step] is None
+    def __str__(self) -> str:
+        if not self.resumes:
+            return "begin from step 0"
+        if self.is_exact:
+            return f"resume from the checkpoint at a path ({disk.PREFIX}{self.step})"
+        until = f", up to step {self.step}" if self.step else ""
+        return f"resume from the newest checkpoint that all regions have{until}"
 
 
-def _run(folder: Path, beside: Path | None) -> int:
-    if beside is not None:
-        with contextlib.suppress(ValueError):  # its list of files is missing or damaged
-            return manifest.read(beside).run
-    if (folder / numbering.RUN).exists():
-        return numbering.run_of(folder)
-    found = [
-        path for path in disk.checkpoints(folder).values() if manifest.damage(path, hashes=False) is None
-    ]
-    return manifest.read(found[-1]).run if found else 0
-
-
-_BITS = 52
-"""Regions that a number on the link can name, one by a bit. Those beyond count as if they had taken part."""
-
-
-class Holding(NamedTuple):
-    """What a region holds on its disk.
-
-    Attributes:
-        newest: step of its newest good checkpoint; 0 if it has none.
-        run: number of the run that wrote it.
-        writers: regions that took part when it was written: bit r is region r.
-        num_damaged: newer checkpoints that have changed since they were saved, or are of another run (`Shelf.num_damaged`).
-        stopping: whether all regions stopped at the newest one, at a step at which no checkpoint was due.
-        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
-    """
-
-    newest: int
-    run: int
-    writers: int
-    num_damaged: int
-    stopping: bool
-    is_unsaved: bool
-
-
-class Proposal(NamedTuple):
-    """Step of a checkpoint to resume from; 0 if the region has none to propose."""
-
-    step: int
+def offer_in(plain: Any) -> Offer:
+    """What another region offers, as JSON has it. Raises ValueError, KeyError or TypeError if it is none."""
+    held = tuple(
+        Held(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
+        for each in plain["held"]
+    )
+    return Offer(
+        bool(plain["resumes"]),
+        bool(plain["is_exact"]),
+        whole(plain["step"]),
+        bool(plain["is_there"]),
+        whole(plain["run"]),
+        bool(plain["is_unsaved"]),
+        whole(plain["num_damaged"]),
+        held,
+    )
 
 
 class Choice(NamedTuple):
@@ -149,17 +117,23 @@ class Choice(NamedTuple):
 
     Attributes:
         step: its step; 0 to start from step 0.
-        holders: regions that have it, undamaged.
+        holders: regions that have it.
         run: number of the run that wrote it, or that starts once more; 0 to begin a new run.
+        unsaved: the region for whose sake all start once more.
+        absent: regions whose checkpoints do not count, because they were not there when the newest one was written.
+        newest: the step of that one.
     """
 
-    step: int
-    holders: Sequence[int]
-    run: int
+    step: int = 0
+    holders: Sequence[int] = ()
+    run: int = 0
+    unsaved: int | None = None
+    absent: Sequence[int] = ()
+    newest: int = 0
 
 
-def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
-    """The newest checkpoint that is good in every region that has any. A collective call.
+def choose(offers: Mapping[int, Offer]) -> Choice:
+    """The newest checkpoint that every region has that has any.
 
     If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
     regions continue the run that most of them have. Two kinds of checkpoints do not count: those of another run (the folder
@@ -169,76 +143,33 @@ def newest_common(link: Link, shelf: Shelf, bound: int | None = None) -> Choice:
     more from step 0: this is exact, and a take-over is not. If all regions had stopped there, they may have made many more
     steps than between two checkpoints: then nobody starts once more.
 
-    Args:
-        link: reaches the other regions.
-        shelf: this region's checkpoints.
-        bound: newest step that counts; equal in all regions.
-
-    Raises:
-        CheckpointError: regions have only checkpoints that are damaged or of another run.
+    >>> old, new = Held(2, (0, 1)), Held(4, (0, 1))
+    >>> choose({0: Offer(run=7, held=(old, new)), 1: Offer(run=7, held=(old,))})[:3]
+    (2, [0, 1], 7)
     """
-    own = shelf.newest(bound)
-    writers = sum(1 << region for region in own.writers if region < _BITS)
-    holding = Holding(own.step, shelf.run, writers, shelf.num_damaged, own.stopping, shelf.is_unsaved)
-    holdings = gather(link, holding, "the newest good checkpoint")
-    runs = Counter(holding.run for holding in holdings.values() if holding.newest)
+    runs = Counter(offer.run for offer in offers.values() if offer.held)
     if not runs:
-        damaged = [region for region, holding in holdings.items() if holding.num_damaged]
-        if damaged:
-            raise CheckpointError(
-                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
-                + " ".join(shelf.skipped)
-                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
-                "(resume_from_checkpoint)."
-            )
-        if bound is not None:
-            raise CheckpointError(
-                f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
-                "start a new run: resume_from_checkpoint=None."
-            )
-        return Choice(0, [], 0)
-    [(chosen, _)] = runs.most_common(1)  # in a tie, the first region's
-    counts = own.step > 0
-    if counts and shelf.run != chosen:
-        logger.warning("region %d holds checkpoints of another run: they are not used.", link.region)
-        counts = False
-    steps = {r: holding.newest if holding.run == chosen else 0 for r, holding in holdings.items()}
-    newest = max(steps.values())
-    first_holder = next(holdings[r] for r, step in steps.items() if step == newest)
-    unsaved = [r for r, other in holdings.items() if other.run == chosen and other.is_unsaved]
-    if unsaved and not first_holder.stopping:
-        logger.warning(
-            "region %d was ended before its first checkpoint of the run was complete: all regions start once more from step 0. "
-            "This is exact, and to go on without the steps of region %d is not.",
-            *(unsaved[0], unsaved[0]),
-        )
-        return Choice(0, [], chosen)
+        return Choice()
+    [(run, _)] = runs.most_common(1)  # in a tie, the first region's
+    held = {region: {each.step: each for each in o.held if o.run == run} for region, o in offers.items()}
+    newest = max(step for steps in held.values() for step in steps)
+    of_newest = {region: steps[newest] for region, steps in held.items() if newest in steps}
+    unsaved = [region for region, offer in offers.items() if offer.run == run and offer.is_unsaved]
+    if unsaved and not next(iter(of_newest.values())).stopping:
+        return Choice(run=run, unsaved=unsaved[0])
     # one of them may have been lost between their saves: the others have gone on without it
-    writers = reduce(and_, (holdings[r].writers for r, step in steps.items() if step == newest))
+    writers = set.intersection(*(set(each.writers) for each in of_newest.values()))
     # a region that joined later has the newest one only if it took it over
-    first = {r: step if step == newest or r >= _BITS or writers >> r & 1 else 0 for r, step in steps.items()}
-    if counts and not first[link.region]:
-        logger.warning(
-            "region %d was not there when the checkpoints of step %d were written: its own are not used.",
-            *(link.region, newest),
-        )
-        counts = False
-    steps = first
-    while len(set(steps.values()) - {0}) > 1:
-        oldest = min(step for step in steps.values() if step)
-        proposal = shelf.newest(oldest).step if counts else 0
-        told = gather(link, Proposal(proposal), "an older good checkpoint")
-        steps = {r: other.step for r, other in told.items()}
-        if any(first[r] and not step for r, step in steps.items()):  # it has checkpoints, but none this old
-            newest = max(first.values())
-            steps = {r: newest if first[r] == newest else 0 for r in steps}
-    return Choice(max(steps.values()), [r for r, step in steps.items() if step], chosen)
-
-
-class CanResume(NamedTuple):
-    """Whether a region can resume from the checkpoint whose path it was given: 1 if it can, else 0."""
-
-    is_good: int
+    counting = {r: s for r, s in held.items() if s and (r in of_newest or r in writers)}
+    common = set.intersection(*map(set, counting.values()))
+    step = max(common, default=newest)
+    return Choice(
+        step,
+        [region for region, steps in counting.items() if step in steps],
+        run,
+        absent=[region for region, steps in held.items() if steps and region not in counting],
+        newest=newest,
+    )
 
 
 class Start(NamedTuple):
@@ -247,7 +178,7 @@ class Start(NamedTuple):
     Attributes:
         checkpoint: to resume from; None to start from step 0.
         run: number of the run that is resumed, or that starts once more; 0 to begin a new run.
-        skipped: sentences about newer checkpoints that cannot be used; only on the main process.
+        skipped: sentences about newer checkpoints that cannot be used.
     """
 
     checkpoint: Path | None
@@ -262,55 +193,85 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
         link: reaches the other regions.
         accelerator: of this region.
         folder: of this region's checkpoints.
-        wanted: False or None; True for the newest checkpoint that all regions have; or a path (see `wish_of`).
+        wanted: what Trainer's `resume_from_checkpoint` says: False or None; True for the newest checkpoint that all regions
+            have; or a path. `output_dir/checkpoint-N`, which `get_last_checkpoint(output_dir)` returns, means the newest that
+            all regions have, up to step N: another region may not have saved step N when the run ended.
 
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
     """
-    own = main_says(
-        link, accelerator, lambda: wish_of(wanted, folder), "what to begin from", lambda told: Wish(*told)
-    )
-    wish = common_wish(link, own)
-    if not wish.resumes:
+    shelf = Shelf(link, accelerator, folder, _asked(wanted, folder))
+    offers = shelf.tell()
+    if not any(offer.resumes for offer in offers.values()):
         return Start(None)
-    if not wish.is_exact:
-        start = agree(link, accelerator, folder, wish.step or None)
+    refuse_discord(offers)
+    first = next(region for region, offer in offers.items() if offer.resumes)
+    if not offers[link.region].resumes:
+        logger.warning(
+            "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
+        )
+    if offers[first].is_exact:
+        checkpoint = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
+        start = Start(checkpoint, manifest.read(checkpoint).run)
     else:
-        path = of_path(link, accelerator, of_region(Path(wanted), link.region))
-        start = Start(path, manifest.read(path).run)
-    if start.checkpoint is None:
-        return start
-    logger.info("region %d resumes from %s", link.region, start.checkpoint)
+        bounds = [offer.step for offer in offers.values() if offer.step]
+        start = _of_all(link, shelf, min(bounds, default=None))
+    if start.checkpoint is not None:
+        logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
 
 
-def agree(link: Link, accelerator: Accelerator, folder: Path, bound: int | None = None) -> Start:
-    """The checkpoint under `folder`, of step `bound` at most, that this region resumes from. A collective call.
+def refuse_discord(offers: Mapping[int, Offer]) -> None:
+    """Check that regions are asked for what goes together.
 
-    A region that lacks the checkpoint that all agree on takes over another region's.
+    If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or the disk refuses.
+        CheckpointError: they are not; or they are asked for a checkpoint that no region has.
     """
-    shelf = Shelf(folder, link, accelerator)
-    choice = newest_common(link, shelf, bound)
-    if not choice.step:
-        if not choice.run:
-            logger.warning(
-                "no region has a complete checkpoint (%s in this one): starting from step 0.", folder
+    first, asked = next((region, offer) for region, offer in offers.items() if offer.resumes)
+    way_out = (
+        "Give every region the same step, or let regions find the newest checkpoint that all of them have: "
+        "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."
+    )
+    seen = {offer.step for offer in offers.values() if offer.is_there}
+    for region, offer in offers.items():
+        if (offer.is_exact or asked.is_exact) and offer.asks != asked.asks:
+            raise CheckpointError(f"region {first} is to {asked}, region {region} is to {offer}. {way_out}")
+        if not offer.resumes and offer.held:
+            raise CheckpointError(
+                f"region {first} is to {asked}, region {region} is to {offer} though it has checkpoints. {way_out} For a new run "
+                "use another folder."
             )
-        return Start(None, choice.run, shelf.skipped)
-    checkpoint = folder / f"{disk.PREFIX}{choice.step}"
-    if len(choice.holders) < link.num_regions:
-        link.lead(
-            lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
-            "another region's checkpoint",
-        )
-    return Start(checkpoint, choice.run, shelf.skipped)
+        if offer.step and not offer.is_exact and offer.step not in seen:
+            raise CheckpointError(
+                f"region {region} is to resume from {disk.PREFIX}{offer.step}, which no region has. Name one that is there, or "
+                "let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
+            )
 
 
-def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
-    """The checkpoint at the path that this region was given, once it is known to be good in every region. A collective call.
+def _asked(wanted: Any, folder: Path) -> Offer:
+    """What a region is asked to begin from."""
+    if not wanted or wanted is True:
+        return Offer(resumes=bool(wanted))
+    path = Path(wanted)
+    step = path.name.removeprefix(disk.PREFIX)
+    return Offer(
+        is_exact=not folders.is_pointer(path, folder),
+        step=int(step) if step.isdigit() else 0,
+        is_there=path.is_dir() or (folder / path.name).is_dir(),
+    )
+
+
+def _of_region(checkpoint: Path, region: int) -> Path:
+    """This region's own checkpoint, where `checkpoint` may be another region's: a script has one path for all regions."""
+    home = checkpoint.parent
+    own = home.with_name(f"region-{region}") / checkpoint.name
+    return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
+
+
+def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
+    """The checkpoint at the path that this region was given, once it is known to be good in every region.
 
     Raises:
         CheckpointError: it is not; the message names the newest that is good in every region.
@@ -320,7 +281,7 @@ def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     if not bad:
         return checkpoint
-    choice = newest_common(link, Shelf(checkpoint.parent, link, accelerator, beside=checkpoint))
+    choice = Shelf(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
     way_out = "No checkpoint of its run is good in every region"
     if len(choice.holders) == link.num_regions:
         way_out = f"The newest of its run that is good in every region is {disk.PREFIX}{choice.step}: give its path instead"
@@ -331,11 +292,165 @@ def of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     )
 
 
-def of_region(checkpoint: Path, region: int) -> Path:
-    """This region's own checkpoint, where `checkpoint` may be another region's: a script has one path for all regions."""
-    home = checkpoint.parent
-    own = home.with_name(f"region-{region}") / checkpoint.name
-    return own if re.fullmatch(r"region-\d+", home.name) and own.is_dir() else checkpoint
+def _of_all(link: Link, shelf: "Shelf", bound: int | None) -> Start:
+    """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or the disk refuses.
+    """
+    choice = shelf.choose(bound)
+    if not choice.step:
+        if choice.unsaved is not None:
+            logger.warning(
+                "region %d was ended before its first checkpoint of the run was complete: all regions start once more from "
+                "step 0. This is exact, and to go on without the steps of region %d is not.",
+                *(choice.unsaved, choice.unsaved),
+            )
+        else:
+            logger.warning(
+                "no region has a complete checkpoint (%s in this one): starting from step 0.", shelf.folder
+            )
+        return Start(None, choice.run, shelf.skipped)
+    checkpoint = shelf.folder / f"{disk.PREFIX}{choice.step}"
+    if len(choice.holders) < link.num_regions:
+        link.lead(
+            lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
+            "another region's checkpoint",
+        )
+    return Start(checkpoint, choice.run, shelf.skipped)
+
+
+@dataclass
+class Shelf:
+    """A region's folder of checkpoints, as it offers them to the others.
+
+    All ranks of the region make the same calls in the same order; the main process looks at the disk.
+
+    Attributes:
+        link: reaches the other regions.
+        accelerator: of this region.
+        folder: of the region's checkpoints.
+        asked: what the region is asked to begin from; the rest of the offer is found in the folder.
+        beside: a checkpoint in the folder: those of its run are meant. By default those of the run that writes to the folder
+            now, or of the newest checkpoint if the folder does not say, because a checkpoint was copied there.
+        skipped: one sentence for each checkpoint that was looked at and cannot be used.
+    """
+
+    link: Link
+    accelerator: Accelerator
+    folder: Path
+    asked: Offer = Offer()
+    beside: Path | None = None
+    skipped: list[str] = field(default_factory=list)
+    _damaged: set[int] = field(default_factory=set)
+
+    def tell(self, bound: int | None = None) -> dict[int, Offer]:
+        """The offers of all regions, with checkpoints of step `bound` at most. A collective call.
+
+        Raises:
+            CheckpointError: the number of the run cannot be read.
+            LinkError: another region says what is no offer.
+        """
+        look = partial(self._look, bound)
+        own, self.skipped = main_says(
+            self.link, self.accelerator, look, "the check of this region's checkpoints"
+        )
+        told = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
+        offers = {}
+        for region, text in told.items():
+            try:
+                offers[region] = offer_in(json.loads(text))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise LinkError(
+                    f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
+                ) from error
+        return offers
+
+    def choose(self, bound: int | None = None) -> Choice:
+        """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
+
+        Raises:
+            CheckpointError: regions have only checkpoints that are damaged or of another run.
+        """
+        link, own = self.link, self.link.region
+        while True:
+            offers = self.tell(bound)
+            choice = choose(offers)
+            if not choice.step:
+                break
+            path, wrong = self.folder / f"{disk.PREFIX}{choice.step}", None
+            if own in choice.holders:
+                wrong = main_says(link, self.accelerator, partial(disk.damage, path), f"the check of {path}")
+            verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
+            if all(verdict.is_good for verdict in verdicts.values()):
+                break
+            if wrong is not None:
+                self._damaged.add(choice.step)
+        for sentence in self.skipped:
+            logger.warning("%s", sentence)
+        if not choice.step and choice.unsaved is None:
+            self._refuse_damaged(offers, bound)
+        if offers[own].held and offers[own].run != choice.run:
+            logger.warning("region %d holds checkpoints of another run: they are not used.", own)
+        elif own in choice.absent:
+            logger.warning(
+                "region %d was not there when the checkpoints of step %d were written: its own are not used.",
+                *(own, choice.newest),
+            )
+        return choice
+
+    def _look(self, bound: int | None) -> tuple[dict[str, Any], list[str]]:
+        """What this region offers, and a sentence for each newer checkpoint that it does not offer."""
+        if self.asked.is_exact:  # whatever lies beside the checkpoint at the path
+            return asdict(self.asked), []
+        run, is_unsaved = self._run(), folders.is_unsaved(self.folder)
+        held: list[Held] = []
+        skipped, num_damaged = [], 0
+        for step, path in reversed(disk.checkpoints(self.folder).items()):
+            if bound is not None and step > bound:
+                continue
+            wrong = disk.unusable(path, run, hashes=step in self._damaged)
+            if wrong is None:
+                try:
+                    facts = disk.facts_of(path)
+                    held.append(Held(step, tuple(facts.writers), facts.stopping))
+                    continue
+                except CheckpointError as error:
+                    wrong = str(error)
+            another = disk.is_of_another_run(path, run) and is_unsaved
+            num_damaged += manifest.is_sealed(path) and not another
+            if not held or step in self._damaged:
+                skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
+        found = replace(self.asked, run=run, is_unsaved=is_unsaved, num_damaged=num_damaged, held=tuple(held))
+        return asdict(found), skipped
+
+    def _run(self) -> int:
+        """The number of the run whose checkpoints are meant."""
+        if self.beside is not None:
+            with contextlib.suppress(ValueError):  # its list of files is missing or damaged
+                return manifest.read(self.beside).run
+        if (self.folder / folders.RUN).exists():
+            return folders.run_of(self.folder)
+        found = [
+            p for p in disk.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
+        ]
+        return manifest.read(found[-1]).run if found else 0
+
+    def _refuse_damaged(self, offers: Mapping[int, Offer], bound: int | None) -> None:
+        """Raises CheckpointError if a run cannot just begin from step 0."""
+        damaged = [region for region, offer in offers.items() if offer.num_damaged]
+        if damaged:
+            raise CheckpointError(
+                f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "
+                + " ".join(self.skipped)
+                + " Restore one of them, give its path, or start a new run in another folder, without --resume "
+                "(resume_from_checkpoint)."
+            )
+        if bound is not None:
+            raise CheckpointError(
+                f"no region has a complete checkpoint of step {bound} or earlier. Give the path of another checkpoint, or "
+                "start a new run: resume_from_checkpoint=None."
+            )
 
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
@@ -353,7 +468,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     Raises:
         CheckpointError: the disk refuses.
     """
-    numbering.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
+    folders.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
     for later, path in disk.checkpoints(folder).items():
         if later > step and disk.unusable(path, hashes=False) is None:
             logger.warning(
@@ -361,98 +476,7 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
-    point(folder)
+    folders.point(folder)
     earlier = [path.name for path in disk.checkpoints(folder).values() if disk.is_of_another_run(path)]
     if earlier:
         logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)
-
-
-class Wish(NamedTuple):
-    """What a region is asked to begin from.
-
-    Attributes:
-        resumes: whether it is to resume.
-        is_exact: whether it was given the path of the checkpoint; else the newest is meant that all regions have.
-        step: of the checkpoint at this path; of others, the newest step that counts. 0 if nothing was said.
-        has_some: whether its folder has complete checkpoints of the run that wrote there last.
-        is_there: whether this region sees a checkpoint of this step, complete or not.
-    """
-
-    resumes: bool
-    is_exact: bool
-    step: int
-    has_some: bool
-    is_there: bool
-
-
-def wish_of(wanted: Any, folder: Path) -> Wish:
-    """The wish that Trainer's `resume_from_checkpoint` stands for.
-
-    `output_dir/checkpoint-N`, which `get_last_checkpoint(output_dir)` returns, means the newest that all regions have, up to
-    step N: another region may not have saved step N when the run ended.
-
-    Args:
-        wanted: False or None, True, or a path.
-        folder: of this region's checkpoints.
-    """
-    has_some = any(disk.unusable(path, hashes=False) is None for path in disk.checkpoints(folder).values())
-    if not wanted or wanted is True:
-        return Wish(bool(wanted), False, 0, has_some, False)
-    path = Path(wanted)
-    step = path.name.removeprefix(disk.PREFIX)
-    is_there = path.is_dir() or (folder / path.name).is_dir()
-    return Wish(True, not is_pointer(path, folder), int(step) if step.isdigit() else 0, has_some, is_there)
-
-
-def common_wish(link: Link, own: Wish) -> Wish:
-    """What all regions do. A collective call.
-
-    If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
-
-    Raises:
-        CheckpointError: regions are asked for things that do not go together, or for a checkpoint that no region has.
-    """
-    wishes = gather(link, own, "what to begin from")
-    resuming = [region for region, wish in wishes.items() if wish.resumes]
-    if not resuming:
-        return own
-    way_out = (
-        "Give every region the same step, or let regions find the newest checkpoint that all of them have: "
-        "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."
-    )
-    first = wishes[resuming[0]]
-    for region, wish in wishes.items():
-        exact = wish.is_exact or first.is_exact
-        if exact and (wish.resumes, wish.is_exact, wish.step) != (first.resumes, first.is_exact, first.step):
-            raise CheckpointError(
-                f"region {resuming[0]} is to {_in_words(first)}, region {region} is to {_in_words(wish)}. {way_out}"
-            )
-        if not wish.resumes and wish.has_some:
-            raise CheckpointError(
-                f"region {resuming[0]} is to {_in_words(first)}, region {region} is to {_in_words(wish)} though it has "
-                f"checkpoints. {way_out} For a new run use another folder."
-            )
-    seen = {wish.step for wish in wishes.values() if wish.is_there}
-    for region, wish in wishes.items():
-        if wish.step and not wish.is_exact and wish.step not in seen:
-            raise CheckpointError(
-                f"region {region} is to resume from {disk.PREFIX}{wish.step}, which no region has. Name one that is there, or "
-                "let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
-            )
-    if not own.resumes:
-        logger.warning(
-            "region %d was to begin from step 0, and region %d is to resume: all resume.",
-            *(link.region, resuming[0]),
-        )
-    bounds = [wish.step for wish in wishes.values() if wish.step]
-    return own._replace(resumes=True, is_exact=first.is_exact, step=min(bounds, default=0))
-
-
-def _in_words(wish: Wish) -> str:
-    if not wish.resumes:
-        return "begin from step 0"
-    if wish.is_exact:
-        return f"resume from the checkpoint at a path ({disk.PREFIX}{wish.step})"
-    return "resume from the newest checkpoint that all regions have" + (
-        f", up to step {wish.step}" if wish.step else ""
-    )

@@ -1,27 +1,17 @@
 """Which checkpoint all regions resume from, by what each of them holds."""
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import Good, newest_common
+from hf_cocodc.snapshot.choose import Held, Offer, choose, offer_in
 
 RUN = 7
-
-
-class Shelf:
-    """A region's checkpoints: step -> the regions that took part when it was written."""
-
-    run, is_unsaved, num_damaged, skipped = RUN, False, 0, ()
-
-    def __init__(self, held: dict[int, tuple[int, ...]]) -> None:
-        self._held = held
-
-    def newest(self, bound: int | None = None) -> Good:
-        step = max((step for step in self._held if bound is None or step <= bound), default=0)
-        return Good(step, self._held.get(step, ()), False)
 
 
 ALL = (0, 1, 2)
@@ -45,10 +35,65 @@ ALL = (0, 1, 2)
     ],
 )
 def test_a_lost_region_does_not_take_the_others_back(held: Any, step: int, holders: list[int]) -> None:
-    found = run_in_lockstep(3, lambda region, link: newest_common(link, Shelf(held[region])))  # type: ignore[arg-type]
-    assert {choice.step for choice in found} == {step}
-    assert all(list(choice.holders) == holders for choice in found)
-    assert {choice.run for choice in found} == {RUN}
+    offers = {
+        region: Offer(run=RUN, held=tuple(Held(at, writers) for at, writers in each.items()))
+        for region, each in enumerate(held)
+    }
+    choice = choose(offers)
+    assert (choice.step, choice.holders, choice.run) == (step, holders, RUN)
+
+
+def offers(**told: list[int]) -> dict[int, Offer]:
+    """Regions by the names of their runs ("a0", "b1"), with the steps that they hold."""
+    return {
+        int(name[1:]): Offer(run=ord(name[0]), held=tuple(Held(step, ALL) for step in steps))
+        for name, steps in told.items()
+    }
+
+
+def test_the_run_of_most_regions_goes_on() -> None:
+    """The others' checkpoints do not count; in a tie, the first region's run goes on."""
+    assert choose(offers(a0=[8], b1=[2, 4], b2=[4]))[:3] == (4, [1, 2], ord("b"))
+    assert choose(offers(a0=[8], b1=[2, 4]))[:3] == (8, [0], ord("a"))
+    assert choose(offers(a0=[], b1=[]))[:3] == (0, (), 0)
+
+
+def test_without_a_common_step_the_newest_counts() -> None:
+    assert choose(offers(a0=[2], a1=[4, 6], a2=[6]))[:3] == (6, [1, 2], ord("a"))
+
+
+@pytest.mark.parametrize(("stopping", "step"), [(False, 0), (True, 4)])
+def test_a_first_checkpoint_that_one_region_lacks(stopping: bool, step: int) -> None:
+    """All start once more, unless all had stopped there: then the region takes the others' progress over."""
+    held = Held(4, ALL, stopping)
+    told = {0: Offer(run=RUN, held=(held,)), 1: Offer(run=RUN, is_unsaved=True)}
+    choice = choose(told)
+    assert (choice.step, choice.run, choice.unsaved) == (step, RUN, None if step else 1)
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 4),
+        st.builds(
+            lambda run, steps, writers: Offer(
+                run=run, held=tuple(Held(step, tuple(writers)) for step in steps)
+            ),
+            st.integers(1, 2),
+            st.sets(st.integers(1, 5)),
+            st.sets(st.integers(0, 4)),
+        ),
+        min_size=1,
+    )
+)
+def test_whatever_regions_hold(told: dict[int, Offer]) -> None:
+    """The choice is a checkpoint of the chosen run that each holder has, and exists if any region has one."""
+    choice = choose(told)
+    assert bool(choice.step) == any(offer.held for offer in told.values())
+    assert bool(choice.holders) == bool(choice.step)
+    for region in choice.holders:
+        assert told[region].run == choice.run
+        assert choice.step in {each.step for each in told[region].held}
+    assert offer_in(json.loads(json.dumps(asdict(told[min(told)])))) == told[min(told)]
 
 
 def test_of_older_checkpoints_all_regions_were_writers() -> None:

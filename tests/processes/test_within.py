@@ -18,7 +18,6 @@ from hf_cocodc.net.letters import Member
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
 from hf_cocodc.snapshot.base import DonorLost, Received, received_in
-from hf_cocodc.snapshot.choose import Wish
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 
@@ -59,7 +58,6 @@ TOLD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "what newcomers want": (News((Member(1, 3),), "the lease ends"), _news_in),
     "a marker": (_MARKER, _marker_in),
     "no marker": (None, _marker_in),
-    "a wish": (Wish(True, False, 3, True, True), lambda told: Wish(*told)),
 }
 KEPT = (DonorLost, LeftBehind)
 ERRORS = (DonorLost("it sends no more"), LeftBehind("gone on"), RegionLostError(1, "lost"), KeyError("x"))
