@@ -21,6 +21,7 @@ from ..net.letters import Member
 from ..net.validation import whole
 from ..status import tell
 from . import checkpoint as disk
+from . import folder as folders
 from . import manifest
 from .donor import SIGN_S, STARTED, Offer, Stream, offered
 from .files import check_files, make_own
@@ -107,9 +108,9 @@ def receive(
         CheckpointError: what comes is no base, or the disk refuses.
     """
     ours = f".region-{region}{NAME}"
-    checkpoint = folder / f"{disk.PREFIX}{offer.step}{ours}"
+    checkpoint = folder / f"{folders.PREFIX}{offer.step}{ours}"
     half = checkpoint.with_name(f"{checkpoint.name}.half")
-    for old in (*folder.glob(f"{disk.PREFIX}*{ours}"), *folder.glob(f"{disk.PREFIX}*{ours}.half")):
+    for old in (*folder.glob(f"{folders.PREFIX}*{ours}"), *folder.glob(f"{folders.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
     try:
         connection = open_stream(offer.number, _CONNECT_S, alive)

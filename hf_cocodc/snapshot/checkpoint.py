@@ -18,7 +18,6 @@ import contextlib
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -189,7 +188,7 @@ _IS: dict[str, Callable[[Any], bool]] = {
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "checkpoint-"
+
 _OF_DAMAGE = (
     *(
         ArithmeticError,
@@ -353,86 +352,3 @@ def refusing(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {str(error)[:200]}."
         ) from error
-
-
-def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
-    """Why a run cannot continue from a checkpoint in its folder; None if it can.
-
-    Args:
-        checkpoint: its folder.
-        run: number of the run; None for the run that writes to the folder now.
-        hashes: see `manifest.damage`.
-    """
-    if is_of_another_run(checkpoint, run):
-        return "it is of an earlier run in this folder; give its path to continue that run"
-    return damage(checkpoint, hashes)
-
-
-def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
-    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
-    try:
-        wanted = run_of(checkpoint.parent) if run is None else run
-        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
-    except ValueError:
-        return False  # the list is damaged
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
-    found = {}
-    for path in folder.glob(f"{PREFIX}*"):
-        step = path.name.removeprefix(PREFIX)
-        if path.is_dir() and step.isdigit():
-            found[int(step)] = path
-    return dict(sorted(found.items()))
-
-
-def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left, but keep those that a region may still need.
-
-    Checkpoints of an earlier run in the folder are not counted, and stay.
-
-    Args:
-        folder: the folder of the checkpoints.
-        limit: number of checkpoints to keep; None for all.
-        saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
-        keep: further steps that stay.
-    """
-    run = run_of(folder)
-    found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
-    surplus = len(found) - limit if limit else 0
-    old = [step for step in found if step < saved_everywhere and step not in keep]
-    for step in old[: max(surplus, 0)]:
-        _remove(found[step])
-
-
-def make_room(checkpoint: Path, run: int | None = None) -> None:
-    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
-
-    What was saved to its end is renamed, for a user may have put files into it. A part that a killed process left is deleted.
-    """
-    if not manifest.is_sealed(checkpoint):
-        _remove(checkpoint)
-        return
-    other = is_of_another_run(checkpoint, run)
-    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
-    taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
-    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
-    logger.warning(
-        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
-    )
-    checkpoint.rename(aside)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
-    (checkpoint / COMPLETE).unlink(missing_ok=True)
-    if checkpoint.is_dir():
-        shutil.rmtree(checkpoint)
-
-
-def _writer(checkpoint: Path) -> int | None:
-    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
-    with contextlib.suppress(ValueError):
-        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
-    return None

@@ -89,7 +89,7 @@ class Offer:
         if not self.resumes:
             return "begin from step 0"
         if self.is_exact:
-            return f"resume from the checkpoint at a path ({disk.PREFIX}{self.step})"
+            return f"resume from the checkpoint at a path ({folders.PREFIX}{self.step})"
         until = f", up to step {self.step}" if self.step else ""
         return f"resume from the newest checkpoint that all regions have{until}"
 
@@ -245,8 +245,8 @@ def refuse_discord(offers: Mapping[int, Offer]) -> None:
             )
         if offer.step and not offer.is_exact and offer.step not in seen:
             raise CheckpointError(
-                f"region {region} is to resume from {disk.PREFIX}{offer.step}, which no region has. Name one that is there, or "
-                "let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
+                f"region {region} is to resume from {folders.PREFIX}{offer.step}, which no region has. Name one that is there, "
+                "or let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
             )
 
 
@@ -255,7 +255,7 @@ def _asked(wanted: Any, folder: Path) -> Offer:
     if not wanted or wanted is True:
         return Offer(resumes=bool(wanted))
     path = Path(wanted)
-    step = path.name.removeprefix(disk.PREFIX)
+    step = path.name.removeprefix(folders.PREFIX)
     return Offer(
         is_exact=not folders.is_pointer(path, folder),
         step=int(step) if step.isdigit() else 0,
@@ -284,7 +284,7 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     choice = Shelf(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
     way_out = "No checkpoint of its run is good in every region"
     if len(choice.holders) == link.num_regions:
-        way_out = f"The newest of its run that is good in every region is {disk.PREFIX}{choice.step}: give its path instead"
+        way_out = f"The newest of its run that is good in every region is {folders.PREFIX}{choice.step}: give its path instead"
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be resumed from: {wrong}. {way_out}.")
     raise CheckpointError(
@@ -311,7 +311,7 @@ def _of_all(link: Link, shelf: "Shelf", bound: int | None) -> Start:
                 "no region has a complete checkpoint (%s in this one): starting from step 0.", shelf.folder
             )
         return Start(None, choice.run, shelf.skipped)
-    checkpoint = shelf.folder / f"{disk.PREFIX}{choice.step}"
+    checkpoint = shelf.folder / f"{folders.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         link.lead(
             lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
@@ -378,7 +378,7 @@ class Shelf:
             choice = choose(offers)
             if not choice.step:
                 break
-            path, wrong = self.folder / f"{disk.PREFIX}{choice.step}", None
+            path, wrong = self.folder / f"{folders.PREFIX}{choice.step}", None
             if own in choice.holders:
                 wrong = main_says(link, self.accelerator, partial(disk.damage, path), f"the check of {path}")
             verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
@@ -406,10 +406,10 @@ class Shelf:
         run, is_unsaved = self._run(), folders.is_unsaved(self.folder)
         held: list[Held] = []
         skipped, num_damaged = [], 0
-        for step, path in reversed(disk.checkpoints(self.folder).items()):
+        for step, path in reversed(folders.checkpoints(self.folder).items()):
             if bound is not None and step > bound:
                 continue
-            wrong = disk.unusable(path, run, hashes=step in self._damaged)
+            wrong = folders.unusable(path, run, hashes=step in self._damaged)
             if wrong is None:
                 try:
                     facts = disk.facts_of(path)
@@ -417,7 +417,7 @@ class Shelf:
                     continue
                 except CheckpointError as error:
                     wrong = str(error)
-            another = disk.is_of_another_run(path, run) and is_unsaved
+            another = folders.is_of_another_run(path, run) and is_unsaved
             num_damaged += manifest.is_sealed(path) and not another
             if not held or step in self._damaged:
                 skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
@@ -432,7 +432,7 @@ class Shelf:
         if (self.folder / folders.RUN).exists():
             return folders.run_of(self.folder)
         found = [
-            p for p in disk.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
+            p for p in folders.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
         ]
         return manifest.read(found[-1]).run if found else 0
 
@@ -469,14 +469,14 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
         CheckpointError: the disk refuses.
     """
     folders.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
-    for later, path in disk.checkpoints(folder).items():
-        if later > step and disk.unusable(path, hashes=False) is None:
+    for later, path in folders.checkpoints(folder).items():
+        if later > step and folders.unusable(path, hashes=False) is None:
             logger.warning(
                 "region %d: checkpoint-%d is given up, because all regions continue from step %d and may reach other numbers.",
                 *(region, later, step),
             )
             (path / manifest.COMPLETE).unlink()
     folders.point(folder)
-    earlier = [path.name for path in disk.checkpoints(folder).values() if disk.is_of_another_run(path)]
+    earlier = [path.name for path in folders.checkpoints(folder).values() if folders.is_of_another_run(path)]
     if earlier:
         logger.warning("region %d: %s of an earlier run stay in %s.", region, ", ".join(earlier), folder)

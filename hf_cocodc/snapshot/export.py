@@ -8,9 +8,8 @@ import shutil
 from pathlib import Path
 
 from . import manifest
-from .checkpoint import PREFIX
 from .durable import replace, saving
-from .folder import run_of
+from .folder import PREFIX, run_of
 from .manifest import EXPORT, FOLDER
 
 SAVED = f"{FOLDER}/saved"

@@ -19,6 +19,7 @@ from ..link.base import Link
 from ..link.spreading import spread
 from ..net.validation import whole
 from . import checkpoint as disk
+from . import folder as folders
 from . import folder as numbering
 from . import local_weights, manifest
 from .checkpoint import put_together, take_apart
@@ -201,7 +202,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
     if lacking:
         logger.warning(
             "region %d has no complete checkpoint of step %s: it takes over region %d's.",
-            *(link.region, checkpoint.name.removeprefix(disk.PREFIX), source),
+            *(link.region, checkpoint.name.removeprefix(folders.PREFIX), source),
         )
     half = checkpoint.with_name(f"{checkpoint.name}.half")
     if link.region == source:
@@ -217,7 +218,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
     if lacking:
         with disk.saving(checkpoint):
             make_own(half)
-            disk.make_room(checkpoint, run)
+            folders.make_room(checkpoint, run)
             half.rename(checkpoint)
         numbering.begin_run(checkpoint.parent, run)
         disk.seal(checkpoint)

@@ -4,21 +4,28 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import time
 import zlib
 from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import CheckpointError
-from . import checkpoint as disk
 from . import manifest
 from .durable import replace, saving
-from .manifest import FOLDER
+from .manifest import COMPLETE, FOLDER
+
+logger = logging.getLogger(__name__)
 
 RUN = f"{FOLDER}/run"
 """In the folder of the checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
 _UNSAVED = "unsaved"
 """Word after the number, as long as the run that began from step 0 has no complete checkpoint in the folder."""
+PREFIX = "checkpoint-"
+_REGION = re.compile(r"region-\d+")
+_SAVED_BY = "saved-by-"
+_WRITE_S = 1.0
+"""Seconds in which another region that has just made the file has written into it."""
 
 
 def run_of(folder: Path) -> int:
@@ -76,11 +83,6 @@ def _check(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-logger = logging.getLogger(__name__)
-
-_REGION = re.compile(r"region-\d+")
-
-
 def point(folder: Path) -> None:
     """Bring the links beside a region's folder in line with the complete checkpoints of its run.
 
@@ -89,9 +91,7 @@ def point(folder: Path) -> None:
     """
     if not _REGION.fullmatch(folder.name):
         return
-    good = {
-        path.name for path in disk.checkpoints(folder).values() if disk.unusable(path, hashes=False) is None
-    }
+    good = {path.name for path in checkpoints(folder).values() if unusable(path, hashes=False) is None}
     try:
         for name in good:
             link = folder.parent / name
@@ -100,7 +100,7 @@ def point(folder: Path) -> None:
                 half.unlink(missing_ok=True)
                 half.symlink_to(Path(folder.name) / name, target_is_directory=True)
                 os.replace(half, link)
-        for link in folder.parent.glob(f"{disk.PREFIX}*"):
+        for link in folder.parent.glob(f"{PREFIX}*"):
             if link.name not in good and target(link) == folder.name:
                 link.unlink(missing_ok=True)
     except OSError as error:
@@ -124,17 +124,12 @@ def is_pointer(path: Path, folder: Path) -> bool:
 
     A copy of the output folder may have copies of checkpoints in place of links.
     """
-    known = re.fullmatch(rf"{disk.PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
+    known = re.fullmatch(rf"{PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
     beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
     if not known or not beside:
         return False
     copied = manifest.is_sealed(path) and any(path.parent.glob(f"region-*/{path.name}"))
     return target(path) is not None or copied or not os.path.lexists(path)
-
-
-_PREFIX = "saved-by-"
-_WRITE_S = 1.0
-"""Seconds in which another region that has just made the file has written into it."""
 
 
 def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None:
@@ -149,7 +144,7 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     Raises:
         CheckpointError: the folder is another region's, or the disk refuses.
     """
-    path = folder / FOLDER / f"{_PREFIX}{run:x}"
+    path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -171,8 +166,8 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
 
 def forget_earlier(folder: Path, run: int) -> None:
     """Remove what earlier runs have noted in a folder, while it holds no complete checkpoint."""
-    for path in (folder / FOLDER).glob(f"{_PREFIX}*"):
-        if path.name != f"{_PREFIX}{run:x}":
+    for path in (folder / FOLDER).glob(f"{_SAVED_BY}*"):
+        if path.name != f"{_SAVED_BY}{run:x}":
             path.unlink(missing_ok=True)
 
 
@@ -183,3 +178,86 @@ def _region_in(path: Path) -> int | None:
         time.sleep(0.01)
     text = path.read_text(encoding="ascii", errors="replace").strip()
     return int(text) if text.isdecimal() else None
+
+
+def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
+    """Why a run cannot continue from a checkpoint in its folder; None if it can.
+
+    Args:
+        checkpoint: its folder.
+        run: number of the run; None for the run that writes to the folder now.
+        hashes: see `manifest.damage`.
+    """
+    if is_of_another_run(checkpoint, run):
+        return "it is of an earlier run in this folder; give its path to continue that run"
+    return manifest.damage(checkpoint, hashes)
+
+
+def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
+    """Whether a complete checkpoint is of another run than `run` (None: the one that writes to its folder now)."""
+    try:
+        wanted = run_of(checkpoint.parent) if run is None else run
+        return manifest.is_sealed(checkpoint) and manifest.read(checkpoint).run != wanted
+    except ValueError:
+        return False  # the list is damaged
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
+    found = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        step = path.name.removeprefix(PREFIX)
+        if path.is_dir() and step.isdigit():
+            found[int(step)] = path
+    return dict(sorted(found.items()))
+
+
+def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
+    """Delete the run's oldest checkpoints until `limit` are left, but keep those that a region may still need.
+
+    Checkpoints of an earlier run in the folder are not counted, and stay.
+
+    Args:
+        folder: the folder of the checkpoints.
+        limit: number of checkpoints to keep; None for all.
+        saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
+        keep: further steps that stay.
+    """
+    run = run_of(folder)
+    found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
+    surplus = len(found) - limit if limit else 0
+    old = [step for step in found if step < saved_everywhere and step not in keep]
+    for step in old[: max(surplus, 0)]:
+        _remove(found[step])
+
+
+def make_room(checkpoint: Path, run: int | None = None) -> None:
+    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
+
+    What was saved to its end is renamed, for a user may have put files into it. A part that a killed process left is deleted.
+    """
+    if not manifest.is_sealed(checkpoint):
+        _remove(checkpoint)
+        return
+    other = is_of_another_run(checkpoint, run)
+    name = checkpoint.name + (f".run{manifest.read(checkpoint).run}" if other else ".replaced")
+    taken = sum(each.name.startswith(name) for each in checkpoint.parent.iterdir())
+    aside = checkpoint.with_name(f"{name}-{taken + 1}" if taken else name)
+    logger.warning(
+        "%s is %s: it is renamed to %s.", checkpoint, "of another run" if other else "there", aside
+    )
+    checkpoint.rename(aside)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+    if checkpoint.is_dir():
+        shutil.rmtree(checkpoint)
+
+
+def _writer(checkpoint: Path) -> int | None:
+    """The number of the run that wrote a checkpoint, or began to; None if it cannot be read."""
+    with contextlib.suppress(ValueError):
+        return manifest.read(checkpoint).run if manifest.is_sealed(checkpoint) else run_of(checkpoint)
+    return None

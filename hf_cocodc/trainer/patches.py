@@ -20,10 +20,9 @@ from ..link.process_state import random_state_kept
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.spent import Spent
-from ..snapshot.checkpoint import PREFIX, make_room, rotate
 from ..snapshot.durable import saving
 from ..snapshot.export import put_into_folder
-from ..snapshot.folder import point
+from ..snapshot.folder import PREFIX, make_room, point, rotate
 from . import hub as card
 from . import weights
 from .best import Best

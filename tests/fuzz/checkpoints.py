@@ -33,6 +33,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError, CocodcError
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot import manifest
 from tests.run.test_resuming import checkpoint_of, make, resumed, weights_of
@@ -46,7 +47,7 @@ def prepare(folder: Path) -> list[Tensor]:
     """Train two regions; leave their checkpoints, and return the weights that a resumed run must come to."""
     whole = weights_of(resumed(folder, save_steps=2))
     for region in range(2):
-        for step, path in state.checkpoints(folder / f"region-{region}").items():
+        for step, path in folders.checkpoints(folder / f"region-{region}").items():
             if step not in STEPS:
                 shutil.rmtree(path)
     return whole
@@ -85,7 +86,7 @@ def overwrite(path: Path, chance: random.Random) -> None:
 def take_from_elsewhere(path: Path, chance: random.Random) -> None:
     """The same file of the other region, or of another step."""
     name = path.parent
-    while not name.name.startswith(state.PREFIX):
+    while not name.name.startswith(folders.PREFIX):
         name = name.parent
     inside = path.relative_to(name)
     others = [each / inside for each in name.parent.parent.glob("region-*/checkpoint-*") if each != name]
@@ -201,7 +202,7 @@ def case(number: int, run: Path, whole: list[Tensor], folder: Path) -> tuple[str
     good = [
         [
             each
-            for each, path in state.checkpoints(folder / f"region-{region}").items()
+            for each, path in folders.checkpoints(folder / f"region-{region}").items()
             if not state.damage(path)
         ]
         for region in range(2)

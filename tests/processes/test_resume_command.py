@@ -17,6 +17,7 @@ from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
@@ -90,7 +91,7 @@ def train(
 
 
 def newest(folder: Path, region: int) -> int:
-    found = state.checkpoints(folder / f"region-{region}")
+    found = folders.checkpoints(folder / f"region-{region}")
     return max((step for step, path in found.items() if (path / state.COMPLETE).is_file()), default=0)
 
 

@@ -21,6 +21,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.run.connect import connect
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
 from tests.toys import llama, params_of
@@ -78,7 +79,7 @@ def test_a_sharded_region_resumes_bit_for_bit(how: str, tmp_path: Path) -> None:
     assert [found["pieces"] for found in expected.values()] == [8 if how == "SHARDED" else 0] * 4
     stopped = regions(tmp_path / "run", "fsdp", how, stop=4, **cut)
     assert "region 0 was interrupted" in stopped["region0-rank0"]["stopped"]
-    [step] = {max(state.checkpoints(tmp_path / "run" / f"region-{region}")) for region in range(2)}
+    [step] = {max(folders.checkpoints(tmp_path / "run" / f"region-{region}")) for region in range(2)}
     assert step < STEPS
     resumed = regions(tmp_path / "run", "fsdp", how, **cut)
     for name, found in resumed.items():

@@ -16,6 +16,7 @@ from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import (
     STEPS,
@@ -137,7 +138,7 @@ def test_a_region_that_comes_back_takes_the_others_progress_over(
     assert f"region 1 resumes from {checkpoint_of(tmp_path, 1, 20)}" in caplog.text
     assert "region 1 was not there when the checkpoints of step 20 were written" in caplog.text
     assert torch.equal(*weights_of(both))
-    assert 20 in state.checkpoints(tmp_path / "region-0")
+    assert 20 in folders.checkpoints(tmp_path / "region-0")
 
 
 def test_a_region_that_has_joined_goes_on_from_what_it_took_over(
@@ -172,8 +173,8 @@ def test_who_goes_back_by_a_path_leaves_the_later_steps_behind(tmp_path: Path) -
     for region in range(2):
         complete = [
             s
-            for s, path in state.checkpoints(tmp_path / f"region-{region}").items()
-            if not state.unusable(path)
+            for s, path in folders.checkpoints(tmp_path / f"region-{region}").items()
+            if not folders.unusable(path)
         ]
         assert max(complete) == step
 
@@ -184,7 +185,7 @@ def test_checkpoints_are_given_up_only_for_one_that_can_be_gone_on_from(tmp_path
     (checkpoint_of(tmp_path, 1, STEPS) / state.COMPLETE).unlink()
     with pytest.raises(CheckpointError, match="method=streaming, this run has diloco"):
         resumed(tmp_path, name="diloco")
-    assert state.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
+    assert folders.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
 
 
 @pytest.mark.parametrize("shard", [24, 16])

@@ -18,6 +18,7 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot.folder import point
 from tests.run.test_resuming import STEPS, checkpoint_of, make, weights_of
 
@@ -198,7 +199,7 @@ def test_a_checkpoint_of_plain_trainer_is_not_mistaken(again: Path) -> None:
 def test_links_follow_rotation_and_new_runs(tmp_path: Path) -> None:
     train(tmp_path, save_total_limit=1)
     assert links(tmp_path) == [12, STEPS]
-    assert list(state.checkpoints(tmp_path / "region-0")) == [12, STEPS]
+    assert list(folders.checkpoints(tmp_path / "region-0")) == [12, STEPS]
     simulate(lambda region, link: make(tmp_path, link, max_steps=4, save_steps=4).train(), regions=2)
     assert links(tmp_path) == [4], "the checkpoints of the run before are not those of the new one"
 

@@ -17,6 +17,7 @@ from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot import manifest
 from hf_cocodc.training.simulation import simulate
@@ -35,7 +36,7 @@ from tests.run.test_resuming import (
 
 def shorten(folder: Path, region: int, step: int) -> None:
     """Delete a region's checkpoints behind `step`, as if it had not come so far."""
-    for later, path in state.checkpoints(folder / f"region-{region}").items():
+    for later, path in folders.checkpoints(folder / f"region-{region}").items():
         if later > step:
             shutil.rmtree(path)
 
@@ -93,7 +94,7 @@ def test_a_new_run_in_a_folder_that_was_used_before(tmp_path: Path, caplog: pyte
         trainer.train(resume_from_checkpoint=str(checkpoint_of(tmp_path, region, STEPS - 1)))
 
     simulate(body, regions=2)
-    assert state.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
+    assert folders.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
 
 
 def test_a_region_that_joins_from_a_folder_of_another_run(
@@ -149,7 +150,7 @@ def test_a_kill_inside_the_first_save(
     assert "region 0: checkpoint-5 is given up, because all regions continue from step 0" in caplog.text
     for region in range(2):
         folder = tmp_path / "run" / f"region-{region}"
-        assert list(state.checkpoints(folder)) == [5, 10, STEPS]
+        assert list(folders.checkpoints(folder)) == [5, 10, STEPS]
         assert numbering.run_of(folder) == run
         assert not numbering.is_unsaved(folder)
 
@@ -174,7 +175,7 @@ def test_a_region_that_failed_takes_over(tmp_path: Path, caplog: pytest.LogCaptu
             make(tmp_path, link, callbacks=callbacks, save_strategy="no").train()
 
     simulate(body, regions=2)
-    [step] = state.checkpoints(tmp_path / "region-0")
+    [step] = folders.checkpoints(tmp_path / "region-0")
     resumed(tmp_path, save_strategy="no")
     assert f"region 1 has no complete checkpoint of step {step}: it takes over region 0's" in caplog.text
     begun = read(tmp_path / "region-1" / "cocodc" / "journal.jsonl")[0]
@@ -193,7 +194,7 @@ def test_a_region_that_has_stopped_says_which_checkpoint_all_have(tmp_path: Path
         return str(error.value)
 
     said, _ = simulate(body, regions=2)
-    *_, common, newest = state.checkpoints(tmp_path / "region-0")
+    *_, common, newest = folders.checkpoints(tmp_path / "region-0")
     assert (
         f"This region has saved checkpoint-{newest} in its folder. All regions have checkpoint-{common} ("
         in said
@@ -210,7 +211,7 @@ def test_a_save_destroys_nothing_of_another_run(tmp_path: Path, caplog: pytest.L
     [aside] = (tmp_path / "region-0").glob("checkpoint-7.run*")
     assert f"{checkpoint_of(tmp_path, 0, 7)} is of another run: it is renamed to {aside}" in caplog.text
     assert state.damage(aside) is None
-    assert state.unusable(checkpoint_of(tmp_path, 0, 7)) is None
+    assert folders.unusable(checkpoint_of(tmp_path, 0, 7)) is None
 
     def body(region: int, link: Link) -> Trainer:
         trainer = make(tmp_path, link, save_strategy="no")
@@ -228,9 +229,9 @@ def test_rotation_leaves_another_runs_checkpoints_alone(tmp_path: Path) -> None:
         lambda region, link: make(tmp_path, link, save_steps=5, save_total_limit=2).train(),
         regions=1,
     )
-    found = state.checkpoints(tmp_path / "region-0")
+    found = folders.checkpoints(tmp_path / "region-0")
     assert list(found) == [2, 4, 6, 10, STEPS]
-    assert [step for step, path in found.items() if state.is_of_another_run(path)] == [2, 4, 6]
+    assert [step for step, path in found.items() if folders.is_of_another_run(path)] == [2, 4, 6]
 
 
 def test_a_resume_that_is_refused_leaves_the_journal(tmp_path: Path) -> None:

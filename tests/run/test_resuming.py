@@ -37,6 +37,7 @@ from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
 from tests.processes.worker import Tokens
 from tests.snapshot.test_checkpoints import SETTINGS
@@ -179,7 +180,7 @@ def test_checkpoints_at_the_ends_of_epochs(tmp_path: Path) -> None:
 
     whole = simulate(body, regions=2)
     for region in range(2):
-        assert list(state.checkpoints(tmp_path / f"region-{region}")) == [5, 10, 15]
+        assert list(folders.checkpoints(tmp_path / f"region-{region}")) == [5, 10, 15]
         for step in (10, 15):
             shutil.rmtree(checkpoint_of(tmp_path, region, step))
     assert torch.equal(torch.stack(simulate(body, regions=2)), torch.stack(whole))
@@ -205,7 +206,7 @@ def test_trainers_own_checkpoint_after_sigterm(tmp_path: Path) -> None:
         trainer.train()
     signal.signal(signal.SIGTERM, before)
     assert trainer.state.global_step < STEPS
-    assert all(state.damage(path) is None for path in state.checkpoints(tmp_path / "region-0").values())
+    assert all(state.damage(path) is None for path in folders.checkpoints(tmp_path / "region-0").values())
     again = trainer_of()
     again.train(resume_from_checkpoint=True)
     assert torch.equal(params_of(again.model), params_of(whole.model))
@@ -288,9 +289,9 @@ def test_an_error_in_one_region_costs_the_others_nothing(policy: str, tmp_path: 
         assert survivor == "finished"
     else:
         assert "region 1 was interrupted (ValueError at step 5: the data is broken)" in survivor
-        [step] = state.checkpoints(tmp_path / "region-0")
+        [step] = folders.checkpoints(tmp_path / "region-0")
         assert f"This region has saved checkpoint-{step}" in survivor  # the other has not
-        assert not state.checkpoints(tmp_path / "region-1")
+        assert not folders.checkpoints(tmp_path / "region-1")
 
 
 def test_a_region_that_cannot_keep_in_step_tells_the_others_all_the_same(
@@ -474,7 +475,7 @@ def test_a_checkpoint_of_another_method_or_setting(tmp_path: Path, caplog: pytes
     simulate(body, regions=2)
     assert "outer.outer_lr was 0.4 when the checkpoint was written and is 0.123 now" in caplog.text
     for region in range(2):
-        newest = max(state.checkpoints(tmp_path / f"region-{region}").items())[1]
+        newest = max(folders.checkpoints(tmp_path / f"region-{region}").items())[1]
         path = newest / state.state_file()
         path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {}}))
         state.seal(newest)
@@ -491,7 +492,7 @@ def test_a_limit_of_one_leaves_what_every_region_can_go_on_from(num_regions: int
 
     simulate(body, regions=num_regions)
     for region in range(num_regions):
-        kept = list(state.checkpoints(tmp_path / f"region-{region}"))
+        kept = list(folders.checkpoints(tmp_path / f"region-{region}"))
         assert kept == ([14] if num_regions == 1 else [12, 14])
 
 

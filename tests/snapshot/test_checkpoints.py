@@ -20,6 +20,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot.checkpoint import Facts
 from tests.methods import small
 from tests.toys import Blocks, Region
@@ -308,12 +309,12 @@ def test_rotation_keeps_what_some_region_may_still_need(tmp_path: Path) -> None:
     """The newest that all regions have, later ones, and the best; however low the limit."""
     for step in (1, 3, 5, 7, 9):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    state.rotate(tmp_path, 4, 7, {3})
-    assert list(state.checkpoints(tmp_path)) == [3, 5, 7, 9]
-    state.rotate(tmp_path, 1, 7, {3})
-    assert list(state.checkpoints(tmp_path)) == [3, 7, 9]
-    state.rotate(tmp_path, None, 9, set())
-    assert list(state.checkpoints(tmp_path)) == [3, 7, 9]
+    folders.rotate(tmp_path, 4, 7, {3})
+    assert list(folders.checkpoints(tmp_path)) == [3, 5, 7, 9]
+    folders.rotate(tmp_path, 1, 7, {3})
+    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
+    folders.rotate(tmp_path, None, 9, set())
+    assert list(folders.checkpoints(tmp_path)) == [3, 7, 9]
 
 
 def test_a_disk_that_refuses_leaves_no_half_file(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.local_weights import weights_file
 from hf_cocodc.training.simulation import simulate
@@ -119,7 +120,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_a_damaged_checkpoint_that_a_path_names_is_refused(good: bool, again: Path) -> None:
     """The reason is said, and the newest that is good in every region, if there is one."""
     flip(checkpoint_of(again, 1, LAST) / weights_file())
-    for step in state.checkpoints(again / "region-0"):
+    for step in folders.checkpoints(again / "region-0"):
         if not good and step != LAST:
             shutil.rmtree(checkpoint_of(again, 0, step))
             shutil.rmtree(checkpoint_of(again, 1, step))
@@ -146,7 +147,7 @@ def test_a_damaged_checkpoint_that_a_path_names_is_refused(good: bool, again: Pa
 def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
     """A run of many hours does not start anew by itself."""
     for region in range(2):
-        for path in state.checkpoints(again / f"region-{region}").values():
+        for path in folders.checkpoints(again / f"region-{region}").values():
             flip(path / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"no region has a checkpoint to resume from: all of region 0"):
         resumed(again)

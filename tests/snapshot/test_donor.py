@@ -24,6 +24,7 @@ from hf_cocodc.net.letters import Member
 from hf_cocodc.snapshot import base, donor, frames
 from hf_cocodc.snapshot import base as asking
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot.base import Base, Donors, receive
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file
@@ -152,7 +153,7 @@ def test_a_base_arrives_whole(sealed: tuple[Donation, dict[str, Any]], tmp_path:
         folder = base.received.folder
         assert base.received == (folder, 0, 3, RUN, STARTED)
         assert state.damage(folder) is None
-        assert state.checkpoints(tmp_path / "region-2") == {}
+        assert folders.checkpoints(tmp_path / "region-2") == {}
         saved = state.read(folder)
         assert saved.facts.taken_over
         assert same(saved.state, STATE)

@@ -19,6 +19,7 @@ from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot.durable import saving
 from hf_cocodc.training import train
 from hf_cocodc.training.simulation import simulate
@@ -142,7 +143,7 @@ def test_the_journal(tmp_path: Path) -> None:
     simulate(body, regions=2)
     assert "journal.jsonl cannot be written: No space left on device. Make room" in said[1]
     assert "region 1 was interrupted (InputError at step" in said[0]
-    assert len(state.checkpoints(tmp_path / "region-0")) == 1
+    assert len(folders.checkpoints(tmp_path / "region-0")) == 1
 
 
 def test_events_after_the_first_that_was_refused(tmp_path: Path) -> None:

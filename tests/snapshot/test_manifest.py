@@ -18,6 +18,7 @@ from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import durable, manifest
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.choose import Offer, Shelf
@@ -161,16 +162,16 @@ def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, nam
     numbering.begin_run(checkpoint.parent, 7)
     put(checkpoint / "merged/model.safetensors", b"the user's")
     put(checkpoint / name, b"damaged")
-    state.make_room(checkpoint)
+    folders.make_room(checkpoint)
     assert not checkpoint.exists()
     [aside] = checkpoint.parent.glob("checkpoint-4.*")
     assert (aside / "merged/model.safetensors").read_bytes() == b"the user's"
-    assert list(state.checkpoints(checkpoint.parent)) == []
+    assert list(folders.checkpoints(checkpoint.parent)) == []
 
 
 def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> None:
     (checkpoint / state.COMPLETE).unlink()
-    state.make_room(checkpoint)
+    folders.make_room(checkpoint)
     assert not checkpoint.exists()
     assert not list(checkpoint.parent.glob("checkpoint-4*"))
 

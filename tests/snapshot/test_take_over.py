@@ -18,6 +18,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import files as parcel
 from hf_cocodc.snapshot import files as take_over
+from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot import local_weights
 from hf_cocodc.snapshot.export import put_into_folder
@@ -88,7 +89,7 @@ def test_a_checkpoint_arrives_whole(checkpoint: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(take_over, "_travel", look)
     own = taken_over(checkpoint)
     assert state.damage(own) is None
-    assert state.unusable(own) is None
+    assert folders.unusable(own) is None
     assert state.facts_of(own).taken_over
     assert same(torch.load(own / "optimizer.pt", weights_only=True), ADAM)
     scheduler = torch.load(own / "scheduler.pt", weights_only=True)

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from hf_cocodc import simulate
 from hf_cocodc.link.base import Link
-from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import folder as folders
 from tests.run.test_resuming import STEPS, checkpoint_of, make, params_of
 from tests.trainer.test_architectures import causal_lm
 
@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_with_the_bits_of_one_never_stopped(family: str, tmp_
     assert torch.equal(weights_of(trained(tmp_path, family)), whole), "a run that had finished"
     for region in range(2):
         shutil.rmtree(checkpoint_of(tmp_path, region, STEPS))
-        assert list(state.checkpoints(tmp_path / f"region-{region}")) == [BACK]
+        assert list(folders.checkpoints(tmp_path / f"region-{region}")) == [BACK]
     assert torch.equal(weights_of(trained(tmp_path, family)), whole)
 
 
