@@ -26,6 +26,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+_MOST_LISTED = 800
+"""Characters of known names that a message lists. Of more it gives the number: nobody reads a list without its middle."""
+_VALUES = reprlib.Repr()
+_VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 3, 80, 80, 40
+
 
 class CocodcError(Exception):
     """Base of all exceptions of this package; the command line exits with `exit_code`."""
@@ -118,10 +123,6 @@ def _spare_traceback() -> None:
     sys.excepthook = hook
 
 
-_MOST_LISTED = 800
-"""Characters of known names that a message lists. Of more it gives the number: nobody reads a list without its middle."""
-
-
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of a message about an unknown name: the closest known name, and all known names if they are few.
 
@@ -134,10 +135,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     names = ", ".join(sorted(known))
     said = f"Known: {names}." if len(names) <= _MOST_LISTED else f"There are {len(known)} known names."
     return (f" Did you mean {close[0]!r}?" if close else "") + f" {said}"
-
-
-_VALUES = reprlib.Repr()
-_VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 3, 80, 80, 40
 
 
 def shown(value: Any) -> str:

@@ -13,6 +13,9 @@ from .parts import rules
 if TYPE_CHECKING:
     from .parts.codecs.base import Codec
 
+INNER = {"muloco": "muon"}
+"""The inner optimizer of methods that are named for it, as `training.optim` calls it; the names of its classes have this word."""
+
 
 def sparseloco(
     *,
@@ -106,9 +109,6 @@ def muloco(
 
 
 NEWER: dict[str, Callable[..., Method]] = {"sparseloco": sparseloco, "muloco": muloco}
-
-INNER = {"muloco": "muon"}
-"""The inner optimizer of methods that are named for it, as `training.optim` calls it; the names of its classes have this word."""
 
 
 def known() -> dict[str, Callable[..., Method]]:

@@ -10,6 +10,9 @@ SHELLS = ("bash", "zsh", "tcsh")
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """What shtab calls the completion of files; here, because only this command needs shtab."""
 
+_OF_FILES = ("recipe", "file")
+"""Arguments that are files, but may also be a word."""
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -46,7 +49,3 @@ def _complete_files(parser: argparse.ArgumentParser) -> None:
                 _complete_files(command)
         elif action.dest in _OF_FILES or action.type is Path or action.metavar == "FILE":
             action.complete = _FILES  # type: ignore[attr-defined]
-
-
-_OF_FILES = ("recipe", "file")
-"""Arguments that are files, but may also be a word."""

@@ -28,7 +28,20 @@ from .messages import (
 from .rules import Came, Effect, Ended, Event, Persist, Run, Seat, SendTo, Tick, step
 from .state import StateFile, with_time_to_return
 
+logger = logging.getLogger(__name__)
+
 _LONGEST = 600
+
+_UNHEARD_S = 2.0
+"""A process that has sent nothing for so long is compared as it was."""
+_FROZEN_S = 1.0
+"""Nobody looks at the clock for so long: the process stood still."""
+_KEPT_S = 24 * 3600.0
+_MOST_KEPT = 1000
+"""Runs without a connection that are remembered."""
+_APART_S = 5.0
+_MOST_BOARDS = 100
+_MOST_ON_BOARD = 64
 
 
 def lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> list[str]:
@@ -136,10 +149,6 @@ def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
                 yield f"stops at step {at}" if at else "has agreed on no step at which to stop"
 
 
-_UNHEARD_S = 2.0
-"""A process that has sent nothing for so long is compared as it was."""
-
-
 def overview(
     state: Run, now: float, gone: Mapping[Member, Seat], ways: Mapping[Member, Mapping[int, str]]
 ) -> dict[str, Any]:
@@ -228,18 +237,6 @@ def _behind(seat: Seat, seats: Mapping[Member, Seat], now: float) -> int:
     is_heard = now - seat.beat_at <= _UNHEARD_S
     ahead = [each.beat.step for each in seats.values() if not is_heard or each.beat_at <= seat.beat_at]
     return max((step - seat.beat.step for step in ahead), default=0)
-
-
-logger = logging.getLogger(__name__)
-
-_FROZEN_S = 1.0
-"""Nobody looks at the clock for so long: the process stood still."""
-_KEPT_S = 24 * 3600.0
-_MOST_KEPT = 1000
-"""Runs without a connection that are remembered."""
-_APART_S = 5.0
-_MOST_BOARDS = 100
-_MOST_ON_BOARD = 64
 
 
 class Clock:

@@ -25,6 +25,8 @@ _WAY_OUT = (
     "nothing about a run before all its members have called, or are declared lost (--assume-lost)"
 )
 
+_HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
@@ -51,7 +53,6 @@ class SavedRun:
 
 
 _KINDS = {"SavedRun": SavedRun}
-_HEAD = {"hf_cocodc state": 1, "protocol": PROTOCOL}
 
 
 class StateFile:

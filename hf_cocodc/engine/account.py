@@ -15,9 +15,27 @@ from ..parts.guard import CLIPPED, DROPPED, NOT_BOUNDED, VOID, Verdict
 from ..parts.schedules import AgreedStats
 from .compatibility import sound_counts, sound_numbers
 
+logger = logging.getLogger(__name__)
+
 _STEPS_TIMED = 255
 """Number of inner steps before an event whose times count."""
 _SAVED = ("lr", "lr_sum", "step_time_s", "sync_time_s", "change")
+
+_SAID = {
+    CLIPPED: "outer.guard has clipped the outer gradient of region %d for fragment %d sent at step %d",
+    DROPPED: "outer.guard has dropped the outer gradient of region %d for fragment %d sent at step %d",
+    VOID: "the outer gradient of region %d makes the mean of fragment %d sent at step %d void",
+}
+_VOID = {
+    False: (
+        "not finite, or far larger than what the regions sent",
+        "A number has overflowed, or was altered on its way.",
+    ),
+    True: (
+        "void",
+        "Half of the regions or more are far out of the ordinary, and nobody can say who is right.",
+    ),
+}
 
 
 class Measurements:
@@ -110,23 +128,6 @@ class Measurements:
         self.agreed = stats
 
 
-logger = logging.getLogger(__name__)
-
-_SAID = {
-    CLIPPED: "outer.guard has clipped the outer gradient of region %d for fragment %d sent at step %d",
-    DROPPED: "outer.guard has dropped the outer gradient of region %d for fragment %d sent at step %d",
-    VOID: "the outer gradient of region %d makes the mean of fragment %d sent at step %d void",
-}
-_VOID = {
-    False: (
-        "not finite, or far larger than what the regions sent",
-        "A number has overflowed, or was altered on its way.",
-    ),
-    True: (
-        "void",
-        "Half of the regions or more are far out of the ordinary, and nobody can say who is right.",
-    ),
-}
 Record = Callable[..., None]
 """record(kind, **facts): keeps an event of the run."""
 

@@ -17,6 +17,11 @@ from .account import Record
 
 logger = logging.getLogger(__name__)
 
+_AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronised", "fixed"
+_OWN = "each region's own"
+_EXTRA_STATE = "_extra_state"
+"""Last part of the name of what a module saves beside its tensors (`torch.nn.Module.get_extra_state`)."""
+
 
 class StepChecksum(NamedTuple):
     """Where a region stands: an inner step, and a checksum of weights (-1 if regions need not agree on them)."""
@@ -130,12 +135,8 @@ def texts(link: Link, own: str, what: str) -> dict[int, str]:
     return {region: text.decode() for region, text in told.items()}
 
 
-_AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronised", "fixed"
-_OWN = "each region's own"
 Told = Mapping[int, Mapping[str, list[str]]]
 """For each region what it has said of its tensors, by name: fate, form and checksum."""
-_EXTRA_STATE = "_extra_state"
-"""Last part of the name of what a module saves beside its tensors (`torch.nn.Module.get_extra_state`)."""
 
 
 @torch.no_grad()

@@ -30,6 +30,8 @@ from .stepping import Guarding, Stepping
 from .transfer import Shares, Trained, Transfer
 from .watch import UNKNOWN
 
+logger = logging.getLogger(__name__)
+
 
 class Traffic:
     """Sends and lands the transfers of one region.
@@ -312,9 +314,6 @@ class Traffic:
         fragment.pool.give(local)
         [norm] = self._region_norms(square)
         return (outer_grad, norm, rate) if math.isfinite(norm) else (outer_grad.zero_(), 0.0, rate)
-
-
-logger = logging.getLogger(__name__)
 
 
 def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Measurements) -> None:

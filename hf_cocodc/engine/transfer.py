@@ -13,6 +13,9 @@ from ..parts.tensors.memory import Departure
 from .compatibility import sound_counts
 from .outer_step import Outcome
 
+TOKENS = 2**40
+"""As many tokens since a send are a share of 1. A power of two: shares are exact, and so are their ratios."""
+
 
 class Trained(NamedTuple):
     """Inner steps and tokens that a region has trained since it started."""
@@ -62,10 +65,6 @@ class Transfer:
     ordinary: Ordinary = Ordinary()
     is_finite: bool = True
     trained: Trained = Trained()
-
-
-TOKENS = 2**40
-"""As many tokens since a send are a share of 1. A power of two: shares are exact, and so are their ratios."""
 
 
 class Shares:

@@ -16,6 +16,12 @@ from .stopping import StopAgreement
 
 T = TypeVar("T")
 
+_SETTLED = {
+    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm", "loss"), 1.0),
+    **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
+}
+"""How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
+
 
 class LaneLink(FixedSet):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
@@ -107,13 +113,6 @@ class LaneLink(FixedSet):
         moved = values.to(self._device, copy=True)
         dist.all_reduce(moved, operation)
         return moved.to(values.device)
-
-
-_SETTLED = {
-    **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm", "loss"), 1.0),
-    **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
-}
-"""How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
 
 
 class _LaneHandle:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..errors import LinkError, RegionLostError
 
+logger = logging.getLogger(__name__)
+
 Record = TypeVar("Record", bound=tuple)
 
 ROW = 20
@@ -77,9 +79,6 @@ def _convert(name: str, kind: type, value: float) -> Any:
 @functools.cache
 def _mark(kind: type[tuple]) -> float:
     return float(zlib.crc32(f"{kind.__module__}.{kind.__qualname__}".encode()))
-
-
-logger = logging.getLogger(__name__)
 
 
 class Ending(IntEnum):

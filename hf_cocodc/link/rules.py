@@ -17,6 +17,8 @@ from typing import Any
 from ..coordinator.messages import Change, Decided, Report
 from ..net.letters import Member
 
+LATE = "it was late, or they could not reach it"
+
 
 class Standing(Enum):
     """What a process is to the run."""
@@ -295,8 +297,6 @@ class Fail:
 
 
 Effect = Begin | Complete | Abandon | Again | Tell | Drop | Switched | Fail
-
-LATE = "it was late, or they could not reach it"
 
 
 def step(state: Part, event: Event) -> tuple[Part, tuple[Effect, ...]]:

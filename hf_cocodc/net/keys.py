@@ -25,6 +25,15 @@ logger = logging.getLogger(__name__)
 SECRET_BYTES = 32
 """Of a secret. A shorter one could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
 
+_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
+_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
+"""No machine's clock keeps anybody out."""
+_NUMBER = 8
+_TAG = 16
+_END = 1 << 63
+_NO_ROOM = b"\0\0\0\0"
+"""The first bytes of a nonce: the number of the message follows, and a key has one sender."""
+
 
 class Keys:
     """A key, and the keys that follow from it (HKDF with SHA-256, RFC 5869). It is never shown.
@@ -59,11 +68,6 @@ class Keys:
 def new_secret() -> str:
     """32 random bytes, as a secret is written."""
     return secrets.token_hex(SECRET_BYTES)
-
-
-_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
-_FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
-"""No machine's clock keeps anybody out."""
 
 
 class Identity:
@@ -112,13 +116,6 @@ class Identity:
 def identity(keys: Keys) -> Identity:
     """The identity that follows from the keys of a secret."""
     return Identity(keys)
-
-
-_NUMBER = 8
-_TAG = 16
-_END = 1 << 63
-_NO_ROOM = b"\0\0\0\0"
-"""The first bytes of a nonce: the number of the message follows, and a key has one sender."""
 
 
 class Altered(LinkError):

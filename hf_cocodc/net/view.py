@@ -19,6 +19,8 @@ from .pairs import Pair
 
 LARGEST = 1 << 20
 
+_VOID = "the transfer is void: a region was lost."
+
 
 class UnderWay(NamedTuple):
     """An operation in progress with a region."""
@@ -29,9 +31,6 @@ class UnderWay(NamedTuple):
 
 class Revoked(LinkError):
     """The view must not be used any more: the transfer that used it is void."""
-
-
-_VOID = "the transfer is void: a region was lost."
 
 
 class Waits:

@@ -10,6 +10,9 @@ from ..errors import InputError
 from . import rules
 from .info import MergeInfo, Piece
 
+_MAX_CURVATURE = 10.0
+"""Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
+
 
 class Merge(NamedTuple):
     """Computes the new local params from the new global params, piece by piece.
@@ -83,10 +86,6 @@ def mix(alpha: float) -> Merge:
         lambda piece, info: piece.local.mul_(alpha).add_(piece.new_global, alpha=1 - alpha),
         keeps_local_steps=True,
     )
-
-
-_MAX_CURVATURE = 10.0
-"""Upper bound for the mean of lambda u u. Above it, D can only be noise; in training the mean is 0.003 to 3."""
 
 
 def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:

@@ -47,6 +47,10 @@ from .supported import is_sharded, lanes_of, refuse_fixed
 
 logger = logging.getLogger(__name__)
 
+_MAY_DIFFER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
+_GLOO_END_S = 0.1
+_NOTHING = About()
+
 
 def own_hello(
     accelerator: Accelerator,
@@ -147,9 +151,6 @@ def _adapter_settings(model: nn.Module) -> list[str]:
     return found
 
 
-_MAY_DIFFER = ("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision")
-
-
 def frozen_digest(model: nn.Module) -> str:
     """Digest of everything that regions do not synchronise but that must be equal.
 
@@ -165,8 +166,6 @@ def frozen_digest(model: nn.Module) -> str:
     return sha.hexdigest()[:16]
 
 
-_GLOO_END_S = 0.1
-_NOTHING = About()
 _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 """Links over which nothing has been trained since their regions compared what they are."""
 

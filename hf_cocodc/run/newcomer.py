@@ -31,6 +31,10 @@ from .session import RegionSession, session_of
 
 logger = logging.getLogger(__name__)
 
+_MARKER_S = 1.0
+MAX_MISSED = 8
+"""A region that has missed more rounds than these gives up what it has trained and the others do not have."""
+
 
 def joins(link: Link, accelerator: Accelerator) -> bool:
     """Whether this region is a newcomer, which has no base yet. All ranks of the region call this together."""
@@ -160,11 +164,6 @@ def _prepared(accelerator: Accelerator) -> dict[str, Sequence[Any]]:
 
 def _file(name: str, index: int) -> str:
     return f"{name}_{index}.pt" if index else f"{name}.pt"
-
-
-_MARKER_S = 1.0
-MAX_MISSED = 8
-"""A region that has missed more rounds than these gives up what it has trained and the others do not have."""
 
 
 def _marker_in(plain: Any) -> Marker | None:

@@ -48,6 +48,18 @@ AGAIN_S = 60.0
 
 logger = logging.getLogger(__name__)
 
+_POLL_S = 0.1
+_SHARE = 4
+"""A base and its log have this part of the rate limit."""
+_GIFT_END_S = 2.0
+_LET_IN_S = 60.0
+"""A newcomer that is ready is announced at once, where all members are connected to it. One that is not begins once more."""
+_LEAVE_WAIT_S = 30.0
+"""How long a region that is to leave waits for a coordinator that is away."""
+AUTO_GRACE_S = 5.0
+"""With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
+_LONGEST_PERIOD_S = 1.0
+
 
 class WaitingWords:
     """Says for whom a region waits: to the command that started it at once, in the log after 10 s and then every minute.
@@ -106,19 +118,6 @@ class WaitingWords:
 def announce(message: str, *args: object) -> None:
     """Log that regions are there: as information; where nobody has set up logging, as a warning, which Python shows then."""
     logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *args)
-
-
-_POLL_S = 0.1
-_SHARE = 4
-"""A base and its log have this part of the rate limit."""
-_GIFT_END_S = 2.0
-_LET_IN_S = 60.0
-"""A newcomer that is ready is announced at once, where all members are connected to it. One that is not begins once more."""
-_LEAVE_WAIT_S = 30.0
-"""How long a region that is to leave waits for a coordinator that is away."""
-AUTO_GRACE_S = 5.0
-"""With grace "auto", a member may be late for so many seconds after training has begun to wait for it."""
-_LONGEST_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from ..net.addresses import free_port
 from ..parts.tensors.pieces import REGIONS_HERE
 from ..settings import ENV_COORDINATOR, ENV_REGION, ENV_REGIONS, RegionConfig
 
+_KEY = "hf_cocodc/split"
+
 
 def split_world(num_regions: int) -> int:
     """Turn one `accelerate launch` into `num_regions` regions of equal size; return the region of this process.
@@ -79,7 +81,6 @@ def split_world(num_regions: int) -> int:
     return region
 
 
-_KEY = "hf_cocodc/split"
 _served: list[Served] = []  # a coordinator that is not kept would close
 
 

@@ -31,6 +31,8 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 UNEVEN = 1.5
 """The log names a largest fragment above this, relative to the mean."""
 
+NEVER, UNKNOWN = 0, -1
+
 
 class Beginning(NamedTuple):
     """What a region begins with.
@@ -44,9 +46,6 @@ class Beginning(NamedTuple):
     max_steps: int
     is_fixed: bool
     run: int
-
-
-NEVER, UNKNOWN = 0, -1
 
 
 class Habits(NamedTuple):

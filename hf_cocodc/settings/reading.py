@@ -26,6 +26,14 @@ MAX_INT = 2**64
 _KINDS = {"null": "null", "bool": "true or false", "int": "a whole number", "float": "a number"}
 _TAG = "tag:yaml.org,2002:"
 
+_EXTENDS = "extends"
+T = TypeVar("T")
+_GONE = {
+    "regions.store": "is called regions.coordinator now",
+    "regions.encrypt": "has gone: with a secret (regions.secret_file), all that regions send is encrypted",
+}
+"""Keys of earlier versions, and what became of them."""
+
 
 def read_file(path: str | os.PathLike) -> Any:
     """Parse the YAML of a recipe's file, which `files.find` has found.
@@ -161,9 +169,6 @@ _Constructor.yaml_constructors = {
 }
 
 
-_EXTENDS = "extends"
-
-
 def shipped() -> dict[str, Path]:
     """The recipes that come with the package, by name: quickstart/diloco and the like."""
     package = Path(__file__).resolve().parents[1]
@@ -260,14 +265,6 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
-
-
-T = TypeVar("T")
-_GONE = {
-    "regions.store": "is called regions.coordinator now",
-    "regions.encrypt": "has gone: with a secret (regions.secret_file), all that regions send is encrypted",
-}
-"""Keys of earlier versions, and what became of them."""
 
 
 def override_key(content: dict, override: str) -> None:

@@ -41,6 +41,10 @@ _BASE_MARGIN = 1 << 30
 _CONNECT_S = 20.0
 _LONGEST_WHY = 400
 
+_POLL_S = 0.1
+_AGAIN_S = 10.0
+"""A member is asked again after so many seconds: what travels while the coordinator is away is lost."""
+
 
 class Received(NamedTuple):
     """What all ranks of a region know of a base: its folder, a checkpoint that can be loaded; the region that wrote it; its inner
@@ -212,11 +216,6 @@ def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
         raise DonorLost(f"region {donor} sends its log no more: {error}") from error
     finally:
         frames.close()
-
-
-_POLL_S = 0.1
-_AGAIN_S = 10.0
-"""A member is asked again after so many seconds: what travels while the coordinator is away is lost."""
 
 
 class Donors:

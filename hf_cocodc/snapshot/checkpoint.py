@@ -37,10 +37,28 @@ from .durable import replace, saving
 from .folder import begin_run, is_unsaved, run_of
 from .manifest import COMPLETE, FOLDER, FORMAT, damage
 
+logger = logging.getLogger(__name__)
+
 _TENSOR = "$tensor"
 _FLOAT = "$float"
 _DEEPEST = 64
 """Levels of a state at most."""
+
+TAKEN_OVER = "joining"
+"""Name of `Facts.taken_over` in the file."""
+_OF_DAMAGE = (
+    *(
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        SafetensorError,
+        TypeError,
+    ),
+    ValueError,
+)
 
 
 def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -95,10 +113,6 @@ def _take_apart(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[in
 
 def _join(name: str, key: Any) -> str:
     return f"{name}/{key}" if name else str(key)
-
-
-TAKEN_OVER = "joining"
-"""Name of `Facts.taken_over` in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,24 +198,6 @@ _IS: dict[str, Callable[[Any], bool]] = {
     "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
 }
 """What holds for each fact."""
-
-
-logger = logging.getLogger(__name__)
-
-
-_OF_DAMAGE = (
-    *(
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RecursionError,
-        SafetensorError,
-        TypeError,
-    ),
-    ValueError,
-)
 
 
 class Saved(NamedTuple):

@@ -25,6 +25,8 @@ from . import local_weights, manifest
 from .checkpoint import put_together, take_apart
 from .export import put_beside
 
+logger = logging.getLogger(__name__)
+
 TREES = "trees"
 """Folder of what was taken apart, while it travels."""
 _STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
@@ -39,6 +41,8 @@ _KNOWN = re.compile(
 """Names of the files that may reach another region."""
 _LARGEST_FILE = 1 << 50
 _LONGEST_NAME = 500
+
+_CHUNK_BYTES = 1 << 26
 
 
 def check_files(sizes: Any, source: int) -> dict[str, int]:
@@ -177,11 +181,6 @@ def _without_items(value: Any) -> Any:
         pairs = value.get(_ITEMS, value.items())
         return {key: _without_items(each) for key, each in pairs}
     return [_without_items(each) for each in value] if isinstance(value, list) else value
-
-
-logger = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 1 << 26
 
 
 def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) -> None:

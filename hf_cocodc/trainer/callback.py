@@ -44,6 +44,13 @@ _TOO_LATE = (
     "callback.attach(trainer) before trainer.train(resume_from_checkpoint=...)."
 )
 
+_COMPARED = (
+    *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
+)
+"""Training arguments that change what a step does. max_steps is compared by itself; the number of epochs may change."""
+
 
 class CoCoDCCallback(TrainerCallback):
     """Trains a Trainer's model across regions.
@@ -347,14 +354,6 @@ class CoCoDCCallback(TrainerCallback):
         sys.stderr.write(answer(name, self.region, self.regions.leaves_alone))
         if self.outer is not None:
             self.outer.ask_to_stop(name)
-
-
-_COMPARED = (
-    *("seed", "data_seed", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("label_smoothing_factor", "neftune_noise_alpha", "bf16", "fp16"),
-)
-"""Training arguments that change what a step does. max_steps is compared by itself; the number of epochs may change."""
 
 
 def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:

@@ -18,6 +18,8 @@ from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.folder import PREFIX
 from ..snapshot.manifest import FOLDER
 
+logger = logging.getLogger(__name__)
+
 TAG = "hf-cocodc"
 HEADING = "## Trained across regions"
 END = "<!-- end of the section of hf_cocodc; what follows stays -->"
@@ -28,6 +30,9 @@ _UNKNOWN = {
 }
 """What Trainer's draft says of a model and of a dataset that have no name, and what is meant."""
 _EAGER = " With eager updates, every region has its own global weights until the run ends. A checkpoint contains this region's."
+
+OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-machine-*.txt")
+"""Patterns of what is never uploaded: journal, checkpoints, folders of regions, and logs of `hf-cocodc train`."""
 
 
 def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str:
@@ -126,11 +131,6 @@ def _apart(text: str) -> tuple[str, str]:
     later = re.search(r"^##? ", rest, re.MULTILINE)
     return before, rest[later.start() :] if heading and later else ""
 
-
-logger = logging.getLogger(__name__)
-
-OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-machine-*.txt")
-"""Patterns of what is never uploaded: journal, checkpoints, folders of regions, and logs of `hf-cocodc train`."""
 
 _WRAPPERS: set[Any] = set()
 """Our wrappers of `Trainer.init_hf_repo`; other packages may have wrapped it, too."""

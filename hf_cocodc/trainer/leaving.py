@@ -16,6 +16,8 @@ from ..link.base import Link
 from ..run.endings import farewell
 from ..run.outer_optimizer import OuterOptimizer
 
+logger = logging.getLogger(__name__)
+
 TOGETHER_S = 5.0
 """SIGTERMs within so many seconds are one request: Slurm sends one to every process of a job, and launchers pass theirs on."""
 
@@ -71,9 +73,6 @@ def first_signal(note: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-logger = logging.getLogger(__name__)
 
 
 def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, error: BaseException) -> None:

@@ -63,6 +63,9 @@ COUNTERS = ("_globalstep_last_logged", "_initial_global_step")
 SAMPLES = 3
 """Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
 
+IGNORED = -100
+"""The label of a token that has no loss."""
+
 
 class PatchedCallback(Protocol):
     """The callback, as far as the wrappers need it.
@@ -327,10 +330,6 @@ class Patches:
     def _own_global_weights(self) -> contextlib.AbstractContextManager[None]:
         assert self._callback.outer is not None
         return self._callback.outer.own_global_weights()
-
-
-IGNORED = -100
-"""The label of a token that has no loss."""
 
 
 def tokens_of(batches: Iterable[Any]) -> Any:

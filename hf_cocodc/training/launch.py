@@ -36,6 +36,10 @@ PATIENCE_S = 600.0
 """Time for a last checkpoint. Without the command there is no coordinator, and regions hear of a signal only with a
 transfer: that may be a round away."""
 
+GRACE_S = 30.0
+_CHECK_S = 0.2
+_ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+
 
 def end_with_command() -> None:
     """Watch the command, if there is one. When it is gone, this process gets SIGTERM, and SIGKILL if it goes on.
@@ -64,11 +68,6 @@ def _watch(command: int) -> None:
         )
     time.sleep(PATIENCE_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-GRACE_S = 30.0
-_CHECK_S = 0.2
-_ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 @dataclass

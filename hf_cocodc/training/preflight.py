@@ -33,6 +33,11 @@ MISFITS = (
 )
 """What torch says about tensors that do not fit together, and about a wrong dropout."""
 
+_WORDS = {"optim": [building.MUON]}
+"""Words that we take besides those of a library."""
+_ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
+"""Types that Trainer and PEFT take besides those of their hints."""
+
 
 def check(recipe: Recipe) -> None:
     """Check a recipe as far as possible without building anything.
@@ -342,12 +347,6 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)
-
-
-_WORDS = {"optim": [building.MUON]}
-"""Words that we take besides those of a library."""
-_ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
-"""Types that Trainer and PEFT take besides those of their hints."""
 
 
 def known_fields(section: str, given: dict[str, Any], kind: type) -> None:

@@ -14,6 +14,9 @@ _SIDE = 64
 _CHUNK = _SIDE * _SIDE
 """Number of values in a tile at most: a position in it has 12 bits."""
 
+_PER_BYTE = 4
+_BOOK_BYTES = 8
+
 
 class Tiled:
     """A codec that sends a fragment tile by tile; see `topk_2bit`. Zeros fill up a tile that is shorter than a chunk.
@@ -131,10 +134,6 @@ def topk_2bit(k: int = 64) -> Codec:
     600
     """
     return Tiled(TopK(k, _CHUNK, Codebook(k)))
-
-
-_PER_BYTE = 4
-_BOOK_BYTES = 8
 
 
 class Codebook:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_MOST_THREADS = 4
+
 
 def flat_zeros(numel: int) -> Tensor:
     """A flat fp32 tensor of `numel` zeros on the host, where the link reads it."""
@@ -90,9 +92,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-_MOST_THREADS = 4
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,14 @@ PIECE = 1 << 17
 UNSHARED = (1 << 15) - (1 << 10)
 """Number of values up to which torch never splits an operation over its threads."""
 
+T = TypeVar("T")
+REGIONS_HERE = "HF_COCODC_REGIONS_HERE"
+"""Environment variable: how many regions share this machine, where one command has started them."""
+_MOST = 16
+"""More threads than this rarely move more bytes: the memory of one processor is then the limit."""
+_WORTH_A_THREAD = 4
+"""Number of pieces for which a thread is worth its start."""
+
 
 class Cut(NamedTuple):
     """A stretch of a flat vector, which holds values of one or more parameters.
@@ -100,16 +108,6 @@ def square_of_difference(one: Tensor, other: Tensor) -> float:
     pairs = zip(one.split(PIECE), other.split(PIECE), strict=True)
     with in_this_thread():
         return sum(squares_of([torch.sub(a, b, out=room[: a.numel()])])[0] for a, b in pairs)
-
-
-T = TypeVar("T")
-
-REGIONS_HERE = "HF_COCODC_REGIONS_HERE"
-"""Environment variable: how many regions share this machine, where one command has started them."""
-_MOST = 16
-"""More threads than this rarely move more bytes: the memory of one processor is then the limit."""
-_WORTH_A_THREAD = 4
-"""Number of pieces for which a thread is worth its start."""
 
 
 def divide(work: Callable[[range], T], count: int, threads: int) -> list[T]:

@@ -30,6 +30,13 @@ _WIDTH = 100
 _TOPIC = 11
 """Width of a topic: lines are shown as they are found."""
 
+T = TypeVar("T")
+SYSCTL = Path("/proc/sys/net/ipv4")
+_PACKAGE = "hf-cocodc"
+_SHOWN = ("torch", "transformers", "accelerate", "datasets")
+_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14  # Linux
+_TIME_ERROR = 5
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -66,14 +73,6 @@ def lines(finding: Finding) -> list[str]:
         finding.words, _WIDTH, initial_indent=head, subsequent_indent=margin, break_on_hyphens=False
     )
     return text + ([f"{margin}$ {finding.command}"] if finding.command else [])
-
-
-T = TypeVar("T")
-SYSCTL = Path("/proc/sys/net/ipv4")
-_PACKAGE = "hf-cocodc"
-_SHOWN = ("torch", "transformers", "accelerate", "datasets")
-_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14  # Linux
-_TIME_ERROR = 5
 
 
 @dataclass(frozen=True)

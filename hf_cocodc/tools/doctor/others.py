@@ -28,6 +28,17 @@ _TEXTS = ("host", "calls", "token", "data")
 _LONGEST = 200
 _MOST_REACHED = 1000
 
+_REACH_S = 3.0
+_AGAIN_S = 0.5
+_LATE_S = 2.0
+"""Seconds between two clocks from which on it is a warning."""
+_SAME_VERSIONS = ("hf-cocodc", "torch")
+_SHOWN = 3
+"""Differences between two recipes that a line names."""
+_ALL_AT_ONCE = (
+    "hf-cocodc doctor RECIPE --region N --coordinator HOST:PORT --wait 300    # in all regions at once"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Told:
@@ -107,18 +118,6 @@ def _not_ours(region: int, found: object) -> MeetingError:
         f"what region {region} has told the coordinator is not what a doctor of this version tells ({short(found)}). Use the "
         "same version of hf-cocodc in every region."
     )
-
-
-_REACH_S = 3.0
-_AGAIN_S = 0.5
-_LATE_S = 2.0
-"""Seconds between two clocks from which on it is a warning."""
-_SAME_VERSIONS = ("hf-cocodc", "torch")
-_SHOWN = 3
-"""Differences between two recipes that a line names."""
-_ALL_AT_ONCE = (
-    "hf-cocodc doctor RECIPE --region N --coordinator HOST:PORT --wait 300    # in all regions at once"
-)
 
 
 class Answering:

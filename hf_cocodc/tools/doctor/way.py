@@ -11,13 +11,12 @@ _PACKET = 1500
 _LONG_S = 0.005
 """Round trips below this belong to one site: there every congestion control and every buffer will do."""
 
+ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
+
 
 def all_here() -> list[Finding]:
     """Of a run whose regions all train on this machine: nothing of this counts."""
     return [Finding("network", OK, "all regions train on this machine, over the loopback")]
-
-
-ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
 
 
 def interface(network: Network, wanted: str | None) -> Finding:

@@ -20,6 +20,25 @@ then wait there, or are dropped."""
 TRIALS = 8
 """Trainings that are played where packets get lost, for settings that are reported; the mean of them counts."""
 
+MSS, MTU = 1448, 1500
+"""Payload bytes of a full TCP segment with time stamps, and bytes of its packet."""
+FIRST_WINDOW = 10 * MSS
+"""Bytes in flight of a new connection, or of one that was idle (RFC 6928)."""
+RTO_S = 0.2
+"""Linux halves the window of an idle connection each round trip plus this time."""
+DECREASE = 0.3
+"""Share of its window by which a connection shrinks after a loss (cubic)."""
+CUBIC = 0.4
+"""Segments per cubic second by which cubic's window grows from where the last loss was (RFC 9438, 4.1)."""
+FRIENDLY = 0.53
+"""Segments by which cubic's window grows in a round trip behind slow start, like Reno's (RFC 9438, 4.3)."""
+SLICES = 4
+"""Parts of a round trip in which it is followed what a connection sends."""
+BURST_S = 1e-3
+"""Linux sends as much at once as goes in this time."""
+FOLLOWED, FLIGHTS = 64, 256
+"""Pieces of a message, and flights of its connections, that are followed one by one; later ones take as long as in the mean."""
+
 
 @dataclass(frozen=True)
 class LinkFigures:
@@ -148,26 +167,6 @@ def wanted_connections(link: LinkFigures, limit: float) -> int:
     by_itself = connections_for(link.rtt_s, limit)
     for_loss = math.ceil(limit * link.rtt_s / link.window_of_loss)
     return min(max(by_itself, for_loss), MAX_CONNECTIONS)
-
-
-MSS, MTU = 1448, 1500
-"""Payload bytes of a full TCP segment with time stamps, and bytes of its packet."""
-FIRST_WINDOW = 10 * MSS
-"""Bytes in flight of a new connection, or of one that was idle (RFC 6928)."""
-RTO_S = 0.2
-"""Linux halves the window of an idle connection each round trip plus this time."""
-DECREASE = 0.3
-"""Share of its window by which a connection shrinks after a loss (cubic)."""
-CUBIC = 0.4
-"""Segments per cubic second by which cubic's window grows from where the last loss was (RFC 9438, 4.1)."""
-FRIENDLY = 0.53
-"""Segments by which cubic's window grows in a round trip behind slow start, like Reno's (RFC 9438, 4.3)."""
-SLICES = 4
-"""Parts of a round trip in which it is followed what a connection sends."""
-BURST_S = 1e-3
-"""Linux sends as much at once as goes in this time."""
-FOLLOWED, FLIGHTS = 64, 256
-"""Pieces of a message, and flights of its connections, that are followed one by one; later ones take as long as in the mean."""
 
 
 class _Flight(NamedTuple):

@@ -38,6 +38,14 @@ _CHANGES = (
     "training.resume_from_checkpoint=null",
 )
 
+CODEC_VALUES, OUTER_VALUES = 2_000_000, 4_000_000
+REPEAT = 3
+_ROWS = {
+    "replace": "land, replace (diloco)",
+    "mix": "land, mix (streaming)",
+    "compensate": "land, compensate (cocodc)",
+}
+
 
 def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Sequence[str]) -> float:
     """Seconds of an inner step of a region, measured on this machine; writes only to a temporary folder.
@@ -81,15 +89,6 @@ def _reason(stderr: str) -> str:
     lines = stderr.strip().splitlines() or ["it ended without a message"]
     errors = [line for line in lines if line.startswith(_ERROR)]
     return (errors or lines)[-1].removeprefix(_ERROR)
-
-
-CODEC_VALUES, OUTER_VALUES = 2_000_000, 4_000_000
-REPEAT = 3
-_ROWS = {
-    "replace": "land, replace (diloco)",
-    "mix": "land, mix (streaming)",
-    "compensate": "land, compensate (cocodc)",
-}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ _NOTES = (
     "dev MB, host MB: memory of the outer state and of transfers, beside the training's own (one rank a region).",
 )
 
+DILOCO_EXPONENT = 0.0116
+"""Of M in the joint fit of the loss, 19.226 N^-0.0985 M^0.0116 (2503.09799): DiLoCo with H = 30, N from 35M to 2.4B."""
+MOST_REGIONS = 8
+ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
+"""Inner steps of overlap of Streaming DiLoCo: those that the paper advises, and those that cost less than 0.2 % (2501.18512)."""
+
 
 def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> BenchReport:
     """The table of a plan: the settings of each method and codec, and data-parallel training.
@@ -162,13 +168,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-DILOCO_EXPONENT = 0.0116
-"""Of M in the joint fit of the loss, 19.226 N^-0.0985 M^0.0116 (2503.09799): DiLoCo with H = 30, N from 35M to 2.4B."""
-MOST_REGIONS = 8
-ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
-"""Inner steps of overlap of Streaming DiLoCo: those that the paper advises, and those that cost less than 0.2 % (2501.18512)."""
 
 
 def cost(

@@ -19,6 +19,12 @@ MOST_SECONDS = 1e10
 MOST_NUMBER = 1e30
 """No number that can be drawn is larger, or smaller than its inverse. Journals of runs that diverge may have larger ones."""
 
+NAME = "journal.jsonl"
+_MOST_NAMED = 20
+"""So many damaged lines of a journal are named."""
+_UNKNOWN = 0
+"""The number of regions by a journal whose `start` is damaged."""
+
 
 class Rule(NamedTuple):
     """What holds for a field, and how a message says it."""
@@ -135,11 +141,6 @@ def figure(event: Event, name: str) -> float | None:
 
 
 Events = list[dict[str, Any]]
-NAME = "journal.jsonl"
-_MOST_NAMED = 20
-"""So many damaged lines of a journal are named."""
-_UNKNOWN = 0
-"""The number of regions by a journal whose `start` is damaged."""
 
 
 @dataclass

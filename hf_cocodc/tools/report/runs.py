@@ -18,6 +18,9 @@ from .story import Story, arrival_of, blame, sections, story_of
 Spans = Mapping[int, Sequence[tuple[int, int]]]
 """The inner steps from which, and to which, each region did something."""
 
+_EQUAL = 1e-4
+"""All regions find the same mean: its norms are equal but for this."""
+
 
 def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
     """The attendance of a run without the inner steps in which a region only kept step with the others, as landings tell.
@@ -73,10 +76,6 @@ def _per_step(start: Mapping[str, Any]) -> int | None:
     if not all(type(each) is int and 0 < each < 2**31 for each in known):
         return None
     return math.prod(known)  # type: ignore[arg-type]
-
-
-_EQUAL = 1e-4
-"""All regions find the same mean: its norms are equal but for this."""
 
 
 @dataclass

@@ -10,6 +10,11 @@ from .journals import Event, figure
 from .runs import RunRecord
 from .story import Activity, Flight, Span, Story, waits
 
+LEAST_S = 0.05
+"""What took less than this in every region is not worth a row."""
+GIVEN_UP = "made again after a resume"
+NOT_THERE = "not there"
+
 
 class RegionTotals(NamedTuple):
     """What a region has done by an event of its journal.
@@ -104,12 +109,6 @@ def spent(run: RunRecord) -> list[Row]:
     order = {name: number for number, name in enumerate(_order(rows))}
     seen = [row for row in rows.items() if max(row[1]) >= LEAST_S]
     return sorted(seen, key=lambda row: order[row[0]])
-
-
-LEAST_S = 0.05
-"""What took less than this in every region is not worth a row."""
-GIVEN_UP = "made again after a resume"
-NOT_THERE = "not there"
 
 
 def _order(names: Iterable[str]) -> list[str]:
