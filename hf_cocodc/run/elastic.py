@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
@@ -27,9 +27,11 @@ from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import write_base
 from ..status import tell
 from .newcomer import JoiningRank
-from .runner import Runner
 from .saving import facts_of
 from .session import RegionSession
+
+if TYPE_CHECKING:
+    from .outer_optimizer import OuterOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class Elastic:
 
     def __init__(
         self,
-        outer: Runner,
+        outer: "OuterOptimizer",
         accelerator: Accelerator,
         session: RegionSession | None,
         regions: RegionConfig,

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from ..errors import InputError, shown
+from ..newer import INNER
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +186,11 @@ class InnerOptimizer:
                 self._name,
             )
 
-    def warn_unless(self, word: str, method: str) -> None:
-        """Warn if no optimizer has this word in the name of its class: the method is named for it."""
+    def warn_unless_fitting(self, method: str) -> None:
+        """Warn if a method is named for an inner optimizer, and no class of this one has that word in its name."""
+        word = INNER.get(method)
+        if word is None:
+            return
         kinds = [each.__name__.lower() for part in self._parts for each in type(part).__mro__]
         if not any(word in each for each in kinds):
             logger.warning(
@@ -260,3 +265,41 @@ def _held(optimizer: Any) -> list[Any]:
     if isinstance(several, dict):
         return list(several.values())
     return list(several) if isinstance(several, list | tuple) else []
+
+
+class Tokens:
+    """Counts the tokens of an inner step over its micro-batches, and over the ranks of the region.
+
+    Args:
+        accelerator: of this region.
+        counted: whether tokens are the weights; else nothing is counted, and ranks say nothing to each other.
+        alike: whether all ranks of the region train on the same samples (pipeline stages).
+    """
+
+    def __init__(self, accelerator: Accelerator, counted: bool, alike: bool = False) -> None:
+        self.counted = counted
+        self._accelerator, self._alike = accelerator, alike
+        self._noted: Any = None
+
+    def note(self, tokens: Any) -> None:
+        """Add the tokens of a micro-batch of this rank: a number, or a tensor of one, on any device."""
+        if self.counted:
+            self._noted = tokens if self._noted is None else self._noted + tokens
+
+    def take(self) -> int | None:
+        """The region's tokens since the last call; None if none were noted. If they are, a collective call of its ranks.
+
+        Raises:
+            InputError: their number is not a whole number from 0.
+        """
+        if self._noted is None:
+            return None
+        noted, self._noted = float(self._noted), None
+        if noted < 0 or not noted.is_integer():
+            raise InputError(
+                f"outer.step(tokens={noted:g}): the tokens of an inner step must be a whole number from 0."
+            )
+        if self._alike or self._accelerator.num_processes == 1:
+            return int(noted)
+        own = torch.tensor([int(noted)], dtype=torch.int64, device=self._accelerator.device)
+        return int(self._accelerator.reduce(own, "sum"))

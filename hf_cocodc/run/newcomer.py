@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -26,14 +26,29 @@ from ..snapshot.base import Received, received_in
 from ..snapshot.checkpoint import Saved, read
 from ..snapshot.donor import Inner
 from ..status import tell
-from .runner import Runner, Say
 from .session import RegionSession, session_of
 
+if TYPE_CHECKING:
+    from .outer_optimizer import OuterOptimizer
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MARKER_S = 1.0
 MAX_MISSED = 8
 """A region that has missed more rounds than these gives up what it has trained and the others do not have."""
+
+
+class Say(Protocol):
+    """Calls a function on the region's leader. All ranks get what it returns, or the error that it raises.
+
+    What it returns travels as JSON; `read` makes of it what it was.
+    """
+
+    def __call__(
+        self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = ...
+    ) -> T: ...
 
 
 def joins(link: Link, accelerator: Accelerator) -> bool:
@@ -182,11 +197,16 @@ class JoiningRank:
         accelerator: of this region.
         session: the leader's side; None on other ranks.
         folder: where bases lie for a while; the same for all ranks of the region.
-        say: see `runner.Say`.
+        say: on the leader.
     """
 
     def __init__(
-        self, outer: Runner, accelerator: Accelerator, session: RegionSession | None, folder: Path, say: Say
+        self,
+        outer: "OuterOptimizer",
+        accelerator: Accelerator,
+        session: RegionSession | None,
+        folder: Path,
+        say: Say,
     ) -> None:
         self._outer, self._accelerator, self._session = outer, accelerator, session
         self._folder, self._say = folder, say
@@ -298,7 +318,7 @@ class JoiningRank:
         self._say(RegionSession.forget_base, "the end of the base")
 
 
-def round_steps(outer: Runner) -> float:
+def round_steps(outer: "OuterOptimizer") -> float:
     """Inner steps of a round: its setting, or for a method of a user's own without one, the mean so far."""
     interval = outer.settings.get("sync_interval")
     if isinstance(interval, int | float) and interval > 0:

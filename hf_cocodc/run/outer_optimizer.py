@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import platform
 import weakref
 from collections.abc import Callable
@@ -11,20 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..auto import for_rounds, too_few_rounds
+from ..auto import for_rounds
 from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
 from ..engine.saving import wait_for_transfers
-from ..errors import InputError, RunStopped
+from ..engine.synchronizer import Synchronizer
+from ..errors import InputError, LeftBehind, LinkError, RunStopped
 from ..link.base import Link
-from ..link.records import Words
+from ..link.records import Ending, Words
 from ..methods import Method
-from ..newer import INNER
-from ..resolve import as_config, continuing, from_config, lost_steps, settings
+from ..resolve import as_config, continuing, from_config, settings
 from ..settings import OuterConfig, RegionConfig
 from ..snapshot.checkpoint import Saved
 from ..snapshot.donor import Inner
@@ -32,12 +32,11 @@ from .about import About, of_loop
 from .connect import begin_over, meet
 from .elastic import Elastic
 from .endings import Endings
-from .finishing import Finishing
-from .inner_optimizer import InnerOptimizer
+from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal
-from .loaded import agree_on_beginning, check, in_all, take_loaded
-from .newcomer import advance, inner_of, joins, place_for_bases, read_base
+from .newcomer import advance, inner_of
 from .recovery import recover, ruined_at_the_end
+from .resuming import check, config_of, in_all, origin_of
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
@@ -47,7 +46,7 @@ from .unread import attendance_of, report_unread
 logger = logging.getLogger(__name__)
 
 
-class OuterOptimizer(Finishing):
+class OuterOptimizer:
     """Trains one model across regions from an ordinary Accelerate loop.
 
     ::
@@ -122,94 +121,208 @@ class OuterOptimizer(Finishing):
         about: About | None = None,
         stage: tuple[int, int] | None = None,
     ) -> None:
-        asked = as_config(config)
+        asked, regions = as_config(config), regions or RegionConfig()
         method = from_config(asked)  # a mistake in the settings comes before everything else
-        config = for_rounds(asked, max_steps)
-        regions = regions or RegionConfig()
         bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-        refuse_unsupported(accelerator, config, bare, has_stages=stage is not None)
+        refuse_unsupported(accelerator, for_rounds(asked, max_steps), bare, has_stages=stage is not None)
         refuse_second(bare)
-        self._inner = InnerOptimizer(
-            optimizer, bare, reads_lr=method.reads_lr, begins_anew=config.on_nonfinite == "restart"
+        inner = InnerOptimizer(
+            optimizer, bare, reads_lr=method.reads_lr, begins_anew=asked.on_nonfinite == "restart"
         )
-        self.tokens = Tokens(accelerator, config.weights == "tokens", alike=stage is not None)
         self.about = about or of_loop(accelerator, bare, optimizer)
-        # "auto" is compared as such: what it means in a run that is continued, its checkpoints say
+        self.tokens = Tokens(accelerator, asked.weights == "tokens", alike=stage is not None)
+        # meet. "auto" is compared as such: what it means in a run that is continued, its checkpoints say
         link = meet(link, accelerator, bare, asked, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
-        self.link = link
-        bases = place_for_bases(link, accelerator, journal)
-        is_new = joins(link, accelerator)
-        is_lone = saved is None and is_new  # nobody else has got a base for it
-        self.started: dict[str, Any] = {}
-        if is_lone:
-            take_loaded(accelerator)  # a base takes its place
-            saved, run = read_base(link, accelerator, bare, bases)
-            self.started = {"run": run}
-        elif about is None:
-            saved, run = agree_on_beginning(link, accelerator, bare, self._inner, saved)
-            self.started = {"run": run}
-        if saved is not None:
-            config = for_rounds(continuing(asked, saved.facts.settings), max_steps)
-        for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
-            # the settings are equal in all regions: one warning is enough
-            if warning is not None and accelerator.is_main_process and link.region == link.members[0]:
-                logger.warning(warning)
-        self.settings = settings(config)
+        # begin, resume or join
+        origin = origin_of(link, accelerator, bare, inner, saved, journal, is_plain=about is None)
+        self.link, self.model, self.started, saved = link, bare, origin.started, origin.saved
+        self._accelerator, self._inner, self._asked, self._max_steps = accelerator, inner, asked, max_steps
+        self._allowed, self._has_stages = regions.allowed, stage is not None
+        self._config = config_of(link, accelerator, asked, saved, max_steps)
+        self.settings = settings(self._config)
         """Every setting of the method, defaults filled in."""
-        if (named_for := INNER.get(str(self.settings["method"]))) is not None:
-            self._inner.warn_unless(named_for, str(self.settings["method"]))
-        self._has_stages = stage is not None
-        self.endings = Endings(link, regions.when_one_ends, max_steps)
-        self.finished = False
-        self._accelerator = accelerator
-        self._allowed = regions.allowed
-        self._max_steps = max_steps
-        self._asked, self._config, self.model = asked, config, bare
+        inner.warn_unless_fitting(str(self.settings["method"]))
         if saved is not None:
-            told = saved, self.settings, link, self.about, self._allowed, bare, is_new
-            in_all(link, lambda: check(*told), "whether regions can go on")
+            self._check(saved, self.settings, origin.is_new)
+        # train
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
-        named = run_of(link)
-        self.journal = Journal(path, mark_of(saved, path, named), link.clock)
-        self._is_bounded = lambda: self._inner.is_bounded
-        self.synchronizer = engine_for(bare, config, link, self.journal, saved, self._is_bounded)
+        self.journal = Journal(path, mark_of(saved, path, run_of(link)), link.clock)
+        self.endings = Endings(link, regions.when_one_ends, max_steps)
+        self.finished = False
+        self.synchronizer = self._engine(saved)
         if saved is not None:
             self.endings.continue_from(self.inner_step)
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
         facts = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, saved, max_steps, *facts, named)
+        note_start(self.journal, self.synchronizer, saved, max_steps, *facts, run_of(link))
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step, is_new)
+            attendance = attendance_of(link, regions, self.about, self.inner_step, origin.is_new)
             self._tell_unread = report_unread(self.journal, attendance)
-        self._undo = [
-            claim(bare),
-            self._inner.note_clipping(accelerator),
-            *hook_into_saving(accelerator, self, self._inner),
-        ]
+        hooks = hook_into_saving(accelerator, self, inner)
+        self._undo = [claim(bare), inner.note_clipping(accelerator), *hooks]
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
         self.inner: Callable[[], Inner] = partial(inner_of, accelerator)
+        """Returns the rest of the training, for newcomers."""
         self.has_jumped: Callable[[int, int], object] = partial(advance, accelerator, is_new=False)
+        """Called with the inner step before and after, where steps were made without training."""
         self.takes_over: Callable[[Path], object] = lambda base: None
+        """Called with the folder of a base from which this region goes on in the same process."""
         self.elastic: Elastic | None = None
         session = session_of(link)
         if session is not None:
             session.link.beat = replace(session.link.beat, max_steps=max_steps or 0)
         if link.is_elastic:
-            self.elastic = Elastic(self, accelerator, session, regions.resolved(), bases)
+            self.elastic = Elastic(self, accelerator, session, regions.resolved(), origin.bases)
             self._undo.append(self.elastic.close)
-            if is_lone or not is_new:
-                self.elastic.begin(partial(advance, accelerator, is_new=True) if is_lone else None)
+            if origin.follows:
+                self.elastic.begin(partial(advance, accelerator, is_new=True))
+            elif not origin.is_new:
+                self.elastic.begin()
 
     @property
     def members(self) -> tuple[int, ...]:
         """The numbers of the regions that take part now, as far as this one knows."""
         return self.link.members
+
+    @property
+    def inner_step(self) -> int:
+        """Inner steps made so far."""
+        return self.synchronizer.inner_step
+
+    @property
+    def verdict(self) -> str | None:
+        """What the regions have agreed to do before max_steps: "finish" or "stop"; None to train on.
+
+        "leave": this region alone has left, and the others train on.
+        """
+        return self.endings.verdict
+
+    @property
+    def why(self) -> str:
+        """The reason for the verdict, in words."""
+        return self.endings.why
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run has ended here: leave the loop.
+
+        With `verdict` "finish" the model holds the global weights; with "stop" call `accelerator.save_state` before you
+        leave, and resume later.
+        """
+        return self.finished or self.verdict is not None
+
+    def note_loss(self, loss: float) -> None:
+        """Tell the others this region's training loss with the next transfers."""
+        told = float(loss)
+        self.endings.tell(loss=math.inf if math.isnan(told) else told)  # NaN says that it is unknown
+
+    def say(self, ending: Ending) -> None:
+        """Tell the others with the next transfer that this region is about to end; train on until `should_stop`."""
+        self.endings.tell(ending=ending)
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Ask all regions to stop with a checkpoint; train on until `should_stop`, which takes about a second.
+
+        Regions agree on the step through the coordinator. One rank of one region is enough, and a signal's handler may call this.
+        """
+        self.endings.ask_to_stop(reason)
+
+    def leave(self, reason: str) -> None:
+        """After an error: tell the others why, and `coast`. Steps since the last sends are lost: they may be incomplete.
+
+        The others save the transfers that are in flight then; this region takes part in them to their end.
+        """
+        self.synchronizer.give_up_unsent()
+        self.ask_to_stop(reason)
+        self.coast()
+        wait_for_transfers(self.synchronizer.fragments)
+
+    def coast(self, end: Callable[[], None] = lambda: None) -> None:
+        """Keep step with the others without training, until they have heard of it and all `end` together."""
+        while not self.should_stop and not self.is_at_the_end:
+            self._advance(trained=False)
+            if self.is_at_the_end:
+                end()
+            self.endings.while_coasting()
+
+    def finish(self) -> None:
+        """End the run: the model holds the global weights afterwards. A collective call; calling it again does nothing.
+
+        Regions may come here after different numbers of inner steps: an early one coasts until the others have heard of
+        it. After a `verdict` to stop or leave nothing is exchanged and the model keeps its local weights.
+        """
+        if not self.finished and not self.is_at_the_end:
+            self.say(Ending.DONE)
+            self.coast(self._finish)
+        self._finish()
+
+    def _finish(self) -> None:
+        while not self.finished and self.verdict not in ("stop", "leave"):
+            try:
+                words = self.synchronizer.finish(self.endings.word)
+            except LeftBehind as error:
+                self._go_on_to_the_end(error)
+                continue
+            self.endings.note_saved_everywhere(words)
+            if ruined := self._ruined_at_the_end():
+                self.endings.stop(ruined)
+                continue
+            self.finished = True
+            if not self.endings.keep_link:
+                self.close()
+
+    def _go_on_to_the_end(self, error: LeftBehind) -> None:
+        """The others have gone on without this region, which had come to its end: come back, and keep step with them to theirs.
+
+        Raises:
+            LinkError: they have ended, too.
+        """
+        assert self.elastic is not None
+        step = self.inner_step
+        try:
+            self.elastic.come_back(error)
+        except LinkError as gone:
+            raise LinkError(
+                f"region {self.link.region} came to its end at step {step}, but the other regions had gone on without it, and it "
+                f"cannot come back ({gone}) Its model lacks what they exchanged last: take the model from the folder of another "
+                "region, which has the global weights. If they have not ended either, start this region again with the same "
+                "command: it joins them."
+            ) from gone
+        self.coast()
+
+    def spare(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what a region can do without, if the others have gone on without it; see `Elastic.spare`."""
+        return contextlib.nullcontext() if self.elastic is None else self.elastic.spare(what)
+
+    @property
+    def is_at_the_end(self) -> bool:
+        """Whether every region is known to end at this step, so that the last round can take place."""
+        known = self._max_steps is not None and self.inner_step >= self._max_steps
+        is_alone = self.link.num_regions == 1 and not self.link.is_elastic  # else others may come
+        return known or is_alone or self.verdict is not None
+
+    def coast_one(self, alone: bool = False) -> None:
+        """Make an inner step without training; `alone`: without what comes after it in an elastic run."""
+        if alone:
+            self._step(trained=False)
+        else:
+            self._advance(trained=False)
+        self.endings.while_coasting()
+
+    def _advance(self, inner_lr: float = 0.0, trained: bool = True) -> None:
+        """Count an inner step, and end if the regions have agreed to."""
+        if self.elastic is None:
+            self._step(inner_lr, trained)
+        else:
+            self.elastic.guard(lambda: self._step(inner_lr, trained))
+        if self.verdict == "finish":
+            self._finish()
 
     @property
     def report(self) -> dict[str, float]:
@@ -262,7 +375,21 @@ class OuterOptimizer(Finishing):
         return words
 
     def _ruined_at_the_end(self) -> str:
+        """Why the run must not end as if it were well; empty if it may."""
         return ruined_at_the_end(self.synchronizer, self._config)
+
+    def timer(self) -> Callable[[], dict[str, float]]:
+        """Returns a function that tells how long training has been held since now, for the journal.
+
+        `took_s` are the seconds, `blocked_s` those of them in which training waited for the link.
+        """
+        began, blocked = self.link.clock(), self.synchronizer.totals.blocked_s
+
+        def spent() -> dict[str, float]:
+            took, waited = self.link.clock() - began, self.synchronizer.totals.blocked_s - blocked
+            return {"took_s": round(took, 6), "blocked_s": round(waited, 6)}
+
+        return spent
 
     def close(self, reason: str | None = None) -> None:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""
@@ -314,19 +441,28 @@ class OuterOptimizer(Finishing):
             CheckpointError: it is of another run, or the model holds other weights.
         """
         config = for_rounds(continuing(self._asked, saved.facts.settings), self._max_steps)
-        told = saved, settings(config), self.link, self.about, self._allowed, self.model
-        in_all(self.link, lambda: check(*told), "whether regions can go on")
+        self._check(saved, settings(config))
         is_alike = layout([each.fragment for each in self.synchronizer.fragments]) == saved.state["layout"]
-        if is_alike and settings(config) == self.settings:
+        is_same = is_alike and settings(config) == self.settings
+        self._config, self.settings = config, settings(config)
+        if is_same:
             self.synchronizer.load_state_dict(saved.state)
         else:
             wait_for_transfers(self.synchronizer.fragments)
-            self.synchronizer = engine_for(
-                self.model, config, self.link, self.journal, saved, self._is_bounded
-            )
-        self._config, self.settings = config, settings(config)
+            self.synchronizer = self._engine(saved)
         self._inner.begin()
         self.endings.continue_from(self.inner_step)
+
+    def _check(self, saved: Saved, settings: dict[str, Any], is_new: bool = False) -> None:
+        """Raises CheckpointError if the regions cannot go on from there."""
+        own = saved, settings, self.link, self.about, self._allowed, self.model, is_new
+        in_all(self.link, lambda: check(*own), "whether regions can go on")
+
+    def _engine(self, saved: Saved | None) -> Synchronizer:
+        def is_bounded() -> bool:
+            return self._inner.is_bounded
+
+        return engine_for(self.model, self._config, self.link, self.journal, saved, is_bounded)
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model holds the global weights inside the block; see `Synchronizer.global_weights`.
@@ -372,41 +508,3 @@ def claim(model: nn.Module) -> Callable[[], None]:
     """From now on an outer optimizer trains `model`; the returned function ends this."""
     _TRAINED.add(model)
     return lambda: _TRAINED.discard(model)
-
-
-class Tokens:
-    """Counts the tokens of an inner step over its micro-batches, and over the ranks of the region.
-
-    Args:
-        accelerator: of this region.
-        counted: whether tokens are the weights; else nothing is counted, and ranks say nothing to each other.
-        alike: whether all ranks of the region train on the same samples (pipeline stages).
-    """
-
-    def __init__(self, accelerator: Accelerator, counted: bool, alike: bool = False) -> None:
-        self.counted = counted
-        self._accelerator, self._alike = accelerator, alike
-        self._noted: Any = None
-
-    def note(self, tokens: Any) -> None:
-        """Add the tokens of a micro-batch of this rank: a number, or a tensor of one, on any device."""
-        if self.counted:
-            self._noted = tokens if self._noted is None else self._noted + tokens
-
-    def take(self) -> int | None:
-        """The region's tokens since the last call; None if none were noted. If they are, a collective call of its ranks.
-
-        Raises:
-            InputError: their number is not a whole number from 0.
-        """
-        if self._noted is None:
-            return None
-        noted, self._noted = float(self._noted), None
-        if noted < 0 or not noted.is_integer():
-            raise InputError(
-                f"outer.step(tokens={noted:g}): the tokens of an inner step must be a whole number from 0."
-            )
-        if self._alike or self._accelerator.num_processes == 1:
-            return int(noted)
-        own = torch.tensor([int(noted)], dtype=torch.int64, device=self._accelerator.device)
-        return int(self._accelerator.reduce(own, "sum"))

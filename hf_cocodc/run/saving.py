@@ -1,15 +1,13 @@
 """Writes a region's checkpoint together with all its ranks; lets `accelerator.save_state` and `load_state` do so, too."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from torch import nn
 
-from ..engine.synchronizer import Synchronizer
 from ..link.base import Link
 from ..link.within import main_says
 from ..parts.tensors.flat import digests
@@ -17,41 +15,14 @@ from ..snapshot import checkpoint as disk
 from ..snapshot import folder as owner
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Facts, Saved
-from .about import About
 from .inner_optimizer import InnerOptimizer
-from .journal import Journal
-from .loaded import in_all, refuse_damaged, restore_buffers, take_loaded
-from .spent import Spent
+from .resuming import in_all, refuse_damaged, restore_buffers, take_loaded
+
+if TYPE_CHECKING:
+    from .outer_optimizer import OuterOptimizer
 
 
-class Savable(Protocol):
-    """An outer optimizer, as far as it is saved and loaded."""
-
-    link: Link
-    model: nn.Module
-    about: About
-    settings: dict[str, Any]
-    journal: Journal
-    finished: bool
-    started: dict[str, Any]
-    synchronizer: Synchronizer
-
-    @property
-    def inner_step(self) -> int: ...
-
-    @property
-    def verdict(self) -> str | None: ...
-
-    def save(self, checkpoint: str | Path) -> None: ...
-
-    def seal(self, checkpoint: str | Path) -> None: ...
-
-    def spare(self, what: str) -> AbstractContextManager[None]: ...
-
-    def load(self, saved: Saved) -> None: ...
-
-
-def facts_of(outer: Savable) -> Facts:
+def facts_of(outer: "OuterOptimizer") -> Facts:
     """What identifies the run of an outer optimizer, as it is now."""
     told = outer.journal.mark()
     return Facts.of(
@@ -103,7 +74,7 @@ def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
 
 
 def hook_into_saving(
-    accelerator: Accelerator, outer: Savable, inner: InnerOptimizer
+    accelerator: Accelerator, outer: "OuterOptimizer", inner: InnerOptimizer
 ) -> list[Callable[[], Any]]:
     """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this.
 
@@ -128,7 +99,7 @@ def hook_into_saving(
         read[:] = [disk.read(checkpoint, outer.link.lane, checked=True)]
 
     def save_all(*args: Any, **kwargs: Any) -> Any:
-        result, spent = None, Spent(outer)
+        result, spent = None, outer.timer()
         given = args[0] if args else kwargs.get("output_dir")
         into = Path(given or accelerator.project_dir or ".")
         home, run, link = _home_of(accelerator, *args, **kwargs), outer.started.get("run", 0), outer.link
@@ -142,7 +113,7 @@ def hook_into_saving(
             if home is not None and accelerator.is_main_process:
                 owner.forget_earlier(home, run)
             outer.seal(folder[0])
-            outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
+            outer.journal.write_later("save", step=outer.inner_step, **spent())
         return result
 
     def load_all(*args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ class CanResume(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldCheckpoint:
     """A checkpoint that a region can resume from, as far as names and sizes show.
 
     Attributes:
@@ -56,7 +56,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Offer:
+class Holdings:
     """What a region is asked to begin from, and what it has.
 
     Attributes:
@@ -78,7 +78,7 @@ class Offer:
     run: int = 0
     is_unsaved: bool = False
     num_damaged: int = 0
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldCheckpoint, ...] = ()
 
     @property
     def asks(self) -> tuple[bool, bool, int]:
@@ -94,13 +94,13 @@ class Offer:
         return f"resume from the newest checkpoint that all regions have{until}"
 
 
-def offer_in(plain: Any) -> Offer:
+def holdings_in(plain: Any) -> Holdings:
     """What another region offers, as JSON has it. Raises ValueError, KeyError or TypeError if it is none."""
     held = tuple(
-        Held(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
+        HeldCheckpoint(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
         for each in plain["held"]
     )
-    return Offer(
+    return Holdings(
         bool(plain["resumes"]),
         bool(plain["is_exact"]),
         whole(plain["step"]),
@@ -132,7 +132,7 @@ class Choice(NamedTuple):
     newest: int = 0
 
 
-def choose(offers: Mapping[int, Offer]) -> Choice:
+def choose(offers: Mapping[int, Holdings]) -> Choice:
     """The newest checkpoint that every region has that has any.
 
     If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
@@ -143,8 +143,8 @@ def choose(offers: Mapping[int, Offer]) -> Choice:
     more from step 0: this is exact, and a take-over is not. If all regions had stopped there, they may have made many more
     steps than between two checkpoints: then nobody starts once more.
 
-    >>> old, new = Held(2, (0, 1)), Held(4, (0, 1))
-    >>> choose({0: Offer(run=7, held=(old, new)), 1: Offer(run=7, held=(old,))})[:3]
+    >>> old, new = HeldCheckpoint(2, (0, 1)), HeldCheckpoint(4, (0, 1))
+    >>> choose({0: Holdings(run=7, held=(old, new)), 1: Holdings(run=7, held=(old,))})[:3]
     (2, [0, 1], 7)
     """
     runs = Counter(offer.run for offer in offers.values() if offer.held)
@@ -221,7 +221,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     return start
 
 
-def refuse_discord(offers: Mapping[int, Offer]) -> None:
+def refuse_discord(offers: Mapping[int, Holdings]) -> None:
     """Check that regions are asked for what goes together.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
@@ -250,13 +250,13 @@ def refuse_discord(offers: Mapping[int, Offer]) -> None:
             )
 
 
-def _asked(wanted: Any, folder: Path) -> Offer:
+def _asked(wanted: Any, folder: Path) -> Holdings:
     """What a region is asked to begin from."""
     if not wanted or wanted is True:
-        return Offer(resumes=bool(wanted))
+        return Holdings(resumes=bool(wanted))
     path = Path(wanted)
     step = path.name.removeprefix(folders.PREFIX)
-    return Offer(
+    return Holdings(
         is_exact=not folders.is_pointer(path, folder),
         step=int(step) if step.isdigit() else 0,
         is_there=path.is_dir() or (folder / path.name).is_dir(),
@@ -339,12 +339,12 @@ class Shelf:
     link: Link
     accelerator: Accelerator
     folder: Path
-    asked: Offer = Offer()
+    asked: Holdings = Holdings()
     beside: Path | None = None
     skipped: list[str] = field(default_factory=list)
     _damaged: set[int] = field(default_factory=set)
 
-    def tell(self, bound: int | None = None) -> dict[int, Offer]:
+    def tell(self, bound: int | None = None) -> dict[int, Holdings]:
         """The offers of all regions, with checkpoints of step `bound` at most. A collective call.
 
         Raises:
@@ -359,7 +359,7 @@ class Shelf:
         offers = {}
         for region, text in told.items():
             try:
-                offers[region] = offer_in(json.loads(text))
+                offers[region] = holdings_in(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise LinkError(
                     f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
@@ -404,7 +404,7 @@ class Shelf:
         if self.asked.is_exact:  # whatever lies beside the checkpoint at the path
             return asdict(self.asked), []
         run, is_unsaved = self._run(), folders.is_unsaved(self.folder)
-        held: list[Held] = []
+        held: list[HeldCheckpoint] = []
         skipped, num_damaged = [], 0
         for step, path in reversed(folders.checkpoints(self.folder).items()):
             if bound is not None and step > bound:
@@ -413,7 +413,7 @@ class Shelf:
             if wrong is None:
                 try:
                     facts = disk.facts_of(path)
-                    held.append(Held(step, tuple(facts.writers), facts.stopping))
+                    held.append(HeldCheckpoint(step, tuple(facts.writers), facts.stopping))
                     continue
                 except CheckpointError as error:
                     wrong = str(error)
@@ -436,7 +436,7 @@ class Shelf:
         ]
         return manifest.read(found[-1]).run if found else 0
 
-    def _refuse_damaged(self, offers: Mapping[int, Offer], bound: int | None) -> None:
+    def _refuse_damaged(self, offers: Mapping[int, Holdings], bound: int | None) -> None:
         """Raises CheckpointError if a run cannot just begin from step 0."""
         damaged = [region for region, offer in offers.items() if offer.num_damaged]
         if damaged:

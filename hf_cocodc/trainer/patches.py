@@ -19,7 +19,6 @@ from ..errors import CheckpointError, InputError
 from ..link.process_state import random_state_kept
 from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
-from ..run.spent import Spent
 from ..snapshot.durable import saving
 from ..snapshot.export import put_into_folder
 from ..snapshot.folder import PREFIX, make_room, point, rotate
@@ -157,7 +156,7 @@ class Patches:
     def evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> Any:
         """Uses the weights that the user has chosen, and records the result."""
         outer, in_training = self._callback.outer, self._callback.in_training
-        spent = None if outer is None else Spent(outer)
+        spent = None if outer is None else outer.timer()
         with self._chosen_weights(), random_state_kept() if in_training else contextlib.nullcontext():
             metrics = evaluate(*args, **kwargs)
         if outer is not None:
@@ -165,7 +164,7 @@ class Patches:
             weights = self._callback.evaluate_on if in_training else "global"
             step = self._best.loaded[0] if self._best.loaded else self._trainer.state.global_step
             assert spent is not None
-            outer.journal.write("evaluate", **{**metrics, "step": step, "weights": weights, **spent.facts})
+            outer.journal.write("evaluate", **{**metrics, "step": step, "weights": weights, **spent()})
         return metrics
 
     def _evaluate(self, evaluate: Callable, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -276,11 +275,11 @@ class Patches:
 
     def _fill(self, checkpoint: Path, outer: OuterOptimizer, save: Callable[[], None]) -> None:
         """Writes all parts of a checkpoint; `save` writes Trainer's."""
-        spent = Spent(outer)
+        spent = outer.timer()
         outer.save(checkpoint, weights=not self._trainer.is_fsdp_enabled)
         save()
         outer.seal(checkpoint)
-        outer.journal.write_later("save", step=outer.inner_step, **spent.facts)
+        outer.journal.write_later("save", step=outer.inner_step, **spent())
 
     def _load_from_checkpoint(
         self, load_from_checkpoint: Callable, resume_from_checkpoint: str, *args: Any, **kwargs: Any

@@ -9,10 +9,10 @@ import pytest
 
 from hf_cocodc.errors import LeftBehind, LinkError
 from hf_cocodc.link.records import Words
-from hf_cocodc.run.finishing import Finishing
+from hf_cocodc.run.outer_optimizer import OuterOptimizer
 
 
-class Region(Finishing):
+class Region(OuterOptimizer):
     """A region of which only the end is real."""
 
     _max_steps = 8

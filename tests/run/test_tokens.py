@@ -12,7 +12,7 @@ from hf_cocodc import OuterConfig, OuterOptimizer
 from hf_cocodc.errors import InputError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
-from hf_cocodc.run.outer_optimizer import Tokens
+from hf_cocodc.run.inner_optimizer import Tokens
 from tests.toys import Blocks
 
 STEPS = 6

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import Held, Offer, choose, offer_in
+from hf_cocodc.snapshot.choose import HeldCheckpoint, Holdings, choose, holdings_in
 
 RUN = 7
 
@@ -36,17 +36,17 @@ ALL = (0, 1, 2)
 )
 def test_a_lost_region_does_not_take_the_others_back(held: Any, step: int, holders: list[int]) -> None:
     offers = {
-        region: Offer(run=RUN, held=tuple(Held(at, writers) for at, writers in each.items()))
+        region: Holdings(run=RUN, held=tuple(HeldCheckpoint(at, writers) for at, writers in each.items()))
         for region, each in enumerate(held)
     }
     choice = choose(offers)
     assert (choice.step, choice.holders, choice.run) == (step, holders, RUN)
 
 
-def offers(**told: list[int]) -> dict[int, Offer]:
+def offers(**told: list[int]) -> dict[int, Holdings]:
     """Regions by the names of their runs ("a0", "b1"), with the steps that they hold."""
     return {
-        int(name[1:]): Offer(run=ord(name[0]), held=tuple(Held(step, ALL) for step in steps))
+        int(name[1:]): Holdings(run=ord(name[0]), held=tuple(HeldCheckpoint(step, ALL) for step in steps))
         for name, steps in told.items()
     }
 
@@ -65,8 +65,8 @@ def test_without_a_common_step_the_newest_counts() -> None:
 @pytest.mark.parametrize(("stopping", "step"), [(False, 0), (True, 4)])
 def test_a_first_checkpoint_that_one_region_lacks(stopping: bool, step: int) -> None:
     """All start once more, unless all had stopped there: then the region takes the others' progress over."""
-    held = Held(4, ALL, stopping)
-    told = {0: Offer(run=RUN, held=(held,)), 1: Offer(run=RUN, is_unsaved=True)}
+    held = HeldCheckpoint(4, ALL, stopping)
+    told = {0: Holdings(run=RUN, held=(held,)), 1: Holdings(run=RUN, is_unsaved=True)}
     choice = choose(told)
     assert (choice.step, choice.run, choice.unsaved) == (step, RUN, None if step else 1)
 
@@ -75,8 +75,8 @@ def test_a_first_checkpoint_that_one_region_lacks(stopping: bool, step: int) -> 
     st.dictionaries(
         st.integers(0, 4),
         st.builds(
-            lambda run, steps, writers: Offer(
-                run=run, held=tuple(Held(step, tuple(writers)) for step in steps)
+            lambda run, steps, writers: Holdings(
+                run=run, held=tuple(HeldCheckpoint(step, tuple(writers)) for step in steps)
             ),
             st.integers(1, 2),
             st.sets(st.integers(1, 5)),
@@ -85,7 +85,7 @@ def test_a_first_checkpoint_that_one_region_lacks(stopping: bool, step: int) -> 
         min_size=1,
     )
 )
-def test_whatever_regions_hold(told: dict[int, Offer]) -> None:
+def test_whatever_regions_hold(told: dict[int, Holdings]) -> None:
     """The choice is a checkpoint of the chosen run that each holder has, and exists if any region has one."""
     choice = choose(told)
     assert bool(choice.step) == any(offer.held for offer in told.values())
@@ -93,7 +93,7 @@ def test_whatever_regions_hold(told: dict[int, Offer]) -> None:
     for region in choice.holders:
         assert told[region].run == choice.run
         assert choice.step in {each.step for each in told[region].held}
-    assert offer_in(json.loads(json.dumps(asdict(told[min(told)])))) == told[min(told)]
+    assert holdings_in(json.loads(json.dumps(asdict(told[min(told)])))) == told[min(told)]
 
 
 def test_of_older_checkpoints_all_regions_were_writers() -> None:

@@ -1,4 +1,4 @@
-"""What `accelerator.load_state` has loaded before there was an outer optimizer: the run goes on from there.
+"""What a region goes on from, and whether its run may: a checkpoint, what `accelerator.load_state` has loaded, or a base.
 
 An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore this one method is wrapped
 in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that is older
@@ -16,11 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 from accelerate import Accelerator
 from torch import nn
 
+from ..auto import for_rounds, too_few_rounds
 from ..errors import CheckpointError, InputError, LinkError
 from ..link.base import Link
 from ..link.spreading import gather, spread
 from ..link.within import main_says
-from ..resolve import value_in
+from ..resolve import continuing, lost_steps, value_in
+from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
@@ -28,6 +30,7 @@ from ..snapshot.choose import CanResume
 from ..snapshot.manifest import FOLDER
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
+from .newcomer import joins, place_for_bases, read_base
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +134,70 @@ def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
     file = checkpoint / local_weights.weights_file(lane)
     if file.is_file():  # an older version wrote none
         local_weights.restore(model, file, local_weights.buffers(model))
+
+
+class StartPoint(NamedTuple):
+    """What a region's training goes on from.
+
+    Attributes:
+        saved: a checkpoint, or another region's base; None to begin at step 0.
+        started: what the regions agreed on before step 1, for newcomers; JSON-able.
+        is_new: whether this region joins a run that trains.
+        follows: whether it has yet to catch up with that run. Otherwise Trainer's callback does.
+        bases: folder in which all ranks of the region find bases.
+    """
+
+    saved: Saved | None
+    started: dict[str, Any]
+    is_new: bool
+    follows: bool
+    bases: Path
+
+
+def origin_of(
+    link: Link,
+    accelerator: Accelerator,
+    model: nn.Module,
+    inner: InnerOptimizer,
+    saved: Saved | None,
+    journal: str | Path | None,
+    is_plain: bool,
+) -> StartPoint:
+    """What a region goes on from: what it was given, what its accelerator has loaded, or the base of a run that it joins.
+
+    A collective call of all regions where none joins. `is_plain`: whether it is a plain loop's, which agrees on it here;
+    Trainer's callback has done so.
+
+    Raises:
+        CheckpointError, InputError: see `agree_on_beginning`.
+        LinkError: no member of the run that it joins gives a base.
+    """
+    bases, is_new = place_for_bases(link, accelerator, journal), joins(link, accelerator)
+    follows = is_new and saved is None
+    started: dict[str, Any] = {}
+    if follows:
+        take_loaded(accelerator)  # a base takes its place
+        saved, run = read_base(link, accelerator, model, bases)
+        started = {"run": run}
+    elif is_plain:
+        saved, run = agree_on_beginning(link, accelerator, model, inner, saved)
+        started = {"run": run}
+    return StartPoint(saved, started, is_new, follows, bases)
+
+
+def config_of(
+    link: Link, accelerator: Accelerator, asked: OuterConfig, saved: Saved | None, max_steps: int | None
+) -> OuterConfig:
+    """The settings of the run, with values in place of "auto": those of its checkpoint, if it goes on from one.
+
+    Warns of what they lose.
+    """
+    config = for_rounds(asked if saved is None else continuing(asked, saved.facts.settings), max_steps)
+    for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
+        # the settings are equal in all regions: one warning is enough
+        if warning is not None and accelerator.is_main_process and link.region == link.members[0]:
+            logger.warning(warning)
+    return config
 
 
 def agree_on_beginning(
