@@ -56,7 +56,6 @@ def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
     """`config` with numbers for `auto`.
 
     Args:
-        config: of the run.
         max_steps: its inner steps; None if unknown.
 
     Raises:
@@ -77,7 +76,6 @@ def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
     """A warning if the outer momentum cannot work in the rounds of a run; None if it can, or if nobody knows.
 
     Args:
-        config: of the run.
         max_steps: its inner steps; None if unknown.
     """
     shown = settings(config)

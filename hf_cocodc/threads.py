@@ -24,11 +24,6 @@ _LONGEST_EXIT_S = 600
 class NativeThread(threading.Thread):
     """A daemon thread that calls C++ code. It must end, or be at rest, soon after all links are closed.
 
-    Args:
-        target: what it does.
-        name: shown by debuggers.
-        args: of `target`.
-
     Attributes:
         at_rest: see the function of that name.
     """

@@ -25,8 +25,6 @@ class Display:
     """Shows a progress bar on a terminal, and elsewhere a line after each tenth of the run, and once a minute at least.
 
     Args:
-        regions: numbers of the regions to show.
-        journals: one per region.
         max_steps: inner steps of the run; 0 or negative if unknown.
         resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
             its evaluations.

@@ -42,7 +42,6 @@ class HeldNumber:
 
     Args:
         connection: to the coordinator; the claim ends with it.
-        region: the number.
     """
 
     def __init__(self, connection: "CoordinatorConnection", region: int) -> None:

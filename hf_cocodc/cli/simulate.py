@@ -96,9 +96,6 @@ class Labelled(io.TextIOBase):
     """A stream that puts the name of a region in front of each line that the region's thread writes.
 
     The lines of other threads pass unchanged. A line is passed on when it is complete; of a progress bar only its last state.
-
-    Args:
-        stream: where the lines go.
     """
 
     def __init__(self, stream: IO[str]) -> None:

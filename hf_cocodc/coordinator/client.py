@@ -111,7 +111,6 @@ class Client:
     """A region's one connection to the coordinator, which it makes again when it ends.
 
     Args:
-        address, run, keys: see CoordinatorConnection.
         period_s: seconds between two signs of life.
 
     Attributes:
@@ -159,8 +158,6 @@ class Client:
         """Meet the other regions, or join the run that trains. A client that has failed to is closed.
 
         Args:
-            hello: what this region says of itself.
-            wait_s: for how long.
             waiting: called with what the region waits for, whenever that changes.
             look: called several times a second; what it raises goes to the caller.
 

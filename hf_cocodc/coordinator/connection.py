@@ -79,7 +79,6 @@ class CoordinatorConnection:
 
     Args:
         address: HOST:PORT of the coordinator.
-        run: name of the run.
         purpose: "region", "command", "status" or "doctor".
         keys: of the run's secret; None for none.
         timeout_s: for how long the coordinator is tried again while it does not answer.

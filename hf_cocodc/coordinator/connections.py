@@ -89,11 +89,8 @@ class Coordinator:
     """Serves callers in a loop, in its thread, until `close`.
 
     Args:
-        listener: listens already.
         secrets: callers have one of them; none if empty.
         state: file to keep what has been decided; None for none.
-        assume_lost: regions that an operator declares lost.
-        say: takes a line for the log.
         fail: called with the error if the file cannot be written.
         relay: port of the relay on this machine; None if there is none.
     """

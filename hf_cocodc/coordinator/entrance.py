@@ -85,10 +85,8 @@ class Entrance:
     """Accepts callers, and hands on those that have proven themselves.
 
     Args:
-        listener: listens already.
         secrets: of the callers; empty if callers must have none.
         adopt: called with the connection, and the id of its secret.
-        say: takes a line for the log.
     """
 
     def __init__(

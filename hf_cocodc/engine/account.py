@@ -183,10 +183,6 @@ class Seconds(NamedTuple):
 class Account:
     """Counts and records what one region does.
 
-    Args:
-        record: keeps events.
-        region: this region.
-
     Attributes:
         num_fragments: number of fragments; this many landings are a round.
         totals: counters since the start of the run.

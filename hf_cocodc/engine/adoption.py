@@ -67,8 +67,6 @@ def make_equal(
             regions, and no inner step is lost.
         created: parameters that the model did not have: regions may have begun from different random numbers, and the mean
             of two adapters is none; they take region 0's values.
-        link: reaches the other regions.
-        step: inner step.
         totals: counts bytes and seconds.
 
     Raises:
@@ -177,11 +175,6 @@ def give_up(fragments: Sequence[FragmentState], link: Link, merge: Merge) -> lis
 
     No handle is waited for: those of such a link have ended. A transfer that has its mean has brought this region's steps to the
     others, and lands there. Any other one was sent again without this region.
-
-    Args:
-        fragments: all fragments of the model.
-        link: which the others have left.
-        merge: the method's.
 
     Returns:
         What this region keeps: what its next sends would carry, and what has not arrived.

@@ -91,8 +91,6 @@ def agreed_layout(
     A region that is about to end has no say: it trains no more, and changes no parameters.
 
     Args:
-        link: reaches the other regions.
-        heard: transfers that have landed.
         lines_of: what this region has called by the number of a layout: one line for each parameter.
 
     Raises:
@@ -152,9 +150,6 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
     Args:
         link: reaches the other regions. Each lane compares its own shards.
         model: unwrapped.
-        adopted: names of the synchronised parameters.
-        step: inner step.
-        record: keeps events.
 
     Returns:
         A checksum of the model.

@@ -198,11 +198,8 @@ class FragmentState:
         """Replace the global params with the result of an outer step, and let the local params take it in.
 
         Args:
-            transfer: what lands; no longer in flight.
             mean: the mean outer gradient; overwritten.
             step: taken already; or from `step_now`, taken here.
-            merge: how local params take in global ones.
-            info: facts for the merge.
 
         Returns:
             Whether the local params were finite, as far as the merge reads them.
@@ -294,10 +291,8 @@ def adopt(
     """The engine's state of each fragment at the beginning.
 
     Args:
-        fragments: of the model.
         model: unwrapped.
         method: makes the states of codec and outer optimizer.
-        link: reaches the other regions.
         device: of global params, outer state and transfers.
         start: whether this is the start of a run: all regions take region 0's parameters.
         steps_ahead: whether outer steps are taken before the landing, in new memory.

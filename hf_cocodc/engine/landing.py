@@ -31,13 +31,8 @@ class Landing:
     """One landing of one fragment.
 
     Args:
-        cuts: how the fragment is cut into pieces.
-        flats: what the landing works on.
         new_global: index -> new global params of that piece; called once for each piece.
-        merge: how local params take in global ones.
-        info: facts for the merge.
         num_params: parameters of the fragment, including those without a value on this rank.
-        threads: threads to use.
     """
 
     def __init__(

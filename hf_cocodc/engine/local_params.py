@@ -18,7 +18,6 @@ class LocalParams:
     """The trainable parameters of one fragment; copies them to and from flat fp32 tensors.
 
     Args:
-        fragment: the layout.
         params: one tensor per parameter; of a sharded model, this rank's shards.
         cuts: the pieces in which the host works on the fragment.
 

@@ -38,7 +38,6 @@ def memory(
     """The memory of the outer state and of transfers, by device.
 
     Args:
-        fragments: all fragments of the model.
         method: tells what is sent, and whether two transfers of a fragment overlap.
         num_regions: number of regions M; the largest one, if it may change.
         steps_ahead: whether outer steps are taken before the landing, in new memory.
@@ -68,10 +67,6 @@ def forecast(
     """The memory that a run of one rank a region will take, from a model on the meta device. Nothing is allocated.
 
     Args:
-        model: stands for one on an accelerator.
-        fragments: of the model.
-        method: of the run.
-        num_regions: number of regions M.
         device: of the outer state: the host, or meta for that of the model.
     """
     ahead = steps_ahead(method, device, num_lanes=1)

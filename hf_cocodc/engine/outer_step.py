@@ -25,9 +25,7 @@ class OuterStep:
     between sees nothing of the step.
 
     Args:
-        transform: the outer optimizer.
         mean: mean outer gradient; overwritten if the state moves in place.
-        state: outer state.
         info: facts of the transfer; `info.global_params` are the old global params.
         after: the new global params go here; may be the old ones.
         pool: memory for the new outer state; None: the state moves in place.
@@ -104,9 +102,6 @@ class Ahead:
         prepare: makes the step: (arrival, global params, outer state) -> step.
         base: global params and outer state before the step; or the outcome of the fragment's transfer before this one. If
             that has no step yet, this step is left to the landing.
-        outcome: receives the step.
-        threads: of the host.
-        clock: the link's.
     """
 
     def __init__(

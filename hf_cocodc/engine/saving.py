@@ -94,7 +94,6 @@ def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
     """Adapt a state loaded from another region: this region has lost nothing.
 
     Args:
-        fragments: as loaded.
         takes_part: whether this region counts in the transfers in flight, with an outer gradient of zero. Else they land as in
             the other region, from whose global params these ones are: the part that it has taken in before is taken back.
     """

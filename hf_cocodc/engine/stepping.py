@@ -25,7 +25,6 @@ class Guarding:
 
     Args:
         guard: the limits; None: every region counts as it says.
-        region: this region.
     """
 
     def __init__(self, guard: Guard | None, region: int) -> None:
@@ -115,11 +114,8 @@ class Stepping:
 
     Args:
         method: its outer optimizer is used, and its schedule tells whether there is time before the landing.
-        link: reaches the other regions.
-        device: device of the outer state.
         fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, the norm of that, and
             the mean learning rate since a transfer was sent.
-        guarding: says how much regions count.
         tell: called with the norm of a fresh outer gradient that counts less, and with the ordinary norm.
 
     Attributes:

@@ -39,7 +39,6 @@ class Synchronizer:
 
     Args:
         model: its trainable parameters are synchronised, also those that become trainable later (`Watch`); without DDP around.
-        method: the parts.
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
@@ -110,7 +109,6 @@ class Synchronizer:
         """Call after each inner step, with the learning rate it used. Nearly free if no event is due.
 
         Args:
-            inner_lr: learning rate of the inner step.
             word: what the training loop tells the other regions, with transfers that are sent now.
             trained: False to keep step with the others without training: a transfer that carries no step of this region
                 has no weight in the mean.

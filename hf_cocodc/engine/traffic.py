@@ -37,11 +37,8 @@ class Traffic:
     """Sends and lands the transfers of one region.
 
     Args:
-        method: the parts.
-        link: reaches the other regions.
         device: of global params, outer state and transfers.
         measured: what this region measures and all have agreed on.
-        account: counts and records.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: what shares in the means follow (`Shares`).
         guard: from which norm on outer gradients count less; None: every region counts as it says.

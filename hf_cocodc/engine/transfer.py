@@ -78,7 +78,6 @@ class Shares:
     - tokens: tokens trained since the fragment's last send / `TOKENS`.
 
     Args:
-        rule: equal, steps or tokens.
         is_elastic: whether regions may come in during the run.
 
     Attributes:

@@ -23,9 +23,6 @@ def show_global(
     """Copy the global params into the local params.
 
     Args:
-        fragments: all fragments of the model.
-        link: reaches the other regions.
-        step: inner step; equal in all regions.
         totals: counts bytes and seconds.
         mean: whether to show the mean over the regions, which is a collective call, or this region's own.
 

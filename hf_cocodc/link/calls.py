@@ -73,10 +73,7 @@ class MeanCall:
     """The mean that a parcel asks for; `run` returns the arrival, and does not call `Parcel.then`.
 
     Args:
-        view: reaches the other regions.
         members: the regions that take part, in the order of the view.
-        parcel: what this region brings.
-        memory: for payloads and the mean.
     """
 
     def __init__(self, view: View, members: Sequence[int], parcel: Parcel, memory: MeanMemory) -> None:
@@ -156,10 +153,8 @@ class BroadcastCall:
     So no region sends them more than once, and the last of the chain has them little later than the first.
 
     Args:
-        view: reaches the other regions.
         raw: bytes (1-D uint8); overwritten in all regions but the source.
         source: the place of the sending region in the order of the view.
-        what: names the call in messages.
     """
 
     def __init__(self, view: View, raw: Tensor, source: int, what: str) -> None:
@@ -208,12 +203,7 @@ def digest_of(raw: Tensor) -> bytes:
 
 
 def broadcast_chain(digests: Sequence[bytes], source: int) -> tuple[int, ...]:
-    """The places that take part in a broadcast, each of which sends to the next one: the source, and those that differ from it.
-
-    Args:
-        digests: of what each place has.
-        source: its place.
-    """
+    """The places that take part in a broadcast, each sending to the next: the source, and those that differ from it."""
     return (source, *(place for place, each in enumerate(digests) if each != digests[source]))
 
 

@@ -25,9 +25,6 @@ class Exchange:
 
     Args:
         view: reaches the other regions; regions are positions in it.
-        message: this region's message.
-        buffers: memory for payloads and for the mean.
-        what: names the transfer in messages.
     """
 
     def __init__(self, view: View, message: Message, buffers: Pool, what: str) -> None:

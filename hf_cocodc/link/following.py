@@ -162,13 +162,7 @@ class Following:
 
 
 class FollowedMean:
-    """The handle of a mean whose result comes from the log.
-
-    Args:
-        asked: waits for the entry.
-        parcel: what this region would have brought.
-        bring: places the mean in the link's memory.
-    """
+    """The handle of a mean whose result comes from the log."""
 
     def __init__(self, asked: AwaitedCall, parcel: Parcel, bring: Bring) -> None:
         self._asked, self._bring = asked, bring

@@ -60,7 +60,6 @@ class RegionGroup:
 
         Args:
             call: may wait for other regions for as long as it wants.
-            what: names the call in messages.
             news: (result of the call) -> what the leader tells the other ranks; JSON.
 
         Raises:

@@ -30,9 +30,6 @@ class LaneLink(FixedSet):
     group settles both with small collective calls. Every rank waits for the same transfers in the same order.
 
     Args:
-        link: the link of this lane.
-        lane: this rank in its region.
-        num_lanes: ranks of the region.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
         group: the ranks of this region; None if there is only one.
     """

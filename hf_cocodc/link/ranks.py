@@ -39,10 +39,7 @@ class SharedLink:
 
     Args:
         leader_link: the link, on the region's rank 0; None on the other ranks.
-        region: this region.
-        num_regions: number of regions M, at the start.
         device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        group: the ranks of this region.
         is_elastic: whether regions may come and go; known on all ranks.
     """
 

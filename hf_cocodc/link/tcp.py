@@ -81,8 +81,6 @@ class TcpLink:
 
     Args:
         client: has met the other regions (`Client.meet`).
-        terms: of the run.
-        wire: connects to nobody yet.
         compared: what this region has told of itself; told again to a coordinator that has forgotten it.
         timeout_s: seconds that `close` waits for calls in progress.
         wait_s: how long a loss waits for a coordinator that is away.

@@ -47,10 +47,6 @@ def main_says(
     `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
 
     Args:
-        link: of this region.
-        accelerator: of this region.
-        find: called in the main process.
-        what: names the call in messages.
         read: the value again, from what JSON makes of it.
 
     Raises:

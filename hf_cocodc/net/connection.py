@@ -51,7 +51,6 @@ class Operation:
     """A message that is being sent or received, and the memory that it lies in.
 
     Args:
-        order, tag: of the message.
         memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is being sent may be read.
         then: called by `wait` once it has ended well.
         is_own: whether nobody else uses the memory, also after that.

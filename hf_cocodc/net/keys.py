@@ -126,7 +126,6 @@ class Cipher:
     """Seals messages at one end, or opens them at the other: number (8 bytes), message in AES-256-GCM, its tag (16 bytes).
 
     Args:
-        keys: nothing else has them.
         in_order: whether messages are opened in the order in which they were sealed, each once.
 
     Attributes:
@@ -146,7 +145,6 @@ class Cipher:
 
         Args:
             data: bytes, or anything with a buffer of bytes.
-            about: what it is bound to; not sent.
 
         Raises:
             LinkError: the key has sealed 2**63 messages.

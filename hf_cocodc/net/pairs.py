@@ -44,10 +44,6 @@ class Pair:
     """This region's end of the connections to one other region. Both ends make the same calls.
 
     Args:
-        region: this region.
-        other: the other region.
-        port: on which this region listens.
-        addresses: where others reach it.
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
         keys: of the run's secret: with them, all that the two send each other is sealed; None without one.
@@ -149,10 +145,6 @@ class Pair:
 
     def widen(self, count: int, congestion: str | None = None) -> None:
         """Make payload connections; the end that has called for the first one calls for the others, too.
-
-        Args:
-            count: how many.
-            congestion: see `Connection`.
 
         Raises:
             LinkError: the other end cannot be reached any more.
@@ -291,7 +283,6 @@ def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
     The threads are daemons, so that a region which does not answer keeps no process from its end.
 
     Args:
-        calls: what the threads call.
         threads: at most so many.
 
     Raises:

@@ -74,7 +74,6 @@ class Search:
         """Search until both ends have agreed.
 
         Args:
-            theirs: where the other end listens.
             ticket: for the relay; the same at both ends.
 
         Raises:

@@ -47,10 +47,7 @@ def verdict(
 
     Args:
         now: by the monotonic clock.
-        broken_at: when the connection broke.
         is_denied: whether its machine denies that it is there.
-        word: of the coordinator.
-        timeout_s: after so long it is lost in any case.
     """
     if now - broken_at > timeout_s:
         return ConnectionLost(CLOSED) if is_denied else NotBack("it has not come back in time")
@@ -73,9 +70,7 @@ class Recovery:
     Args:
         call: calls the other end for a connection. If the other end calls, it only looks whether its port is there. Raises
             Denied if it is not, and any other error if nobody knows.
-        word: of the coordinator.
         lost: called with the error once the other end is lost.
-        timeout_s: see `verdict`.
     """
 
     def __init__(

@@ -89,7 +89,6 @@ class Relay:
     Args:
         secrets: tickets come from one of them; if there is none, every ticket counts.
         rate: bytes a second that all connections carry together; None for no limit.
-        say: takes a line for the log.
     """
 
     def __init__(self, secrets: Iterable[Keys], rate: float | None, say: Callable[[str], None]) -> None:
@@ -183,11 +182,6 @@ class Relay:
 
 class RelayProcess:
     """Runs the relay in a process of its own, and starts it again if it ends. It ends with this process, however that ends.
-
-    Args:
-        host, port: where it listens.
-        secrets, rate: see `Relay`.
-        say: takes a line for the log.
 
     Raises:
         InputError: this machine cannot listen there.

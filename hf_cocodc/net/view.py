@@ -92,13 +92,9 @@ class View:
     """Some regions of a wire, by their positions, for the messages of one transfer between them.
 
     Args:
-        region: this region.
         pairs: the pairs with other regions, by region.
-        order: see `Wire.view`.
         connections: number of connections for which a message is cut into pieces, equal in all regions.
         timeout_s: seconds after which an operation that another region has begun counts as failed; None for never.
-        throttle: keeps the rate limit.
-        waits: shows what is awaited.
         explain: makes the error for a failed operation: (region, what, seconds waited, the failure).
 
     Attributes:

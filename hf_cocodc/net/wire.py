@@ -43,9 +43,7 @@ class Wire:
     """Connections to other regions, which may come and go: a pair of ends for each.
 
     Args:
-        region: this region.
         connections: for payloads, to each other region; None derives the number from the round trip.
-        address: the address of this machine.
         port: on which to listen; 0 for any that is free.
         announce: from the port, pairs of a host and a port at which others reach this region; by default its own.
         call_from: the address from which to call others; empty for any.
@@ -120,7 +118,6 @@ class Wire:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
         Args:
-            region: the other region.
             introduction: how both ends tell each other where they listen.
             claim: called when the connections are there, before they count; returns whether they are still wanted.
 
@@ -143,9 +140,6 @@ class Wire:
 
     def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
         """Connect to other regions. The longest round trip decides for all pairs.
-
-        Args:
-            introductions: with all other regions; see `connect`.
 
         Returns:
             The number of payload connections of each pair, equal in all regions.

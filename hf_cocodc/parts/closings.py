@@ -35,9 +35,6 @@ def one_more_round(merge: Merge) -> Closing:
 
     A merge that discards local steps is not used before the last send, which must still carry these steps: the additive
     merge takes its place.
-
-    Args:
-        merge: the method's.
     """
     early = merge if merge.keeps_local_steps else additive()
     return Closing(early, replace(), drops_taken=False)
@@ -49,8 +46,5 @@ def other_parts(merge: Merge) -> Closing:
     The landings at the end bring in the other regions' parts. A region that was alone in a transfer has no others: all that
     can be missing is its own part of the send made at the end, and a landing more would be one more step of the outer momentum
     (Eager updates, 2502.12996).
-
-    Args:
-        merge: the method's.
     """
     return one_more_round(merge)._replace(drops_taken=True)

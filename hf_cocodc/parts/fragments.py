@@ -73,7 +73,6 @@ def strided(num_fragments: int, split_rows: bool = False) -> Pattern:
     second fragment.
 
     Args:
-        num_fragments: P.
         split_rows: whether a large parameter outside the blocks is split by rows over the fragments. Otherwise it makes
             its fragment larger than the others.
 

@@ -156,8 +156,6 @@ def judge(guard: Guard | None, known: Ordinary, said: Sequence[Said]) -> Verdict
 
     Args:
         guard: the limits; None lets every region count as it says.
-        known: see `ordinary`.
-        said: by each region that takes part.
     """
     weights = tuple(each.weight for each in said)
     counted = [each for each in said if each.weight]

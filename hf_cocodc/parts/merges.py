@@ -110,7 +110,6 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     scale of weights, 1e-8 would switch the term off.
 
     Args:
-        mode: one of the modes above.
         strength: the factor in the formulas above; 0 gives the additive merge.
 
     Raises:

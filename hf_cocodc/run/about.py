@@ -110,8 +110,6 @@ def refuse_another_run(
     Args:
         model: `About.model` of the run that wrote the checkpoint.
         facts: its `About.facts`. Fields that only one of the two runs has are not compared: versions may differ.
-        about: this run.
-        allowed: regions.may_differ.
 
     Raises:
         CheckpointError: they differ in something else.

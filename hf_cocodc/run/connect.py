@@ -105,9 +105,7 @@ def hello(
         model: unwrapped. The hello lists its trainable parameters.
         settings: settings of the method and the link, by their names in OuterConfig and RegionConfig.
         max_steps: inner steps of the run; None if unknown.
-        num_lanes: number of lanes of this region.
         config: the model's config, as far as it changes the model's function.
-        facts: the training and the data.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
         allowed: names of the facts in which regions may differ.
         frozen: digest of the rest of the model, of all ranks if they hold shards; by default that of `model`.

@@ -84,10 +84,7 @@ class Elastic:
     """One rank's part in it.
 
     Args:
-        outer: of this rank.
-        accelerator: of this region.
         session: the leader's side; None on other ranks.
-        regions: resolved.
         folder: where bases lie for a while; the same for all ranks of the region.
     """
 

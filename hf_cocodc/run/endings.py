@@ -23,7 +23,6 @@ def verdict(endings: Collection[Ending], policy: str) -> str | None:
 
     Args:
         endings: what each region said about its end, with one transfer.
-        policy: `regions.when_one_ends`.
 
     >>> verdict([Ending.NO, Ending.DONE], "auto"), verdict([Ending.NO, Ending.INTERRUPTED], "auto")
     ('finish', 'stop')
@@ -80,8 +79,6 @@ class Endings:
     """What a region says about its own end, what it hears about the others', and what all regions do then.
 
     Args:
-        link: reaches the other regions.
-        policy: `regions.when_one_ends`.
         max_steps: inner steps of the run; None if unknown.
 
     Attributes:

@@ -80,7 +80,6 @@ class InnerOptimizer:
     """The inner optimizer of a region.
 
     Args:
-        optimizer: see `parts_of`.
         model: unwrapped.
         reads_lr: whether the method computes with the learning rate.
         begins_anew: whether `begin_anew` may be called.
@@ -271,7 +270,6 @@ class Tokens:
     """Counts the tokens of an inner step over its micro-batches, and over the ranks of the region.
 
     Args:
-        accelerator: of this region.
         counted: whether tokens are the weights; else nothing is counted, and ranks say nothing to each other.
         alike: whether all ranks of the region train on the same samples (pipeline stages).
     """

@@ -153,7 +153,6 @@ class Mark(NamedTuple):
         """The end of a journal, for a region that comes back to a run; nothing if what is there is of another run.
 
         Args:
-            path: the journal; it need not exist.
             run: what `start` and `resume` events of this run have as `run`.
         """
         found = path.read_bytes() if path.is_file() else b""

@@ -142,8 +142,6 @@ def advance(accelerator: Accelerator, before: int, after: int, is_new: bool) -> 
     loop steps them after `outer.step()`.
 
     Args:
-        accelerator: has prepared them.
-        before: inner step at which they are.
         after: inner step to which this region has jumped.
         is_new: whether the loop has yet to begin; else it is inside `outer.step()`.
     """
@@ -193,11 +191,8 @@ class JoiningRank:
     """One rank's part in it.
 
     Args:
-        outer: of this rank.
-        accelerator: of this region.
         session: the leader's side; None on other ranks.
         folder: where bases lie for a while; the same for all ranks of the region.
-        say: on the leader.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ def recover(
     and begin anew one by one; they are refused with "stop".
 
     Args:
-        synchronizer, inner, config, endings, journal: of this region.
         has_landed: whether a transfer has landed in this step. Only then can what all regions know have changed.
         has_stages: whether every rank of the region holds its own pipeline stage.
 

@@ -206,10 +206,7 @@ def agree_on_beginning(
     """What a plain loop goes on from, and a number for its run. A collective call.
 
     Args:
-        link: reaches the other regions.
-        accelerator: of this region.
         model: unwrapped. It holds what the accelerator has loaded.
-        inner: the inner optimizer; so does it.
         saved: what the loop was given to go on from; None for what the accelerator has loaded, if that is of a run of ours.
 
     Raises:
@@ -278,11 +275,6 @@ def check(
     """Compare the run that wrote a checkpoint with this one; warn if this run cannot be exact. A collective call.
 
     Args:
-        saved: our part of the checkpoint.
-        settings: of the method.
-        link: of this region.
-        about: the rest of this training.
-        allowed: regions.may_differ.
         model: unwrapped; it holds the weights that were saved with the checkpoint.
         is_new: the checkpoint is the base of a newcomer, which comes into a run that trains.
 

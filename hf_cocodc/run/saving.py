@@ -44,11 +44,7 @@ def write(
     """Write the part of every lane into a checkpoint that is not complete yet. A collective call of the region's ranks.
 
     Args:
-        accelerator: of this region.
-        link: of this region.
         model: unwrapped, with the local weights.
-        checkpoint: its folder.
-        saved: the rest of our part.
         whole: whether our own file holds all local weights; else it holds buffers, and the caller saves the parameters.
 
     Raises:

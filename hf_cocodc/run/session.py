@@ -65,8 +65,6 @@ class WaitingWords:
     """Says for whom a region waits: to the command that started it at once, in the log after 10 s and then every minute.
 
     Args:
-        region: this one.
-        run: name of the run.
         coordinator: address of the coordinator at which it waits.
         wait_s: seconds for which it waits at most (`regions.start_timeout_s`).
 
@@ -238,10 +236,6 @@ class RegionContext:
 
 class RegionSession:
     """The leader's side of a run.
-
-    Args:
-        context: of this region.
-        link: of this process.
 
     Attributes:
         link: reaches the other regions.

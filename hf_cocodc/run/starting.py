@@ -157,7 +157,6 @@ def _check_same_interval(told: Mapping[int, int], verb: str, setting: str) -> No
     """Check the intervals of all regions.
 
     Args:
-        told: the regions' intervals.
         verb: what regions do: "saves" or "evaluates".
         setting: prefix of Trainer's settings: "save" or "eval".
 
@@ -219,8 +218,6 @@ def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = Non
     """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region.
 
     Args:
-        saved: what the run goes on from.
-        path: the journal.
         run: of an elastic run. A region that comes back to it appends to its journal.
     """
     if saved is not None and saved.facts.taken_over and path is not None and run is not None:

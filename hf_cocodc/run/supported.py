@@ -68,7 +68,6 @@ def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] 
     """The lane of this rank, and the number of lanes of its region.
 
     Args:
-        accelerator: of the region.
         model: unwrapped.
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage.
 

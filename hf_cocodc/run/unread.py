@@ -54,8 +54,6 @@ class Attendance:
 
     Args:
         num_shards: parts of the data; regions 0 .. num_shards - 1 have one each.
-        members: regions that take part now.
-        step: inner steps made so far.
         samples: samples of a region in one inner step; None if unknown.
     """
 

@@ -324,9 +324,6 @@ def converted(value: Any, hint: Any, name: str, *, is_ours: bool = True) -> Any:
     mapping is taken as it is: the library that has this hint knows what it does with it.
 
     Args:
-        value: from the recipe.
-        hint: the type that is wanted.
-        name: what a message calls the value.
         is_ours: whether this package knows all words that a Literal should list. Where another library has the hint, any text
             is taken: its Literal may stand for more, like PEFT's "pissa_niter_[number of iters]".
 

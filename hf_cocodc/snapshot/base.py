@@ -98,14 +98,9 @@ def receive(
     """Get the base that a donor offers.
 
     Args:
-        open_stream: see `Donation`.
         folder: where to put it; other regions may put theirs there, too.
-        region: this one.
-        donor: the region that offers it.
-        alive: raises if the donor is gone.
         timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
         most: bytes of the largest base that this region's model can have.
-        keys: equal at both ends, see `Donation`.
 
     Raises:
         DonorLost: the donor, or the connection to it, is gone.
@@ -222,8 +217,6 @@ class Donors:
     """The newcomer's side of it.
 
     Args:
-        region: this one.
-        post: sends a member a message of this topic.
         is_there: whether a member still takes part.
         stream: opens a stream to a member; see `TcpLink.stream`.
     """

@@ -244,11 +244,6 @@ def begin(checkpoint: Path) -> None:
 def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
     """Write the engine's state into a checkpoint.
 
-    Args:
-        checkpoint: folder `checkpoint-N`, made by `begin`.
-        saved: the state and the facts.
-        lane: the lane of the state.
-
     Raises:
         CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
     """
@@ -277,8 +272,6 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
     """The engine's state and the facts of its run.
 
     Args:
-        checkpoint: its folder.
-        lane: the lane of the state.
         checked: whether the caller has found the checkpoint undamaged: its files are then not hashed again.
 
     Raises:

@@ -190,9 +190,6 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     """The checkpoint that this region resumes from. Every byte of it has been compared with what was saved. A collective call.
 
     Args:
-        link: reaches the other regions.
-        accelerator: of this region.
-        folder: of this region's checkpoints.
         wanted: what Trainer's `resume_from_checkpoint` says: False or None; True for the newest checkpoint that all regions
             have; or a path. `output_dir/checkpoint-N`, which `get_last_checkpoint(output_dir)` returns, means the newest that
             all regions have, up to step N: another region may not have saved step N when the run ended.
@@ -457,13 +454,6 @@ def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> N
     """From now on `folder` holds this run, up to `step`. Later checkpoints of the run no longer count.
 
     Checkpoints of another run stay, and `save_total_limit` does not count them.
-
-    Args:
-        folder: of this region's checkpoints.
-        run: number of the run, if it is new.
-        start: where this region starts.
-        step: its inner step.
-        region: this region.
 
     Raises:
         CheckpointError: the disk refuses.

@@ -116,11 +116,8 @@ class Donation:
 
     Args:
         folder: of the base; deleted at the end.
-        number: of the stream.
         open_stream: opens it: (its number, seconds, a function that is called meanwhile and may raise) -> connection.
-        step: inner step of the base.
         about: told with the base; JSON-able.
-        to: names the newcomer in messages.
         rate: bytes per second to send at most; None for no limit.
         keys: of the run's secret: with them, others can neither read nor alter what travels; None if there is none.
 

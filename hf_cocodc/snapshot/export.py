@@ -46,10 +46,6 @@ def is_saved(folder: Path, step: int) -> bool:
     """Whether the folder of a run that has finished has its model: as `note_saved` says, every weight's file, with its size.
 
     A model may also lie there that an earlier run has saved, or the same run before it went on.
-
-    Args:
-        folder: of a region.
-        step: of the run's last checkpoint.
     """
     checkpoint = folder / f"{PREFIX}{step}"
     if manifest.damage(checkpoint, hashes=False) is not None:

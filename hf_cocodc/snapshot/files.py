@@ -186,12 +186,6 @@ def _without_items(value: Any) -> Any:
 def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) -> None:
     """Send a checkpoint from the first region that has it to the regions that do not. A collective call of the leaders.
 
-    Args:
-        link: reaches the other regions' leaders.
-        checkpoint: its folder in this region.
-        holders: regions that have it, undamaged.
-        run: number of the run that wrote it.
-
     Raises:
         CheckpointError: the global model has changed since it was saved; a file cannot be sent, or its name is not known; or
             the disk refuses.

@@ -49,11 +49,6 @@ def is_unsaved(folder: Path) -> bool:
 def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
     """From now on checkpoints in `folder` belong to `run`. Checkpoints of an earlier run stay, but are not continued from.
 
-    Args:
-        folder: of the checkpoints.
-        run: number of the run.
-        unsaved: see `is_unsaved`.
-
     Raises:
         CheckpointError: the disk refuses.
     """
@@ -136,9 +131,6 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
     """Note that a region saves into a folder, before anything is written there.
 
     Args:
-        folder: of a checkpoint, or of all checkpoints.
-        run: number of the run; unique to it.
-        region: this one.
         members: the regions that take part now. A folder of any other one is free.
 
     Raises:
@@ -184,9 +176,7 @@ def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> s
     """Why a run cannot continue from a checkpoint in its folder; None if it can.
 
     Args:
-        checkpoint: its folder.
         run: number of the run; None for the run that writes to the folder now.
-        hashes: see `manifest.damage`.
     """
     if is_of_another_run(checkpoint, run):
         return "it is of an earlier run in this folder; give its path to continue that run"
@@ -218,10 +208,8 @@ def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int
     Checkpoints of an earlier run in the folder are not counted, and stay.
 
     Args:
-        folder: the folder of the checkpoints.
         limit: number of checkpoints to keep; None for all.
         saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
-        keep: further steps that stay.
     """
     run = run_of(folder)
     found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}

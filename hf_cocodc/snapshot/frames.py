@@ -38,7 +38,6 @@ class Frames:
     """Sends and receives frames; for one thread at a time.
 
     Args:
-        connection: connected.
         ciphers: seal the whole connection; None without a secret of the run.
         alive: called now and then while the other end sends nothing, or takes nothing; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.

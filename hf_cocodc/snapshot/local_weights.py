@@ -76,8 +76,6 @@ def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = 
     """Write tensors into a file that is complete or absent. Two tensors may share memory.
 
     Args:
-        path: the file.
-        tensors: by name.
         unsaved: see `unsaved_buffers`; the model may make them anew only at its first forward pass.
     """
     content = {name: _alone(tensor) for name, tensor in tensors.items()}
@@ -93,7 +91,6 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
 
     Args:
         model: unwrapped.
-        path: the file.
         expected: names that must be in the file; it may hold more of what the model holds.
 
     Raises:

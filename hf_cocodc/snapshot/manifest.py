@@ -117,7 +117,6 @@ def damage(checkpoint: Path, hashes: bool = True) -> str | None:
     What a training script has saved beside Trainer's files counts, too: the script may read it.
 
     Args:
-        checkpoint: its folder.
         hashes: whether to read every file and to compare its hash; else only names and sizes are compared.
     """
     return _compare(checkpoint, False, hashes)

@@ -52,8 +52,6 @@ def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> Non
     """Check that a Trainer can train across regions.
 
     Args:
-        trainer: of this region.
-        callback: ours, which is to train it.
         evaluate_on: "global" or "local": the weights that it evaluates while it trains.
 
     Raises:

@@ -138,7 +138,6 @@ def agree_on_length(
     """The inner steps that all regions make, and a number for the run. A collective call.
 
     Args:
-        link: reaches the other regions.
         max_steps: inner steps that this region would make.
         is_fixed: whether its learning rate schedule is made already.
         told: for a newcomer, what a member has told it of the run.
@@ -160,10 +159,6 @@ def check_habits(
     """Check that all regions save, and evaluate if need be, at the same inner steps; returns when. A collective call.
 
     Args:
-        link: reaches the other regions.
-        args: of this region's Trainer.
-        state: of the Trainer.
-        loader: of the training data.
         averages: whether an evaluation while training shows the mean of the regions' own global weights.
         told: for a newcomer, what a member has told it of the run.
 

@@ -95,10 +95,7 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     """See to it that all regions have the checkpoint of the best global weights so far. A collective call.
 
     Args:
-        link: reaches the other regions.
-        accelerator: of this region.
         best: where this region must have the checkpoint; None if no best one is known.
-        run: number of the run.
         may_copy: whether the checkpoint of another region has the same global weights.
 
     Returns:
@@ -140,7 +137,6 @@ class Best:
     """Chooses the best model of a Trainer's run with the other regions, and loads it.
 
     Args:
-        trainer: of this region.
         averages: whether an evaluation while training shows the mean of the regions' own global weights (eager updates).
 
     Attributes:
@@ -180,9 +176,7 @@ class Best:
         """Find the best checkpoint of a run that is resumed, in all regions. A collective call.
 
         Args:
-            link: reaches the other regions.
             start: the checkpoint that the run goes on from.
-            wrote: of the run that wrote it.
             is_newcomer: whether this region joins a run: it gets the best checkpoint when it needs it, at the end.
 
         Raises:
@@ -289,7 +283,6 @@ class Best:
         """Put the mean over the regions in the place of this region's metric. A collective call, once for an evaluation.
 
         Args:
-            outer: the outer optimizer.
             metrics: of an evaluation, perhaps one of several on different data; changed in place.
             is_last: whether no more metrics will come.
 

@@ -39,7 +39,6 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
     """The card's section, in Markdown.
 
     Args:
-        outer: the outer optimizer.
         best: the inner step of the weights, and their metric, if they are the best of the run and not the last.
     """
     settings, synchronizer = outer.settings, outer.synchronizer
@@ -88,8 +87,6 @@ def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs:
     the dataset, it says so in words.
 
     Args:
-        folder: the region's, with the card.
-        section: our section.
         create: Trainer's method; the other arguments are its own.
     """
     path = folder / README

@@ -79,10 +79,8 @@ def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, err
     """Leave in good order if possible, so that the other regions can stop with a checkpoint; or so that they go on.
 
     Args:
-        trainer: of this region.
         link: reaches the other regions; None before they have met.
         outer: the outer optimizer; None before there is one.
-        error: ends this region.
     """
     reason = f"{type(error).__name__} at step {outer.inner_step if outer else 0}: {error}"
     if outer is None:

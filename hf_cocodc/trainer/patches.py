@@ -105,9 +105,7 @@ class Patches:
     """Wrappers for the methods of one Trainer; each gets the original method as its first argument.
 
     Args:
-        trainer: its methods are wrapped.
         callback: trains the Trainer's model across regions.
-        best: chooses the best model, and loads it.
     """
 
     def __init__(self, trainer: Trainer, callback: PatchedCallback, best: Best) -> None:

@@ -19,13 +19,7 @@ from ..snapshot.checkpoint import facts_of, trained
 
 
 def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> None:
-    """Save the model as it is, even if Trainer itself would save only shards.
-
-    Args:
-        trainer: of this region.
-        folder: to save into.
-        save_model: Trainer's own method, for this folder.
-    """
+    """Save the model as it is, even if Trainer itself would save only shards."""
     if not trainer.is_fsdp_enabled:
         save_model()
         return
@@ -41,8 +35,6 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
     copies into the model. If its run had finished, there may be no outer optimizer, and the global model is loaded as well.
 
     Args:
-        trainer: of this region.
-        checkpoint: undamaged.
         load: Trainer's own method, for this checkpoint.
 
     Raises:
@@ -68,7 +60,6 @@ def load_pretrained_(model: nn.Module, folder: Path) -> None:
 
     Args:
         model: unwrapped; of the class that was saved.
-        folder: with the weights.
 
     Raises:
         CheckpointError: a weight of the model is not in the files.

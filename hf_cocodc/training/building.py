@@ -42,10 +42,6 @@ def blaming(section: str) -> Iterator[None]:
 def arguments(recipe: Recipe, kind: type) -> Any:
     """The `TrainingArguments` of a recipe.
 
-    Args:
-        recipe: the run.
-        kind: TrainingArguments, or a subclass.
-
     Raises:
         InputError: a value is refused.
     """
@@ -94,7 +90,6 @@ def model(recipe: Recipe, vocab_size: int) -> Any:
     """The model of a recipe, with its adapter if the recipe has one.
 
     Args:
-        recipe: the run.
         vocab_size: number of tokens that the tokenizer knows.
 
     Raises:

@@ -359,7 +359,6 @@ def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) 
     child now, which asks about the machine. So call this again and again: each process gets one signal.
 
     Args:
-        processes: the regions.
         asked: the processes that were signalled, and their launchers; changed in place, empty at first.
     """
     for each in processes:

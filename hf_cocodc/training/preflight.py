@@ -64,7 +64,6 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
     Reads the configs and tokenizers that the recipe names, as a region would; no weights, no data.
 
     Args:
-        recipe: the run.
         regions_here: number of regions that this machine will train at once.
 
     Raises:

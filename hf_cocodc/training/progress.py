@@ -19,7 +19,6 @@ class Progress(TrainerCallback):
     It tells nothing if no command listens. Rates count from the beginning of training in this process.
 
     Args:
-        callback: trains across regions.
         tokens_per_step: tokens that this region trains on in an inner step.
     """
 

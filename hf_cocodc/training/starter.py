@@ -52,12 +52,6 @@ def starter(
     Args:
         model: folder or name on the Hub, of trained weights and their tokenizer.
         data: what `datasets.load_dataset` loads, or "python-stdlib".
-        data_name: configuration of the data set.
-        text_column: its column with the text.
-        eval_split: its held-out split.
-        method: takes its paper's settings.
-        num_regions: with which the run begins.
-        max_steps: inner steps of each region.
         lora: train an adapter instead of all parameters.
         bf16: compute in bfloat16.
 

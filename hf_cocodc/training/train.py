@@ -24,7 +24,6 @@ def run(recipe: Recipe, link: Any = None) -> Any:
     """Train one region of the recipe; return its Trainer, whose model holds the global weights.
 
     Args:
-        recipe: the run.
         link: reaches the other regions; default: a link made from `recipe.regions` and the environment.
 
     Raises:

@@ -33,7 +33,6 @@ class Blocks(ABC):
     Zeros fill up a short last block. Bytes that encode only filling are not sent.
 
     Args:
-        block: number of values that share a scale.
         per_byte: codes per byte, 1 or 2. With 2, byte i of a block holds value i in its low half and value i + block / 2
             in its high half. Each half is then read and written as a run of neighbours, not value by value.
     """
@@ -262,9 +261,6 @@ def int8(block: int = 256) -> Codec:
     """One byte per value and one fp32 scale per block: 1.016 bytes per value with blocks of 256.
 
     Error: at most absmax / 254, with the absmax of the block. For normal values: 0.007 of their standard deviation.
-
-    Args:
-        block: number of values that share a scale.
 
     >>> coder = int8(block=4).coder
     >>> coder.decode(coder.encode(torch.tensor([127.0, -1.4, 63.6, 0.0])), 4)

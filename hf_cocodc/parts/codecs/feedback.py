@@ -68,7 +68,6 @@ def feedback(codec: Codec, decay: float = 1.0) -> Codec:
     out, either.
 
     Args:
-        codec: the codec that loses values.
         decay: share of the residual that is sent again, 0 (no feedback) to 1 (all).
 
     Source: DiLoCoX, 2506.21263 (decay 1); SparseLoCo, 2508.15706 (decay 0.95).

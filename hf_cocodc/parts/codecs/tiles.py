@@ -145,9 +145,6 @@ class Codebook:
 
     The payload is first one codebook per block, then the codes, four in a byte: bit 0 of a code is set for x < 0, bit 1 for b.
     Error for the 64 largest of 4096 normal values: 0.067 of their norm. A value that is not finite takes its block with it.
-
-    Args:
-        block: number of values that share a codebook.
     """
 
     def __init__(self, block: int) -> None:

@@ -27,9 +27,7 @@ class TopK:
     contains. To keep all k M costs as many bytes as `gather`, but needs two exchanges instead of one and rounds twice.
 
     Args:
-        k: number of values kept per chunk.
         chunk: number of values per chunk, at most 4096.
-        values: coder of the kept values.
     """
 
     gather = True
@@ -118,7 +116,6 @@ def topk(k: int = 64, chunk: int = 4096, bits: int = 8) -> Codec:
     and a codebook.
 
     Args:
-        k: number of values kept per chunk.
         chunk: number of values per chunk, at most 4096.
         bits: bits of a kept value: 4 or 8 (integers with the chunk's scale), 16 (bf16) or 32 (fp32).
 

@@ -18,7 +18,6 @@ class Pool:
     """Flat buffers for reuse. Any thread may take and give.
 
     Args:
-        device: the device of the buffers.
         lengths: numbers of values of the buffers. A buffer serves requests that fit into it but not into the next shorter
             one. By default a buffer has the length of its first request, and serves every request that fits.
         pinned: whether buffers are locked in the host's memory, where a GPU copies at the full speed of its bus.
@@ -85,10 +84,6 @@ class Departure:
     A GPU makes the copy on a stream of its own, after the work that the training stream has when the departure is made.
     Neither the training stream nor the training thread waits for the copy. Nobody may write to the tensor before the
     transfer has ended.
-
-    Args:
-        flat: the tensor.
-        host: memory for the copy.
 
     Attributes:
         flat: as given.

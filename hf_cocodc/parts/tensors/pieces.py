@@ -116,8 +116,6 @@ def divide(work: Callable[[range], T], count: int, threads: int) -> list[T]:
     Inside, torch does not use threads of its own (see `in_this_thread`). The parts do not change what is computed.
 
     Args:
-        work: handles the pieces with these numbers.
-        count: number of pieces.
         threads: threads to use at most, the calling one included.
     """
     num_parts = max(min(threads, count // _WORTH_A_THREAD), 1)

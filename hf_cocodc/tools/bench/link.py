@@ -118,9 +118,6 @@ def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, An
     """Measure between `regions` processes.
 
     Args:
-        trial: the transfers.
-        regions: number of regions.
-        start: starts the process of a region.
         spec: more values for `_one_end`: coordinator, interface, alone (whether region 0 must serve the coordinator), secret.
 
     Raises:
@@ -148,13 +145,9 @@ def take_part(
     """Measure as one end of the link; every region calls this at about the same time.
 
     Args:
-        trial: the transfers, equal in every region.
         coordinator: HOST:PORT of a coordinator that all regions reach.
-        region: this region's number.
-        regions: number of regions.
         interface: network interface of the link; by default the one that reaches the coordinator.
         run: name of the measurement, if the coordinator has several at once.
-        keys: of the coordinator's secret.
 
     Returns:
         The figures, the same in every region.
@@ -244,9 +237,6 @@ def report(
     """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
     Args:
-        trial: the transfers.
-        found: the figures.
-        setting: where they were measured.
         rate: bits per second that a region can send to each other region; None takes the best transfer as the floor.
         rtt_s: round trip of the link; None takes the measured one.
     """

@@ -44,7 +44,6 @@ def run(
     Args:
         module: name of a module that calls `serve` when it runs as a program.
         specs: one per region, in order; must be JSON-serializable.
-        start: starts a process.
         num_threads: number of compute threads of each process.
 
     Raises:
@@ -98,10 +97,7 @@ def hello_of(region: int, regions: int, host: str, compared: Mapping[str, Any]) 
     """What a region of a measurement says of itself: a run of `regions`, which ends when one is lost.
 
     Args:
-        region: its number.
-        regions: number of regions.
         host: address of its machine that others reach.
-        compared: what must be equal in all regions.
     """
     return Hello(
         region=region,
@@ -119,9 +115,6 @@ class Company:
 
     Args:
         address: HOST:PORT of the coordinator; waits until it is there, and until all regions are.
-        region: this region.
-        regions: number of regions.
-        keys: of the coordinator's secret.
 
     Raises:
         LinkError: the coordinator or a region does not come.

@@ -52,7 +52,6 @@ def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
     """All lines about this machine, as they are found.
 
     Args:
-        patient: what shall run here.
         tell: called with a line of text before something that takes long.
     """
     machine = facts.machine()

@@ -40,13 +40,7 @@ class Needs:
 
 
 def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
-    """What the run of a recipe takes.
-
-    Args:
-        recipe: the run.
-        model: on the meta device, with its adapter.
-        num_regions: number of regions M, the largest one.
-    """
+    """What the run of a recipe takes."""
     method = from_config(recipe.outer)
     fragments = method.fragments(model)
     device = _META if recipe.outer.device == "model" else HOST

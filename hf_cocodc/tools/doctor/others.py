@@ -124,7 +124,6 @@ class Answering:
     """Listens while a doctor waits for others, and tells who calls what time it is here.
 
     Args:
-        address: of this machine.
         regions: which port and which addresses the run will have.
     """
 
@@ -212,13 +211,9 @@ def compare(
     """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
 
     Args:
-        board: of the run.
-        count: number of regions.
         mine: versions, settings, facts and data, as in `Told`. JSON can express it.
         address: of this machine, which the others reach.
         wait_s: seconds for which to wait for doctors of the other regions, to call them.
-        tell: called with a line while it waits.
-        regions: settings of the run.
     """
     try:
         answering = Answering(address, regions)

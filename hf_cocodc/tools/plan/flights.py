@@ -104,9 +104,6 @@ class TcpLine:
     """A line over TCP connections, as a link's thread uses them: one transfer after the other, piece by piece.
 
     Args:
-        link: the link.
-        connections: to each other region.
-        others: number of other regions.
         limit: payload bytes per second that a region sends at most.
         codes: by the bytes of a fragment's transfer, what its ends do.
         seed: of the random numbers that decide which packets are lost.
@@ -161,7 +158,6 @@ def wanted_connections(link: LinkFigures, limit: float) -> int:
     """Connections that fill the link in spite of losses, at least as many as a region chooses by itself.
 
     Args:
-        link: the link.
         limit: payload bytes per second that a region sends at most.
     """
     by_itself = connections_for(link.rtt_s, limit)
@@ -190,8 +186,6 @@ class Direction:
     window and the pace allow leaves as a flight.
 
     Args:
-        link: the link.
-        count: number of connections.
         limit: payload bytes per second that they send at most, each its share.
         draw: returns random numbers in [0, 1).
     """
@@ -249,7 +243,6 @@ class _TcpConnection:
     """One TCP connection in one direction: its window, flight by flight.
 
     Args:
-        link: the link.
         pace: bytes per second at which it sends at most.
         draw: returns random numbers in [0, 1).
 

@@ -53,12 +53,7 @@ class Subject:
     """What is planned: forecasts of a model on a link, with any method.
 
     Args:
-        recipe: the run.
-        model: on the meta device.
-        link: between the regions.
         step_s: seconds of an inner step.
-        regions: number of regions M.
-        speeds: of this machine.
 
     Attributes:
         connections: TCP connections to each other region.
@@ -187,7 +182,6 @@ def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, 
 
     Args:
         groups: the layers of each fragment, from 0.
-        num_layers: number of layers of the model.
         layer_bytes: bytes that a region sends for a layer.
         step_s: seconds of an inner step.
     """

@@ -51,7 +51,6 @@ def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Se
     """Seconds of an inner step of a region, measured on this machine; writes only to a temporary folder.
 
     Args:
-        path: of the recipe.
         overrides: changes to it, each "section.key=value".
         launcher: arguments for accelerate launch, as the region will have.
 
@@ -120,7 +119,6 @@ def measure(codecs: Sequence[str], accelerated: bool) -> Speeds:
     """Measure this machine; takes some seconds.
 
     Args:
-        codecs: names.
         accelerated: whether a GPU trains, so that the link's thread may use half of the cores; else it uses one.
     """
     from ...parts.tensors.pieces import HostThreads

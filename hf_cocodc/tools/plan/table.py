@@ -40,14 +40,7 @@ ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
 
 
 def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> BenchReport:
-    """The table of a plan: the settings of each method and codec, and data-parallel training.
-
-    Args:
-        subject: what was planned.
-        found: forecasts that reach the target.
-        failing: "method codec" of those that do not.
-        target: the utilisation.
-    """
+    """The table of a plan: the settings of each method and codec, and data-parallel training."""
     link = subject.link
     steps = subject.recipe.training.get("max_steps", -1)
     parallel = subject.data_parallel()
@@ -176,10 +169,7 @@ def cost(
     """Sentences about the loss that a method is expected to have, beside one model copy with the same tokens.
 
     Args:
-        method: its name.
-        num_regions: M.
         overlap_steps: inner steps between a send and its landing.
-        sync_interval: H.
         recipes_interval: H of the recipe that was planned, whose cost is known to its author at best.
 
     >>> cost("co2", 2, 48, 48, 48)

@@ -34,10 +34,7 @@ def recipe_of(
     Comments of that recipe, and of those that it extends, stay with their keys.
 
     Args:
-        path: that recipe.
         overrides: changes to it, each "section.key=value".
-        chosen: the settings.
-        subject: what was planned.
         head: lines for the beginning of the file. Those of an earlier plan, which the recipe comes from, go.
 
     Raises:

@@ -73,13 +73,7 @@ def _losses(
 
 
 def draw_losses(axes: Sequence[Any], runs: Sequence[RunRecord], which: Sequence[int] = (0, 1, 2, 3)) -> None:
-    """Training loss of each region and held-out loss; of several runs each in a colour of its own.
-
-    Args:
-        axes: one for each of `which`.
-        runs: to be drawn over each other.
-        which: indices into `AXES`.
-    """
+    """Training loss of each region and held-out loss; of several runs each in a colour of its own."""
     from matplotlib.ticker import EngFormatter
 
     unit = unit_of(max(runs, key=lambda run: run.end))

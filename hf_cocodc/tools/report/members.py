@@ -43,9 +43,6 @@ def changes(runs: Sequence[Events]) -> list[MemberChange]:
 
     Regions may notice a loss at different inner steps: the first one counts. A region notices only after it is back what has
     happened while it was away, and without another journal than its own nothing but that it was away.
-
-    Args:
-        runs: the events of each journal.
     """
     epoch = -1
     goes = {
@@ -97,12 +94,7 @@ def _by_number(runs: Sequence[Events], until: float) -> list[MemberChange]:
 
 
 def num_regions(runs: Sequence[Events], found: Sequence[MemberChange]) -> int:
-    """Regions that began a run; of one that would end with a lost region, those of its newest start or resume.
-
-    Args:
-        runs: the events of each journal.
-        found: their `changes`.
-    """
+    """Regions that began a run; of one that would end with a lost region, those of its newest start or resume."""
     if found:
         goes_on = any(event["kind"] == "epoch" for run in runs for event in run)
         return len(found[0 if goes_on else -1].members)

@@ -34,7 +34,6 @@ def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -
     """The report of runs.
 
     Args:
-        runs: side by side.
         window: seconds from and to which transfers are drawn; by default the parts that are worth a look.
 
     Raises:

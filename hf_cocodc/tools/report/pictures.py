@@ -54,7 +54,6 @@ def plot_run(run: RunRecord, path: Path) -> None:
     Where a run goes on without a lost region, a strip below the losses shows who was there.
 
     Args:
-        run: its journals.
         path: file to write; its ending decides between PNG and SVG.
 
     Raises:

@@ -27,7 +27,6 @@ def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
 
     Args:
         attendance: the inner steps from which, and to which, each region took part.
-        events: of all journals.
     """
     landings = [event for event in events if event["kind"] in ("land", "void")]
     idle: dict[tuple[int, int], int] = {}
@@ -53,7 +52,6 @@ def tokens_at(step: int, starts: Mapping[int, Mapping[str, Any]], trained: Spans
     """Tokens on which all regions together had trained at an inner step; None if no journal says how many a step has.
 
     Args:
-        step: the inner step.
         starts: the event with which the journal of a region begins, by regions; a region without one is taken to have as many
             tokens as another one.
         trained: the inner steps from which, and to which, each region trained.
@@ -326,9 +324,6 @@ def offsets(journals: Sequence[RegionJournal]) -> list[list[float]]:
     A transfer ends in all regions at about the same moment, within the time of one message: this is more exact than the clocks
     of machines. Those place what has no transfer in common; without them (older journals, simulated time), all regions start
     at the same moment, and nothing passes between two processes of a region.
-
-    Args:
-        journals: of one run.
     """
     arrivals = [[_arrivals(section) for section in sections(journal.events)] for journal in journals]
     dated = all(figure(event, "at") is not None for journal in journals for event in _beginnings(journal))

@@ -108,7 +108,6 @@ def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = 
     """Tell what a region did.
 
     Args:
-        journal: of the region.
         offsets: for each of its `sections`, what to add to the time of its events for the common axis.
         in_steps: inner steps instead of seconds, where time stands still.
     """
