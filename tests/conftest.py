@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -28,6 +30,14 @@ def pytest_collection_finish() -> None:
     """All modules are loaded. Trainer collects garbage whenever it trains, and would look through all of them each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_state_of_accelerate() -> Iterator[None]:
+    """Accelerate keeps one state a process, which refuses another precision: each test begins without."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

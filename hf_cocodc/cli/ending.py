@@ -36,7 +36,7 @@ def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
     summary = summarise(run)
     print("\n".join(summary.lines(finished[0], journals)))
     if importlib.util.find_spec("matplotlib"):
-        from ..tools.report.pictures import plot_run
+        from ..tools.report.charts import plot_run
 
         plot_run(run, output / "run.png")
         print(f"picture               {output / 'run.png'}")

@@ -18,7 +18,7 @@ from hf_cocodc.parts.info import OuterInfo
 from hf_cocodc.parts.schedules import AgreedStats, Land, Send
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.settings import OuterConfig
-from hf_cocodc.tools.report import pictures as plots
+from hf_cocodc.tools.report import charts as plots
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import data_parallel_bytes, summarise
 from tests.toys import Region, llama, llama_adamw, params_of, run, train_llama

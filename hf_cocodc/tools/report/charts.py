@@ -1,14 +1,22 @@
-"""The other charts of a report, on axes of matplotlib that others make."""
+"""The pictures of runs: charts of lines, and the timeline. matplotlib is imported only to draw one."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...errors import InputError
+from . import timeline
 from .journals import MOST_NUMBER, RegionJournal, figure
+from .members import sentence
 from .runs import RunRecord
-from .spending import sent_over, shares, totals
+from .spending import sent_over, shares, spent, totals
 from .story import Activity, sections
+from .summary import summarise
 from .timeline import unit_of
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
@@ -16,10 +24,192 @@ _STYLES = ("-", "--", ":", "-.")
 MOST_POINTS = 600
 """A line has at most about so many points."""
 _COARSE = 80
+_ROUGH = 100
+"""A line with more values than this is smoothed; the values themselves are drawn faintly."""
+_SMOOTHED_OVER = 40
+"""Of a smoothed line, a value has the weight of this share of the line."""
+_MOST_NAMED = 8
+"""A description names at most so many lines."""
+_WIDE, _NARROW, _LOW = 10.0, 5.2, 3.0
+"""Inches: a wide picture, a narrow one, and the height of a narrow one."""
+_STYLE = {
+    "text.parse_math": False,  # names come from other regions
+    "svg.fonttype": "none",  # text stays text: small, and one can search for it
+    "svg.hashsalt": "hf_cocodc",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "figure.dpi": 100,
+    "hatch.linewidth": 0.6,
+}
+_IDS = re.compile(r'(<g|<svg)([^>]*?) id="[A-Za-z]+[0-9a-z]*_\d+"')
+_INK = re.compile(r"#000000|#222222")
 
 Points = list[tuple[float, float]]
+Draw = Callable[[Any, RunRecord], None]
 AXES = ("inner step", "tokens of all regions", "sent by a region", "time")
 """What a loss is drawn against."""
+
+
+class Picture(NamedTuple):
+    """An SVG element, and a sentence about what is seen in it."""
+
+    svg: str
+    alt: str
+
+
+@contextmanager
+def _drawing() -> Iterator[Any]:
+    """Gives a function that makes a figure: figure(height, width in inches).
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("pictures need matplotlib. Run `pip install 'hf-cocodc[plots]'`.") from error
+
+    def figure(height: float, width: float = _WIDE) -> Any:
+        found = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(found)
+        return found
+
+    with matplotlib.rc_context(_STYLE):
+        yield figure
+
+
+def _svg(made: Any) -> str:
+    """A figure as an SVG element on a page beside others: without ids that only name its parts, in the page's ink."""
+    file = io.StringIO()
+    none = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    made.savefig(file, format="svg", metadata=none, transparent=True)
+    text = file.getvalue()
+    return _INK.sub("currentColor", _IDS.sub(r"\1\2", text[text.index("<svg") :]))
+
+
+def _described(axis: Any) -> str:
+    """What a chart of lines shows, in words."""
+    lines = [line for line in axis.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
+    words = []
+    for line in lines[:_MOST_NAMED]:
+        found = [y for y in line.get_ydata() if np.isfinite(y)]
+        if found:
+            words.append(f"{line.get_label()} from {found[0]:.4g} to {found[-1]:.4g}")
+    if lines[_MOST_NAMED:]:
+        words.append(f"and {len(lines) - _MOST_NAMED} more")
+    return f"{axis.get_ylabel()} against {axis.get_xlabel()}: {'; '.join(words) or 'nothing yet'}."
+
+
+def losses(runs: Sequence[RunRecord]) -> list[Picture]:
+    """The losses of runs against steps, tokens, bytes and time."""
+    wanted = [0, 1, 2, *([] if all(run.in_steps for run in runs) else [3])]
+    return [_chart(lambda axis, which=which: draw_losses(axis, runs, which)) for which in wanted]  # type: ignore[misc]
+
+
+def of_run(run: RunRecord, *draws: Draw) -> list[Picture]:
+    """Charts of a run, each by itself."""
+    return [_chart(lambda axis, draw=draw: draw(axis, run)) for draw in draws]  # type: ignore[misc]
+
+
+def _chart(draw: Callable[[Any], None]) -> Picture:
+    with _drawing() as figure:
+        made = figure(_LOW, _NARROW)
+        axis = made.subplots()
+        draw(axis)
+        handles, labels = axis.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        if named:
+            made.legend(named.values(), named, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
+        return Picture(_svg(made), _described(axis))
+
+
+def strips(run: RunRecord) -> Picture:
+    """What the time of each region went into."""
+    with _drawing() as figure:
+        made = figure(_height_of_strips(run))
+        axis = made.subplots()
+        timeline.draw_shares(axis, run)
+        timeline.legend(axis, run, with_phases=False)
+        rows = {} if run.in_steps else dict(spent(run))
+        words = []
+        for place, story in enumerate(run.stories[:_MOST_NAMED]):
+            seconds = {name: row[place] for name, row in rows.items() if row[place]}
+            total = sum(seconds.values())
+            parts = [f"{100 * each / total:.0f} % {name}" for name, each in seconds.items()]
+            words.append(f"region {story.region} {', '.join(parts) or 'trains'}")
+        return Picture(_svg(made), f"Shares of the time of each region: {'; '.join(words)}.")
+
+
+def transfers(run: RunRecord, window: timeline.Window) -> Picture:
+    """A part of a run, transfer by transfer."""
+    with _drawing() as figure:
+        made = figure(_height_of_window(run, window))
+        axis = made.subplots()
+        timeline.draw_window(axis, run, window)
+        timeline.legend(axis, run, with_phases=True)
+        seen = [f for story in run.stories for f in story.flights if window.begin < f.sent < window.end]
+        waited = max((flight.blocked_s for flight in seen), default=0.0)
+        words = f"{len(seen)} transfers of {len(run.stories)} regions, one by one" + (
+            f"; training waited at most {waited:.2f} s for one" if waited else ""
+        )
+        return Picture(_svg(made), f"{window.title}: {words}.")
+
+
+def attendance(run: RunRecord) -> Picture:
+    """Who took part."""
+    with _drawing() as figure:
+        made = figure(0.7 + 0.2 * len(run.attendance))
+        draw_attendance(made.subplots(), run)
+        return Picture(_svg(made), f"Regions that took part: {sentence(run.found)}.")
+
+
+def plot_run(run: RunRecord, path: Path) -> None:
+    """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
+
+    Where a run goes on without a lost region, a strip below the losses shows who was there.
+
+    Args:
+        run: its journals.
+        path: file to write; its ending decides between PNG and SVG.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    shown = timeline.windows(run)[:1]
+    there = [0.35 + 0.16 * len(run.attendance)] if run.found else []
+    windows = [_height_of_window(run, each) for each in shown]
+    heights = [3.4, *there, _height_of_strips(run), *windows]
+    with _drawing() as figure:
+        made = figure(sum(heights))
+        first, *rest = made.subplots(len(heights), 1, height_ratios=heights)
+        draw_losses(first, [run], 0)
+        title = f"{run.method}, {run.num_regions} regions"
+        if run.has_finished and not run.in_steps:
+            title += f"; blocked on the link: {summarise(run).blocked()}"
+        first.set_title(title)
+        if first.get_legend_handles_labels()[0]:
+            first.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        if there:
+            draw_attendance(rest.pop(0), run)
+        timeline.draw_shares(rest[0], run)
+        timeline.legend(rest[0], run, with_phases=False)
+        for axis, window in zip(rest[1:], shown, strict=True):
+            timeline.draw_window(axis, run, window)
+            timeline.legend(axis, run, with_phases=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.savefig(path, dpi=130)
+
+
+def _height_of_strips(run: RunRecord) -> float:
+    return 0.95 + 0.42 * len(run.stories)
+
+
+def _height_of_window(run: RunRecord, window: timeline.Window) -> float:
+    return 1.15 + 0.24 * timeline.rows_of(run, window)
 
 
 def style(place: int) -> dict[str, Any]:
@@ -72,65 +262,79 @@ def _losses(
     return found
 
 
-def draw_losses(axes: Sequence[Any], runs: Sequence[RunRecord], which: Sequence[int] = (0, 1, 2, 3)) -> None:
-    """Training loss of each region and held-out loss; of several runs each in a colour of its own."""
+def smooth(points: Points) -> Points:
+    """An exponential moving average over a share of the line, without a bias towards its first value."""
+    keep = 1 - min(1.0, _SMOOTHED_OVER / len(points))
+    found, mean, weight = [], 0.0, 0.0
+    for x, y in points:
+        mean, weight = keep * mean + (1 - keep) * y, keep * weight + (1 - keep)
+        found.append((x, mean / weight))
+    return found
+
+
+def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
+    """Training loss of each region and held-out loss against one of `AXES`; of several runs each in a colour of its own."""
     from matplotlib.ticker import EngFormatter
 
-    unit = unit_of(max(runs, key=lambda run: run.end))
+    unit, is_one = unit_of(max(runs, key=lambda run: run.end)), len(runs) == 1
+    scale = unit.seconds if which == 3 else 1.0
     for number, run in enumerate(runs):
-        held_out: dict[float, tuple[list[float | None], float]] = {}
+        held_out: dict[float, tuple[float, float]] = {}
         for place, journal in enumerate(run.journals):
-            found = _losses(run, journal, run.shifts[place])
-            for kind, at, loss in found:
-                if kind == "evaluate":
-                    held_out.setdefault(at[0] or 0.0, (at, loss))
-            look = style(place if len(runs) == 1 else number)
-            label = (
-                f"region {journal.region}"
-                if len(runs) == 1
-                else f"{run.name}: training"
-                if not place
-                else None
+            points: Points = []
+            for kind, at, loss in _losses(run, journal, run.shifts[place]):
+                if (x := at[which]) is None:
+                    continue
+                if kind == "log":
+                    points.append((x / scale, loss))
+                else:
+                    held_out.setdefault(at[0] or 0.0, (x / scale, loss))
+            if not points:
+                continue
+            look = style(place if is_one else number)
+            is_rough = len(points) > _ROUGH
+            if is_rough and is_one:
+                axis.plot(*zip(*thin(points), strict=True), color=look["color"], lw=0.5, alpha=0.25)
+            label = f"region {journal.region}" if is_one else None if place else f"{run.name}: training"
+            shown = thin(smooth(points) if is_rough else points)
+            look |= {"lw": 1.2, "alpha": 0.9} if is_one else {"lw": 0.8, "alpha": 0.6}
+            axis.plot(*zip(*shown, strict=True), label=label, **look)
+        if held_out:
+            dark = "#000000" if is_one else CYCLE[number % len(CYCLE)]
+            label = "held out" if is_one else f"{run.name}: held out"
+            marker = "o" if len(held_out) < 60 else None
+            line = [held_out[step] for step in sorted(held_out)]
+            axis.plot(
+                *zip(*line, strict=True), label=label, color=dark, marker=marker, ms=3.5, lw=1.4, zorder=5
             )
-            look |= {"lw": 1.0, "alpha": 0.85} if len(runs) == 1 else {"lw": 0.6, "alpha": 0.45}
-            _lines(
-                axes,
-                which,
-                [(at, loss) for kind, at, loss in found if kind == "log"],
-                unit.seconds,
-                label,
-                look,
-            )
-        dark = "#000000" if len(runs) == 1 else CYCLE[number % len(CYCLE)]
-        label = "held out" if len(runs) == 1 else f"{run.name}: held out"
-        look = {
-            "color": dark,
-            "marker": "o" if len(held_out) < 60 else None,
-            "ms": 3.5,
-            "lw": 1.4,
-            "zorder": 5,
-        }
-        _lines(axes, which, [held_out[step] for step in sorted(held_out)], unit.seconds, label, look)
-    for axis, index in zip(axes, which, strict=True):
-        axis.set_xlabel(unit.label if index == 3 else AXES[index])
-        if not axis.lines:
-            said = "no losses yet" if index != 1 else "the journals do not say\nhow many tokens a step has"
-            axis.set(xticks=[], yticks=[])
-            axis.text(0.5, 0.5, said, transform=axis.transAxes, ha="center", va="center", color="#666666")
-        if index in (1, 2) and axis.lines:
-            axis.xaxis.set_major_formatter(EngFormatter("B" if index == 2 else ""))
-        plain(axis, "loss (nats per token)")
+    axis.set_xlabel(unit.label if which == 3 else AXES[which])
+    if not axis.lines:
+        words = "the journals do not say\nhow many tokens a step has" if which == 1 else "no losses yet"
+        axis.set(xticks=[], yticks=[])
+        axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", va="center", color="#7a7a7a")
+    elif which in (1, 2):
+        axis.xaxis.set_major_formatter(EngFormatter("B" if which == 2 else ""))
+    plain(axis, "loss (nats per token)")
 
 
-def _lines(
-    axes: Sequence[Any], which: Sequence[int], points: Sequence[tuple[list[float | None], float]], seconds: float,
-    label: str | None, look: dict[str, Any],
-) -> None:  # fmt: skip
-    for axis, index in zip(axes, which, strict=True):
-        scale = seconds if index == 3 else 1.0
-        line = [(at[index] / scale, loss) for at, loss in points if at[index] is not None]  # type: ignore[operator]
-        if line:
-            axis.plot(*zip(*thin(line), strict=True), label=label, **look)
+def has_learning_rates(run: RunRecord) -> bool:
+    """Whether a journal names one."""
+    return any(figure(e, "learning_rate") is not None for j in run.journals for e in j.events)
+
+
+def draw_learning_rates(axis: Any, run: RunRecord) -> None:
+    """The learning rate of each region's inner optimizer."""
+    for place, journal in enumerate(run.journals):
+        rates = [(e["step"], figure(e, "learning_rate")) for e in journal.events if e["kind"] == "log"]
+        points = [(float(step), rate) for step, rate in rates if rate is not None]
+        if points:
+            axis.plot(
+                *zip(*thin(points), strict=True), lw=1.2, label=f"region {journal.region}", **style(place)
+            )
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("inner step")
+    axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    plain(axis, "learning rate")
 
 
 def draw_utilisation(axis: Any, run: RunRecord) -> None:
@@ -268,12 +472,3 @@ def plain(axis: Any, ylabel: str) -> None:
     axis.grid(alpha=0.25)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-
-
-def legends(axes: Iterable[Any]) -> tuple[list[Any], list[str]]:
-    """The handles and labels of several axes, each label once."""
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)

@@ -1,12 +1,15 @@
 """The report of runs as one HTML page. It has no script, and loads nothing: what journals say is shown as text."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
+from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from . import charts, pictures, timeline
+from ...errors import InputError
+from . import charts, timeline
+from .charts import Picture
 from .journals import unreadable
 from .members import sentence
 from .runs import RunRecord
@@ -15,80 +18,74 @@ from .summary import summarise
 
 _MOST_TEXT = 300
 _MOST_WAITS = 12
-_CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 1080px;
-  padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.25rem; margin: 2.4rem 0 .4rem; border-bottom: 1px solid #ddd; }
-h3 { font-size: 1.02rem; margin: 1.6rem 0 .2rem; } p { margin: .3rem 0 .6rem; max-width: 52rem; } p.about { color: #555; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; font-size: 13.5px; } caption { text-align: left; color: #555; }
-th, td { padding: .22rem .8rem .22rem 0; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 1px solid #888; font-weight: 600; }
-tbody th { font-weight: 400; }
-.wide { overflow-x: auto; } svg { width: 100%; height: auto; } summary { cursor: pointer; }
-ul.problems { color: #a33b00; } footer { margin-top: 3rem; color: #777; font-size: 13px; }
-"""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_MOST_SETTINGS = 400
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of each row names it. `kind`: "numbers", which do not wrap, or "words", which do."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    kind: str = "numbers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a section: whatever it has is shown, in this order. `folded`: the table is hidden behind these words."""
+
+    title: str = ""
+    about: str = ""
+    charts: Sequence[Picture] = ()
+    wide: Picture | None = None
+    table: Table | None = None
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A heading of the page, and what stands under it."""
+
+    title: str
+    blocks: Sequence[Block]
 
 
 def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -> str:
-    """The report of runs.
+    """The report of runs, side by side.
 
     Args:
         window: seconds from and to which transfers are drawn; by default the parts that are worth a look.
 
     Raises:
-        InputError: matplotlib is not installed.
+        InputError: a package for pictures or pages is not installed.
     """
-    title = ", ".join(run.name for run in runs)
-    parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="about">{_text("; ".join(_headline(run) for run in runs))}</p>',
-        *_problems(runs),
-        _overview(runs),
-        "<h2>Loss</h2>",
-        _about(
-            "Training loss of each region, and the held-out loss of the evaluated weights. Tokens are those of all regions; "
-            "bytes are what one region had sent."
-        ),
-        _drawn(pictures.losses(runs), "losses against inner steps, tokens, bytes and time"),
-    ]
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise InputError("a report needs jinja2. Run `pip install 'hf-cocodc[plots]'`.") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters["said"] = _said
+    template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
+    sections = [ReportSection("Loss", _losses(runs))]
     for run in runs:
-        parts += _of_run(run, window, f": {run.name}" if len(runs) > 1 else "")
-    parts += _settings(runs)
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    parts.append(f"<footer>hf-cocodc {_text(__version__)}, {now}. Made from the journals alone.</footer>")
-    body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}: report</title>\n<style>{_CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+        suffix = f": {run.name}" if len(runs) > 1 else ""
+        sections += [ReportSection(title + suffix, blocks) for title, blocks in _of_run(run, window)]
+    sections.append(ReportSection("Settings and versions", _settings(runs)))
+    return template.render(
+        title=_said(", ".join(run.name for run in runs)),
+        headline="; ".join(_headline(run) for run in runs),
+        problems=_problems(runs),
+        overview=_overview(runs),
+        sections=sections,
+        version=__version__,
+        now=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def _text(value: object) -> str:
-    """What is shown of a text from a journal: printable characters only, cut if it is long, and never HTML."""
+def _said(value: object) -> str:
+    """What is shown of a text from a journal: printable characters only, cut if it is long."""
     plain = "".join(each if each.isprintable() else " " for each in str(value)[: 4 * _MOST_TEXT])
-    return escape(plain if len(plain) <= _MOST_TEXT else f"{plain[:_MOST_TEXT]}...")
-
-
-def _about(words: str) -> str:
-    return f'<p class="about">{escape(words)}</p>'
-
-
-def _drawn(svg: str, label: str) -> str:
-    named = svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
-    return f'<div class="wide">{named}</div>'
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first cell of each row names it."""
-    found = []
-    for name, *values in rows:
-        cells = "".join(f"<td>{_text(value)}</td>" for value in values)
-        found.append(f'<tr><th scope="row">{_text(name)}</th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{_text(each)}</th>' for each in heads)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(found)}</tbody></table></div>'
+    return plain if len(plain) <= _MOST_TEXT else f"{plain[:_MOST_TEXT]}..."
 
 
 def _headline(run: RunRecord) -> str:
@@ -103,90 +100,97 @@ def _headline(run: RunRecord) -> str:
 
 
 def _problems(runs: Sequence[RunRecord]) -> list[str]:
-    """What could not be read, and what is not here."""
-    said = [sentence for run in runs for sentence in unreadable(run.journals)]
-    said += [f"{path}: no line can be read" for run in runs for path in run.empty]
+    """What could not be read, what is not here, and errors."""
+    found = [sentence for run in runs for sentence in unreadable(run.journals)]
+    found += [f"{path}: no line can be read" for run in runs for path in run.empty]
     for run in runs:
         missing = sorted(set(run.attendance) - set(run.regions))
         if missing:
-            said.append(f"{run.name}: no journal of region {', '.join(map(str, missing[:20]))} is here")
+            found.append(f"{run.name}: no journal of region {', '.join(map(str, missing[:20]))} is here")
         for journal in run.outside:
             why = journal.events[-1].get("message", "it may be on its way")
-            said.append(f"{run.name}: region {journal.region} has not come in, and does not count: {why}")
+            found.append(f"{run.name}: region {journal.region} has not come in, and does not count: {why}")
     for run in runs:
         for journal in run.journals:
             last = journal.events[-1]
             if last["kind"] == "error":
-                said.append(
-                    f"{run.name}, region {journal.region} ended at step {last['step']}: {last.get('message', '')}"
-                )
-    if not said:
-        return []
-    return [f'<ul class="problems">{"".join(f"<li>{_text(each)}</li>" for each in said)}</ul>']
+                where = f"{run.name}, region {journal.region} ended at step {last['step']}"
+                found.append(f"{where}: {last.get('message', '')}")
+    return found
 
 
-def _overview(runs: Sequence[RunRecord]) -> str:
+def _overview(runs: Sequence[RunRecord]) -> Table:
     """The figures of the summary, side by side."""
     found = [summarise(run).rows() for run in runs]
-    names = list(dict.fromkeys(name for rows in found for name, _ in rows))
+    names = dict.fromkeys(name for rows in found for name, _ in rows)
     cells = [[name, *("; ".join(v for n, v in rows if n == name) for rows in found)] for name in names]
-    return _table(["", *(run.name for run in runs)], cells)
+    return Table(["", *(run.name for run in runs)] if len(runs) > 1 else [], cells, "words")
 
 
-def _of_run(run: RunRecord, window: tuple[float, float] | None, suffix: str) -> list[str]:
-    """Everything that is drawn for each run by itself."""
-    clock = (
-        " Journals of different machines are put on one clock by the ends of the transfers that they share."
+def _losses(runs: Sequence[RunRecord]) -> list[Block]:
+    about = (
+        "Training loss of each region, smoothed where it has many values, over the values themselves; and the held-out loss of "
+        "the evaluated weights. Tokens are those of all regions; bytes are what one region had sent."
     )
-    parts = [
-        f"<h2>Who waited for whom{_text(suffix)}</h2>",
-        _about(
-            "Each strip is a region, from the start to now; its colours are the shares of the time." + clock
-        ),
-        _drawn(pictures.strips(run), "shares of the time of each region"),
-    ]
-    if not run.in_steps:
-        parts += _lost(run)
-    if window is None:
-        parts += _windows(run, timeline.windows(run))
-    else:
-        parts += _windows(run, [timeline.Window(f"From {window[0]:g} s to {window[1]:g} s", *window)])
-    parts += _waits(run)
-    parts += [
-        f"<h2>Utilisation and bandwidth{_text(suffix)}</h2>",
-        _about(
-            "Utilisation is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count "
-            "as used; `hf-cocodc plan` counts inner steps alone."
-        ),
-        _drawn(
-            pictures.pair(run, charts.draw_utilisation, charts.draw_bandwidth), "utilisation and bandwidth"
-        ),
-        f"<h2>Staleness and transfers{_text(suffix)}</h2>",
-        _about("Lines are middle values; pale bands go from the least to the largest value."),
-        _drawn(
-            pictures.pair(run, charts.draw_staleness, charts.draw_transfer_times),
-            "staleness, time on the wire",
-        ),
-        f"<h2>Norms of outer gradients{_text(suffix)}</h2>",
-        _drawn(pictures.pair(run, charts.draw_norms), "norms of outer gradients"),
-    ]
+    return [Block(about=about, charts=charts.losses(runs))]
+
+
+def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
+    """The headings for each run by itself, and what stands under them."""
+    strips = (
+        "Each strip is a region, from the start to now; its colours are the shares of the time. Journals of different machines "
+        "are put on one clock by the ends of the transfers that they share."
+    )
+    shown = timeline.windows(run)
+    if window is not None:
+        shown = [timeline.Window(f"From {window[0]:g} s to {window[1]:g} s", *window)]
+    blocks = [Block(about=strips, wide=charts.strips(run)), *_lost(run)]
+    transfers = (
+        "The thick bar of a region is its training. Thin bars below it are its transfers, with the numbers of their fragments: "
+        "from the send, until all regions are there, until the mean is here, to the landing."
+    )
+    blocks.append(
+        Block(title="Transfers, one by one", about=transfers if shown else "No transfer has been sent yet.")
+    )
+    blocks += [Block(title=each.title, wide=charts.transfers(run, each)) for each in shown]
+    yield "Who waited for whom", [*blocks, *_waits(run)]
+    used = (
+        "Utilisation is the share of the time in which a region did not wait. Evaluations, saves, sends and landings count as "
+        "used; `hf-cocodc plan` counts inner steps alone."
+    )
+    kinds = [charts.draw_utilisation] if not run.in_steps else []
+    yield (
+        "Utilisation and bandwidth",
+        [Block(about=used if kinds else "", charts=charts.of_run(run, *kinds, charts.draw_bandwidth))],
+    )
+    bands = "Lines are middle values; pale bands go from the least to the largest value."
+    wire = [] if run.in_steps else [charts.draw_transfer_times]
+    yield (
+        "Staleness and transfers",
+        [Block(about=bands, charts=charts.of_run(run, charts.draw_staleness, *wire))],
+    )
+    rates = [charts.draw_learning_rates] if charts.has_learning_rates(run) else []
+    yield (
+        "Outer gradients" + " and learning rate" * bool(rates),
+        [Block(charts=charts.of_run(run, charts.draw_norms, *rates))],
+    )
     if run.found[1:]:
-        parts += [
-            f"<h2>Regions that were there{_text(suffix)}</h2>",
-            f"<p>{_text(sentence(run.found))}</p>",
-            _drawn(pictures.attendance(run), "regions that took part"),
-        ]
-    return parts
+        yield (
+            "Regions that were there",
+            [Block(about=sentence(run.found), wide=charts.attendance(run))],
+        )
 
 
-def _lost(run: RunRecord) -> list[str]:
+def _lost(run: RunRecord) -> list[Block]:
+    if run.in_steps:
+        return []
     heads = ["seconds (share of the run)", *(f"region {story.region}" for story in run.stories)]
     rows = [[name, *(_share(each, run.end) for each in seconds)] for name, seconds in spent(run)]
-    said = (
+    about = (
         "A wait is for a late region as far as it would not have been, had that region sent the transfer when this one did. The "
         "rest is for the link."
     )
-    return ["<h3>What the time went into</h3>", _about(said), _table(heads, rows)]
+    return [Block(title="What the time went into", about=about, table=Table(heads, rows))]
 
 
 def _share(seconds: float, total: float) -> str:
@@ -194,25 +198,8 @@ def _share(seconds: float, total: float) -> str:
     return f"{seconds:,.{seconds < 100:d}f} ({share:.{share < 10:d}f} %)" if seconds else "-"
 
 
-def _windows(run: RunRecord, found: Sequence[timeline.Window]) -> list[str]:
-    if not found:
-        return [_about("No transfer has been sent yet.")]
-    parts = [
-        "<h3>Transfers, one by one</h3>",
-        _about(
-            "The thick bar of a region is its training. Thin bars below it are its transfers, with the numbers of their "
-            "fragments: from the send, until all regions are there, until the mean is here, to the landing."
-        ),
-    ]
-    for each in found:
-        parts += [f"<h3>{_text(each.title)}</h3>", _drawn(pictures.transfers(run, each), each.title)]
-    return parts
-
-
-def _waits(run: RunRecord) -> list[str]:
+def _waits(run: RunRecord) -> list[Block]:
     found = [] if run.in_steps else longest_waits(run, _MOST_WAITS)
-    if not found:
-        return []
     heads = [
         "the longest waits",
         "at (s)",
@@ -225,37 +212,30 @@ def _waits(run: RunRecord) -> list[str]:
     for region, begin, end, flight in found:
         late, whom = flight.late_s, "" if flight.last is None else f" (region {flight.last})"
         for_region = f"{late:.2f}{whom}" if late >= 0.005 else "-"
+        for_link = max(end - begin - late, 0.0)
         what = f"fragment {flight.fragment} sent at step {flight.sent_at:,}"
-        rows.append(
-            [
-                f"region {region}",
-                f"{begin:,.1f}",
-                f"{end - begin:.2f}",
-                for_region,
-                f"{end - begin - late:.2f}",
-                what,
-            ]
-        )
-    return [_table(heads, rows)]
+        waited = [f"{begin:,.1f}", f"{end - begin:.2f}", for_region, f"{for_link:.2f}"]
+        rows.append([f"region {region}", *waited, what])
+    return [Block(table=Table(heads, rows))] if rows else []
 
 
-def _settings(runs: Sequence[RunRecord]) -> list[str]:
+def _settings(runs: Sequence[RunRecord]) -> list[Block]:
     told: list[Mapping[str, Any]] = [_flat(run) for run in runs]
-    names = list(dict.fromkeys(name for each in told for name in each))[:400]
+    names = list(dict.fromkeys(name for each in told for name in each))[:_MOST_SETTINGS]
     rows = [[name, *(str(each.get(name, "")) for each in told)] for name in names]
     heads = ["setting", *(run.name for run in runs)]
-    parts = ["<h2>Settings and versions</h2>"]
     apart = [row for row in rows if len(set(row[1:])) > 1]
-    if len(runs) > 1:
-        parts.append(
-            _table(heads, apart) if apart else _about("All runs have the same settings and versions.")
-        )
+    blocks = []
+    if apart:
+        blocks.append(Block(table=Table(heads, apart, "words")))
+    elif len(runs) > 1:
+        blocks.append(Block(about="All runs have the same settings and versions."))
     same = [row for row in rows if row not in apart]
     every = "All" if len(runs) == 1 else "The same in all runs"
-    parts.append(
-        f"<details><summary>{every}: {len(same)}, of the lowest region</summary>{_table(heads, same)}</details>"
+    blocks.append(
+        Block(folded=f"{every}: {len(same)}, of the lowest region", table=Table(heads, same, "words"))
     )
-    return parts
+    return blocks
 
 
 def _flat(run: RunRecord) -> dict[str, Any]:

@@ -18,6 +18,15 @@ COLOURS = {
     Activity.SAVING: "#0072b2",
 }
 """Okabe and Ito's colours, which colour-blind people can tell apart; training is pale, so that all else is seen."""
+HATCHES = {
+    Activity.FOR_A_REGION: "////",
+    Activity.FOR_THE_LINK: "\\\\\\\\",
+    Activity.EVALUATING: "....",
+    Activity.SAVING: "xxxx",
+}
+"""What tells the activities apart without colours. Those that are short, or usual, have none."""
+_HATCHED = "#00000066"
+_Look = tuple[str, str | None]
 PHASES = {"sent": "#b5b5b5", "on the wire": "#56b4e9", "arrived": "#f0e442"}
 """Of a transfer: sent, and not all regions are there; on the wire; the mean is here and has not landed yet."""
 MOST_BINS = 240
@@ -29,6 +38,8 @@ _TRIES = 12
 _FINEST = 1500
 """A window shows no span that is a smaller part of it."""
 _INK = "#222222"
+"""On the page it is the ink of the text around."""
+_ON_BARS = "#111111"
 
 
 class Unit(NamedTuple):
@@ -127,9 +138,8 @@ def draw_shares(axis: Any, run: RunRecord) -> None:
                 continue
             top = floor - 0.8 * share
             steps = np.repeat(edges, 2)[1:-1] / unit.seconds
-            axis.fill_between(
-                steps, np.repeat(floor, 2), np.repeat(top, 2), color=COLOURS[activity], lw=0, zorder=2
-            )
+            look = {"facecolor": COLOURS[activity], "hatch": HATCHES.get(activity), "edgecolor": _HATCHED}
+            axis.fill_between(steps, np.repeat(floor, 2), np.repeat(top, 2), lw=0, zorder=2, **look)
             floor = top
     _rows(
         axis,
@@ -144,33 +154,33 @@ def draw_window(axis: Any, run: RunRecord, window: Window) -> None:
     """Each region: what its training thread did, and below that its transfers, each on a line of its own."""
     unit = unit_of(run, window.end - window.begin)
     begin, end = window.begin, window.end
-    bars: dict[str, list[tuple[float, float, float, float]]] = {}
+    bars: dict[_Look, list[tuple[float, float, float, float]]] = {}
     ticks, labels, row = [], [], 0.0
     for story in run.stories:
         ticks.append((row + 0.5, f"region {story.region}"))
         for since, until in story.there:
             if until > begin and since < end:
-                bars.setdefault(COLOURS[Activity.TRAINING], []).append(
+                bars.setdefault(_look(Activity.TRAINING), []).append(
                     (max(since, begin), min(until, end), row + 0.1, 0.8)
                 )
         for span in overlapping(story.spans, begin, end):
             if span.end - span.begin < (end - begin) / _FINEST:
                 continue
-            bars.setdefault(COLOURS[span.activity], []).append((span.begin, span.end, row + 0.1, 0.8))
+            bars.setdefault(_look(span.activity), []).append((span.begin, span.end, row + 0.1, 0.8))
         row += 1
         lanes = _lanes(story, begin, end, run.end)
         for lane in lanes:
             for flight in lane:
                 for colour, since, until in _phases(flight, run.end):
                     if until > begin and since < end:
-                        bars.setdefault(colour, []).append(
+                        bars.setdefault((colour, None), []).append(
                             (max(since, begin), min(until, end), row + 0.05, 0.4)
                         )
                 labels.append((flight, row + 0.25))
             row += 0.5
         row += 0.3
-    for colour, found in bars.items():
-        _fill(axis, found, colour, unit.seconds)
+    for look, found in bars.items():
+        _fill(axis, found, look, unit.seconds)
     _mark(axis, labels, window, unit.seconds)
     _rows(axis, ticks, row)
     axis.set_xlim(begin / unit.seconds, end / unit.seconds)
@@ -208,7 +218,12 @@ def _lanes(story: Story, begin: float, end: float, now: float) -> list[list[Flig
     return lanes
 
 
-def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], colour: str, seconds: float) -> None:
+def _look(activity: Activity) -> _Look:
+    """Its colour and its hatch."""
+    return COLOURS[activity], HATCHES.get(activity)
+
+
+def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], look: _Look, seconds: float) -> None:
     """Many rectangles (begin, end, bottom, height) as one shape: small in a file."""
     from matplotlib.collections import PolyCollection
 
@@ -216,9 +231,14 @@ def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], colour: 
         [(a / seconds, y), (b / seconds, y), (b / seconds, y + h), (a / seconds, y + h)]
         for a, b, y, h in bars
     ]
+    colour, hatch = look
     axis.add_collection(
         PolyCollection(corners, facecolors=colour, edgecolors=colour, linewidths=0.4, zorder=2)
     )
+    if hatch is not None:
+        over = PolyCollection(corners, facecolors="none", edgecolors=_HATCHED, linewidths=0, zorder=2.5)
+        over.set_hatch(hatch)
+        axis.add_collection(over)
 
 
 def _mark(axis: Any, flights: Sequence[tuple[Flight, float]], window: Window, seconds: float) -> None:
@@ -236,7 +256,7 @@ def _mark(axis: Any, flights: Sequence[tuple[Flight, float]], window: Window, se
     for flight, at, height in here:
         since = max(flight.sent, begin)
         if at - since > (end - begin) / 60:
-            look = {"fontsize": 6, "ha": "center", "va": "center", "color": _INK, "zorder": 5}
+            look = {"fontsize": 6, "ha": "center", "va": "center", "color": _ON_BARS, "zorder": 5}
             axis.text((since + at) / 2 / seconds, height, str(flight.fragment), **look)
 
 
@@ -256,7 +276,9 @@ def legend(axis: Any, run: RunRecord, with_phases: bool) -> None:
 
     seen = {span.activity for story in run.stories for span in story.spans} | {Activity.TRAINING}
     handles: list[Any] = [
-        Patch(color=colour, label=activity.value) for activity, colour in COLOURS.items() if activity in seen
+        Patch(facecolor=colour, edgecolor=_HATCHED, lw=0, hatch=HATCHES.get(activity), label=activity.value)
+        for activity, colour in COLOURS.items()
+        if activity in seen
     ]
     if with_phases:
         names = {

@@ -10,7 +10,7 @@ import matplotlib.axes
 import pytest
 
 from hf_cocodc.run.journal import Journal
-from hf_cocodc.tools.report.pictures import plot_run
+from hf_cocodc.tools.report.charts import plot_run
 from hf_cocodc.tools.report.runs import read_run
 from hf_cocodc.tools.report.summary import summarise
 

@@ -44,6 +44,7 @@ ALLOWED = {
         "text",
         "tspan",
         "clippath",
+        "pattern",
         "rect",
         "metadata",
         "rdf:rdf",
@@ -135,7 +136,7 @@ def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: P
     out = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 0
     assert out.stat().st_size < 6e6
-    from hf_cocodc.tools.report.pictures import plot_run
+    from hf_cocodc.tools.report.charts import plot_run
     from hf_cocodc.tools.report.runs import read_run
 
     plot_run(read_run("run", paths), tmp_path / "run.png")
@@ -148,7 +149,7 @@ def test_a_long_run_of_many_regions_and_fragments_is_small_and_quick(tmp_path: P
 @pytest.mark.parametrize("seed", [1, 5, 102, 115])
 def test_numbers_that_nobody_would_write_are_drawn_or_refused(seed: int, tmp_path: Path) -> None:
     """Without a traceback, and without a warning of matplotlib."""
-    from hf_cocodc.tools.report.pictures import plot_run
+    from hf_cocodc.tools.report.charts import plot_run
     from hf_cocodc.tools.report.runs import read_run
 
     chance = random.Random(seed)
@@ -229,3 +230,30 @@ def test_a_browser_shows_the_report_of_a_real_run(tmp_path: Path) -> None:
         colour: share(seen, colour) for colour in colours
     }
     assert "saving" in page.read_text() and "held out" in page.read_text()
+
+
+def test_pictures_say_what_is_seen_and_differ_by_more_than_colour(tmp_path: Path) -> None:
+    """Each picture has a description with its figures; waiting is hatched; ink follows the page's, also where it is dark."""
+    a_run(tmp_path / "run", regions=3, steps=400, late=1)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "run"), "-o", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    described = re.findall(r'role="img" aria-label="([^"]*)"', text)
+    assert len(described) == text.count("<svg")
+    assert re.search(
+        r"loss \(nats per token\) against inner step: region 0 from [\d.]+ to [\d.]+;", described[0]
+    )
+    assert any("waiting for region 1" in words for words in described)
+    assert "<pattern" in text and "prefers-color-scheme: dark" in text
+    assert not re.search(r"(fill|stroke): #000000", text)
+
+
+def test_rough_lines_are_smoothed_without_a_bias() -> None:
+    """A constant stays itself, the ends of a noisy line stay near its middle."""
+    from hf_cocodc.tools.report.charts import smooth
+
+    assert [round(y, 9) for _, y in smooth([(float(x), 2.0) for x in range(500)])] == [2.0] * 500
+    chance = random.Random(0)
+    noisy = [(float(x), 5 - x / 1000 + chance.gauss(0, 0.3)) for x in range(1000)]
+    found = smooth(noisy)
+    assert max(abs(y - (5 - x / 1000)) for x, y in found[30:]) < 0.25
