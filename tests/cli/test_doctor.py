@@ -41,6 +41,7 @@ def test_this_machine_can_train_the_quickstart(tmp_path: Path, capsys: pytest.Ca
     assert sorted(each.name for each in tmp_path.iterdir()) == ["found.json"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A recipe that cannot work, and a coordinator that does not answer: both are said, and what else is seen."""
     wrong = ["--set", "model.config.num_attention_heads=7", "--coordinator", "127.0.0.1:1", "--region", "0"]

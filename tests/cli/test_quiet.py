@@ -46,6 +46,7 @@ def test_a_user_may_choose_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("has_networks")
 def test_commands_and_what_they_start_are_quiet() -> None:
     """A script of a user's own says what torch says."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFIG = """[mypy]
 disallow_untyped_defs = true
 [mypy-torch.*,transformers.*,accelerate.*,datasets.*,peft.*,evaluate.*,safetensors.*,ruamel.*,psutil.*,numpy.*,tokenizers.*]
@@ -25,6 +27,7 @@ simulate(5)
 """
 
 
+@pytest.mark.slow
 def test_a_users_script_is_checked(tmp_path: Path) -> None:
     """Through the names of the top level, which are imported when they are used: right types, wrong ones, unknown names."""
     (tmp_path / "mypy.ini").write_text(CONFIG)

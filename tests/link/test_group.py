@@ -134,6 +134,7 @@ def wait_long(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_leader_that_waits_long_ends_no_rank(tmp_path: Path) -> None:
     """For longer than any operation of the region's own processes may take."""
     live(wait_long, 2, tmp_path)

@@ -124,6 +124,7 @@ def test_without_a_secret_every_ticket_counts() -> None:
     running.process.close()
 
 
+@pytest.mark.slow
 def test_whoever_says_nothing_is_closed_in_time_and_keeps_nobody_out(running: Running) -> None:
     crowd = [socket.create_connection((HOST, running.port), 20.0) for _ in range(200)]
     good = ticket(SECRET, ABOUT)

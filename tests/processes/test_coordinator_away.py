@@ -219,6 +219,7 @@ def test_a_coordinator_without_its_file_hears_all_members_before_it_decides(tmp_
         check_survivors(regions.found(0, 2))
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_comes_back_empty_decides_a_later_loss(
     coordinator: CoordinatorProcess, tmp_path: Path
 ) -> None:

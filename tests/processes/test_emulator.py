@@ -172,6 +172,7 @@ def test_nothing_is_left_where_the_owner_is_killed(how: signal.Signals) -> None:
     assert eventually(lambda: inhabitants(namespace) == [])
 
 
+@pytest.mark.slow
 def test_a_wan_needs_no_root() -> None:
     """A process without capabilities gets the same WAN in a user namespace of its own, with any congestion control."""
     # Root keeps CAP_SETFCAP: without it the kernel does not map root into a new user namespace.

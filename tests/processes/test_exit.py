@@ -152,6 +152,7 @@ SIGNALLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_plain_loop_that_sigterm_stops_ends_with_a_sentence() -> None:
     """As the README shows it."""
     ended = subprocess.run(
@@ -196,6 +197,7 @@ ABORTS = """
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_outlasts_the_patience_of_the_interpreter_does_not_abort_it() -> None:
     """It returns while the interpreter ends: the exit code is still the script's, and nothing is said of `terminate`."""
     ended = subprocess.run(

@@ -155,6 +155,7 @@ def test_a_region_that_has_joined_goes_on_from_what_it_took_over(
     assert "has no complete checkpoint" not in caplog.text
 
 
+@pytest.mark.slow
 def test_who_goes_back_by_a_path_leaves_the_later_steps_behind(tmp_path: Path) -> None:
     """Resumed from step 6 of 14 and stopped before 14, a run goes on from where it was stopped."""
     resumed(tmp_path)
@@ -179,6 +180,7 @@ def test_who_goes_back_by_a_path_leaves_the_later_steps_behind(tmp_path: Path) -
         assert max(complete) == step
 
 
+@pytest.mark.slow
 def test_checkpoints_are_given_up_only_for_one_that_can_be_gone_on_from(tmp_path: Path) -> None:
     """A resume that is refused leaves everything as it was."""
     resumed(tmp_path)

@@ -238,6 +238,7 @@ LATE = """
 """
 
 
+@pytest.mark.slow
 def test_a_load_that_nobody_could_see_is_refused(tmp_path: Path) -> None:
     """`import hf_cocodc` imports nothing, so a script may load before the class is there. A second run has state, too."""
     script = [sys.executable, "-c", dedent(LATE), str(tmp_path)]

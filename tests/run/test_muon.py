@@ -224,6 +224,7 @@ def test_a_recipe_names_it() -> None:
     check(written)
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_with_it_and_regions_compare_it(tmp_path: Path) -> None:
     """Both regions end with one model, which AdamW would not have found; with different optimizers they refuse."""
     short = [*SHORT, "training.max_steps=4", "outer.sync_interval=2", f"training.output_dir={tmp_path}"]

@@ -79,6 +79,7 @@ def test_a_checkpoint_that_only_some_regions_have_is_given_up(
     assert resumed(tmp_path)[0].state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_a_new_run_in_a_folder_that_was_used_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What an earlier run left there, further on, is not what --resume goes on from; its path still is."""
     resumed(tmp_path)
@@ -97,6 +98,7 @@ def test_a_new_run_in_a_folder_that_was_used_before(tmp_path: Path, caplog: pyte
     assert folders.unusable(checkpoint_of(tmp_path, 0, STEPS)) is None
 
 
+@pytest.mark.slow
 def test_a_region_that_joins_from_a_folder_of_another_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +137,7 @@ def killed_in_the_first_save(folder: Path, monkeypatch: pytest.MonkeyPatch, **mo
             simulate(lambda region, link: make(folder, link, **more).train(), regions=2)
 
 
+@pytest.mark.slow
 def test_a_kill_inside_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

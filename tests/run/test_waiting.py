@@ -90,6 +90,7 @@ MEETS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "is_seen"),
     [

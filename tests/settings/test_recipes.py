@@ -40,6 +40,7 @@ def test_every_recipe_is_complete(path: Path) -> None:
     check(with_known_names(Recipe.load(path)))
 
 
+@pytest.mark.slow
 def test_the_readmes_quickstart_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

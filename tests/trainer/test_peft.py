@@ -177,6 +177,7 @@ def test_only_the_adapter_crosses_the_link(codec: str, tmp_path: Path) -> None:
             assert wire == [ADAPTER // 2 * {"fp32": 4, "bf16": 2}[codec]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_adapters(kind: str, tmp_path: Path) -> None:
     """Regions that start from adapters of their own end with one; frozen weights stay; what is saved loads as it is."""
