@@ -95,7 +95,7 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
     if over:
         said += f" Ended: {', '.join(over)}."
     if died:
-        said += f" Without a sign of life from any region: {', '.join(died)}."
+        said += f" Without a heartbeat from any region: {', '.join(died)}."
     raise InputError(said)
 
 

@@ -111,7 +111,7 @@ class Client:
     """A region's one connection to the coordinator, which it makes again when it ends.
 
     Args:
-        period_s: seconds between two signs of life.
+        period_s: seconds between two heartbeats.
 
     Attributes:
         me, welcome: this process and its run, after `meet`.
@@ -240,7 +240,7 @@ class Client:
 
         Args:
             on: called in the thread with each message after `Welcome`, in order.
-            beat: returns this region's sign of life; also called now and then while there is no connection.
+            beat: returns this region's heartbeat; also called now and then while there is no connection.
             back: returns what this region says after a new connection.
         """
         self._on, self._beat, self._back = on, beat, back
@@ -345,7 +345,7 @@ class Client:
         try:
             connection.send(self._beat())
         except Exception:
-            logger.exception("a sign of life cannot be sent")
+            logger.exception("a heartbeat cannot be sent")
 
     def _hear_all(self, connection: CoordinatorConnection) -> None:
         channel = connection.channel

@@ -167,7 +167,7 @@ class Back:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A sign of life, about every second.
+    """A heartbeat, about every second.
 
     Attributes:
         step: inner steps made.

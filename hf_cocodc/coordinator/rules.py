@@ -127,7 +127,7 @@ class Seat:
     Attributes:
         since: it was seated.
         heard_at: anything came.
-        beat, beat_at: its last sign of life.
+        beat, beat_at: its last heartbeat.
         moved_at: its inner step changed.
         op_at: its transfer in hand changed.
     """
@@ -450,7 +450,7 @@ class _Work:
             )
         return f"region {region} takes no part in run {state.name!r}. Its members are: {members}."
 
-    # -- signs of life, and what follows from them
+    # -- heartbeats, and what follows from them
 
     def beat(self, seat: Seat, who: int, beat: Beat) -> None:
         state, now = self.state, self.now
@@ -497,7 +497,7 @@ class _Work:
             if found is not None:
                 how, why = found
                 self.send(who, Suspect(member=other, op=seat.beat.op, how=how, why=why))
-                # not again before its next sign of life
+                # not again before its next heartbeat
                 self.change(
                     seats={**self.state.seats, who: replace(seat, beat=replace(seat.beat, awaits=None))}
                 )
@@ -516,7 +516,7 @@ class _Work:
             silent_s = min(silent_s, max(beat.waited_s, beat.idle_s) + since_beat)
         if silent_s > terms.timeout_s:
             return "silent", (
-                f"it has given no sign of life for {silent_s:.0f} s (regions.timeout_s={terms.timeout_s:g}): its process hangs, "
+                f"it has given no heartbeat for {silent_s:.0f} s (regions.timeout_s={terms.timeout_s:g}): its process hangs, "
                 "or the network between the regions is down"
             )
         if terms.grace_s is not None:

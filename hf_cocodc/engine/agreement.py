@@ -108,12 +108,12 @@ def agreed_layout(
 
 def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
     found = texts(link, "\n".join(own), "the names of trained parameters")
-    told = {region: text.split("\n") for region, text in found.items()}
-    lowest = min(told)
-    for region, lines in told.items():
-        if lines == told[lowest]:
+    answers = {region: text.split("\n") for region, text in found.items()}
+    lowest = min(answers)
+    for region, lines in answers.items():
+        if lines == answers[lowest]:
             continue
-        theirs, ours = sorted(set(lines) - set(told[lowest])), sorted(set(told[lowest]) - set(lines))
+        theirs, ours = sorted(set(lines) - set(answers[lowest])), sorted(set(answers[lowest]) - set(lines))
         raise HandshakeError(
             f"region {lowest} and region {region} do not train the same parameters at step {step}: "
             + " and ".join(
@@ -129,8 +129,8 @@ def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
 
 def texts(link: Link, own: str, what: str) -> dict[int, str]:
     """Every region's text, by region. A collective call."""
-    told = link.together(lambda: spread_all(link, own.encode(), what), what)
-    return {region: text.decode() for region, text in told.items()}
+    answers = link.together(lambda: spread_all(link, own.encode(), what), what)
+    return {region: text.decode() for region, text in answers.items()}
 
 
 Told = Mapping[int, Mapping[str, list[str]]]
@@ -163,14 +163,14 @@ def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step:
     wrong = ""
     if len({other.digest for other in link.gather(StepChecksum(step, digest), "the end of the run")}) > 1:
         found = texts(link, "\n".join(lines), "the checksums of the model")
-        told = {region: _by_name(text) for region, text in found.items()}
-        differing = _differing(told)
-        wrong = _in_words(differing, told)
-        for fate, names in _fates(differing, told).items():
+        answers = {region: _by_name(text) for region, text in found.items()}
+        differing = _differing(answers)
+        wrong = _in_words(differing, answers)
+        for fate, names in _fates(differing, answers).items():
             for name in names if fate != _OWN else ():
                 _make_equal(link, local_shard(held[name]), fate == _AVERAGED, f"{name} at the end")
             if names:
-                _tell(fate, names, min(told), step, record)
+                _tell(fate, names, min(answers), step, record)
         _, digest = _lines(held, buffers, adopted)
     elsewhere = link.total(torch.tensor([float(bool(wrong))], dtype=torch.float64)).item()
     if wrong or elsewhere:
@@ -205,18 +205,18 @@ def _by_name(text: str) -> dict[str, list[str]]:
     return {name: rest for name, *rest in (line.split("\t") for line in text.split("\n"))}
 
 
-def _differing(told: Told) -> dict[str, list[int]]:
+def _differing(answers: Told) -> dict[str, list[int]]:
     """For each tensor that differs from the lowest region's, the regions where it does."""
-    names, first = dict.fromkeys(name for each in told.values() for name in each), told[min(told)]
-    found = {name: [r for r, each in told.items() if each.get(name) != first.get(name)] for name in names}
+    names, first = dict.fromkeys(name for each in answers.values() for name in each), answers[min(answers)]
+    found = {name: [r for r, each in answers.items() if each.get(name) != first.get(name)] for name in names}
     return {name: regions for name, regions in found.items() if regions}
 
 
-def _fates(differing: Collection[str], told: Told) -> dict[str, list[str]]:
+def _fates(differing: Collection[str], answers: Told) -> dict[str, list[str]]:
     """What is done with the tensors that may differ."""
     found: dict[str, list[str]] = {_AVERAGED: [], _LOWEST: [], _ADOPTED: [], _OWN: []}
     for name in differing:
-        kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in told.values()}
+        kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in answers.values()}
         fates = {fate for fate, _ in kinds}
         if len(kinds) == 1 or fates <= {_AVERAGED, _LOWEST, _OWN}:
             fate = fates.pop() if len(kinds) == 1 else _OWN
@@ -225,14 +225,15 @@ def _fates(differing: Collection[str], told: Told) -> dict[str, list[str]]:
     return found
 
 
-def _in_words(differing: Mapping[str, list[int]], told: Told) -> str:
+def _in_words(differing: Mapping[str, list[int]], answers: Told) -> str:
     """What differs and must not."""
-    mended = {name for names in _fates(differing, told).values() for name in names}
+    mended = {name for names in _fates(differing, answers).values() for name in names}
     wrong = [name for name in differing if name not in mended]
     if not wrong:
         return ""
     shown = [
-        f"{name} (region {', '.join(map(str, differing[name]))} and region {min(told)})" for name in wrong[:3]
+        f"{name} (region {', '.join(map(str, differing[name]))} and region {min(answers)})"
+        for name in wrong[:3]
     ]
     more = f" and {len(wrong) - 3} more" if wrong[3:] else ""
     return f"regions differ at the end of the run in {', '.join(shown)}{more}"
@@ -241,8 +242,8 @@ def _in_words(differing: Mapping[str, list[int]], told: Told) -> str:
 def _make_equal(link: Link, tensor: Tensor, is_mean: bool, what: str) -> None:
     """Give a tensor the mean over the regions, or the lowest region's values; the same bits everywhere."""
     own = raw(tensor.cpu()).numpy().tobytes()
-    told = list(spread_all(link, own, what).values()) if is_mean else [spread(link, None, own, what)]
-    values = [torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(tensor.shape) for each in told]
+    answers = list(spread_all(link, own, what).values()) if is_mean else [spread(link, None, own, what)]
+    values = [torch.frombuffer(bytearray(each), dtype=tensor.dtype).view(tensor.shape) for each in answers]
     if is_mean:
         tensor.copy_(torch.stack([each.double() for each in values]).mean(dim=0))
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..link.base import Arrival, Link, Parcel
+from ..link.base import Arrival, Link, MeanRequest
 from ..link.records import Ending, Trailer, Word, Words
 from ..methods import Method
 from ..parts.codecs import share_of_rank, square_of_residuals, without_residuals
@@ -147,11 +147,13 @@ class Traffic:
             then = self._stepping.ahead(fragment, outer_grad, outcome, ordinary) if ahead else None
             what = f"fragment {index} sent at step {step}"
 
-            def told() -> Trailer:
+            def with_checksum() -> Trailer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
             judge = self._guarding.judge(ordinary)
-            handle = self._link.mean(Parcel(begin, fragment.fragment.numel, told, what, then, judge))
+            handle = self._link.mean(
+                MeanRequest(begin, fragment.fragment.numel, with_checksum, what, then, judge)
+            )
             kept = (snapshot, fragment.global_params, measured.lr_sum)
             transfer = Transfer(
                 step, *kept, handle, None if ahead else outer_grad, departure, outcome, is_own
@@ -334,27 +336,27 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Mea
     at_sends = [number for transfer in fragment.in_flight for number in transfer.ordinary]
     counts = fragment.voids, fragment.far_losses, *map(len, histories)
     numbers = [*_numbers_in(fragment.outer), measured.change[index], *at_sends, *counts]
-    told = iter(_told(link, numbers, what))
-    fragment.outer = _with_numbers(fragment.outer, told)
-    measured.correct(index, next(told))
+    answers = iter(_of_all_regions(link, numbers, what))
+    fragment.outer = _with_numbers(fragment.outer, answers)
+    measured.correct(index, next(answers))
     for transfer in fragment.in_flight:
-        transfer.ordinary = Ordinary(next(told), next(told))
-    fragment.voids, fragment.far_losses, *lengths = map(int, told)
+        transfer.ordinary = Ordinary(next(answers), next(answers))
+    fragment.voids, fragment.far_losses, *lengths = map(int, answers)
     for name, values, length in zip(HISTORIES, histories, lengths, strict=True):
-        setattr(fragment, name, _told(link, [*values, *[0.0] * length][:length], what))
+        setattr(fragment, name, _of_all_regions(link, [*values, *[0.0] * length][:length], what))
     # Steps that were taken ahead, or would start from the landed one, have the old values: they are left to their landings.
     # A link's thread is no longer at these tensors, because the broadcasts came after all its earlier work.
     for transfer in (landed, *fragment.in_flight):
         transfer.outcome.step = None
 
 
-def _told(link: Link, numbers: Sequence[float], what: str) -> list[float]:
+def _of_all_regions(link: Link, numbers: Sequence[float], what: str) -> list[float]:
     """The lowest region's numbers, as many as there are here."""
     if not numbers:
         return []
-    told = torch.tensor(numbers, dtype=torch.float64)
-    link.broadcast(told.view(torch.float32), what)  # the bits of each number, as two halves
-    return told.tolist()
+    answers = torch.tensor(numbers, dtype=torch.float64)
+    link.broadcast(answers.view(torch.float32), what)  # the bits of each number, as two halves
+    return answers.tolist()
 
 
 def _numbers_in(state: dict[str, Any]) -> Iterator[float]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..link.base import Link, Parcel
+from ..link.base import Link, MeanRequest
 from ..link.records import Trailer
 from ..parts.codecs import unrounded
 from ..parts.tensors.flat import is_finite, reshard
@@ -41,7 +41,7 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
     converse, departure = fragment.converse(unrounded, fragment.global_params)
     trailer = Trailer(float(is_finite(fragment.global_params)), fragment=index, inner_step=step)
     what = f"the mean of the global params of fragment {index}"
-    handle = link.mean(Parcel(converse, fragment.fragment.numel, lambda: trailer, what))
+    handle = link.mean(MeanRequest(converse, fragment.fragment.numel, lambda: trailer, what))
     began = link.clock()
     arrival = handle.wait()
     totals.blocked_s += link.clock() - began

@@ -70,7 +70,7 @@ def as_they_say(trailers: Sequence[Trailer]) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class MeanRequest:
     """What a region brings to a mean over the regions.
 
     Attributes:
@@ -169,8 +169,8 @@ class Link(Protocol):
         """The region for which this link now waits; None if it waits for none."""
         ...
 
-    def mean(self, parcel: Parcel) -> Handle:
-        """Start the mean over the regions that a parcel asks for; returns at once."""
+    def mean(self, request: MeanRequest) -> Handle:
+        """Start the mean over the regions that a request asks for; returns at once."""
         ...
 
     def bring_to(self, home: Pool) -> None:

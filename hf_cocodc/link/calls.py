@@ -18,7 +18,7 @@ from ..parts.codecs.base import Message, Reply, Result
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.memory import HOST, Pool, bring
 from ..parts.tensors.pieces import square
-from .base import Arrival, Parcel, drive
+from .base import Arrival, MeanRequest, drive
 from .exchange import Exchange
 from .records import Record, Trailer, checked, from_row, to_row
 
@@ -70,14 +70,14 @@ class MeanMemory:
 
 
 class MeanCall:
-    """The mean that a parcel asks for; `run` returns the arrival, and does not call `Parcel.then`.
+    """The mean that a request asks for; `run` returns the arrival, and does not call `MeanRequest.then`.
 
     Args:
         members: the regions that take part, in the order of the view.
     """
 
-    def __init__(self, view: View, members: Sequence[int], parcel: Parcel, memory: MeanMemory) -> None:
-        self._view, self._members, self._parcel = view, tuple(members), parcel
+    def __init__(self, view: View, members: Sequence[int], request: MeanRequest, memory: MeanMemory) -> None:
+        self._view, self._members, self._request = view, tuple(members), request
         self._memory = memory
         self._said: list[Exchange] = []
         self._bytes_before = 0
@@ -87,8 +87,8 @@ class MeanCall:
         return self._bytes_before + sum(said.bytes_sent for said in self._said)
 
     def run(self) -> Arrival:
-        view, what = self._view, self._parcel.what
-        row = to_row(self._parcel.trailer())
+        view, what = self._view, self._request.what
+        row = to_row(self._request.trailer())
         began = time.perf_counter()
         trailers: tuple[Trailer, ...] = ()
         verdict = Verdict(())
@@ -112,12 +112,12 @@ class MeanCall:
             if not trailers:
                 wait(swap.pending)
                 trailers = self._received(swap.values)
-                verdict = self._parcel.judge(trailers)
+                verdict = self._request.judge(trailers)
             reply = said.end(verdict.weights, verdict.divisor)
             self._bytes_before, self._said = self.bytes_sent, []
             return reply
 
-        result = drive(self._parcel.converse(), exchange)
+        result = drive(self._request.converse(), exchange)
         ended = time.perf_counter()
         found = believed(square(result.mean), verdict)
         lent = reply is not None and reply.mean is result.mean

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import LinkError, RegionLostError
 from ..parts.codecs.base import Result
 from ..threads import NativeThread
-from .base import Arrival, Parcel
+from .base import Arrival, MeanRequest
 from .calls import received
 from .log import Entry, Item, Marker, with_residuals
 from .records import Record, Trailer, from_row
@@ -164,10 +164,10 @@ class Following:
 class FollowedMean:
     """The handle of a mean whose result comes from the log."""
 
-    def __init__(self, asked: AwaitedCall, parcel: Parcel, bring: Bring) -> None:
+    def __init__(self, asked: AwaitedCall, request: MeanRequest, bring: Bring) -> None:
         self._asked, self._bring = asked, bring
-        self._then = parcel.then
-        self._numel, self._what = parcel.numel, parcel.what
+        self._then = request.then
+        self._numel, self._what = request.numel, request.what
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:

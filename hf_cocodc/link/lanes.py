@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parts.tensors.memory import Pool
-from .base import Arrival, FixedSet, Handle, Link, Parcel
+from .base import Arrival, FixedSet, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import Record, Trailer, from_numbers
 from .stopping import StopAgreement
@@ -54,8 +54,8 @@ class LaneLink(FixedSet):
     def awaits(self) -> int | None:
         return self._link.awaits
 
-    def mean(self, parcel: Parcel) -> Handle:
-        return _LaneHandle(self, self._link.mean(parcel))
+    def mean(self, request: MeanRequest) -> Handle:
+        return _LaneHandle(self, self._link.mean(request))
 
     def bring_to(self, home: Pool) -> None:
         self._link.bring_to(home)

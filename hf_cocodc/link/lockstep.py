@@ -16,7 +16,7 @@ from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, m
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.memory import Pool
 from ..parts.tensors.pieces import square
-from .base import Arrival, FixedSet, Handle, Link, Parcel
+from .base import Arrival, FixedSet, Handle, Link, MeanRequest
 from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
 from .records import Record, Trailer, checked
@@ -221,10 +221,10 @@ class LockstepLink(FixedSet):
     def timing(self) -> str:
         return self._hub.timing
 
-    def mean(self, parcel: Parcel) -> Handle:
+    def mean(self, request: MeanRequest) -> Handle:
         resolve = _from_all(lambda brought: _mean_all(brought, self._hub.arrival_s))
-        item = (parcel.converse(), parcel.trailer(), self.now, parcel.judge)
-        return _LockstepHandle(self, self._bring(parcel.what, item, resolve), parcel.then)
+        item = (request.converse(), request.trailer(), self.now, request.judge)
+        return _LockstepHandle(self, self._bring(request.what, item, resolve), request.then)
 
     def bring_to(self, home: Pool) -> None:
         """Means stay on the host."""

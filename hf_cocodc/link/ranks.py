@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import LinkError
 from ..parts.codecs.base import Result
 from ..parts.tensors.memory import HOST, Pool
-from .base import Arrival, Handle, Link, Parcel
+from .base import Arrival, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import ROW, Record, Trailer, from_row, to_row
 from .stopping import StopAgreement
@@ -120,9 +120,9 @@ class SharedLink:
     def awaits(self) -> int | None:
         return None if self._link is None else self._link.awaits
 
-    def mean(self, parcel: Parcel) -> Handle:
-        handle = None if self._link is None else self._link.mean(parcel)
-        return _SharedHandle(self, handle, parcel)
+    def mean(self, request: MeanRequest) -> Handle:
+        handle = None if self._link is None else self._link.mean(request)
+        return _SharedHandle(self, handle, request)
 
     def bring_to(self, home: Pool) -> None:
         self._home = home.device
@@ -209,8 +209,8 @@ class SharedLink:
         rows = torch.zeros(len(regions), ROW, dtype=torch.float64)
         for row, record in zip(rows, records, strict=False):  # the other ranks have none
             row.copy_(to_row(record))
-        told = zip(regions, self.share(rows), strict=True)
-        return tuple(from_row(kind, row, region) for region, row in told)
+        rows_by_region = zip(regions, self.share(rows), strict=True)
+        return tuple(from_row(kind, row, region) for region, row in rows_by_region)
 
     @property
     def of_mean(self) -> tuple[tuple[int, ...], int]:
@@ -223,10 +223,10 @@ class SharedLink:
 
 
 class _SharedHandle:
-    def __init__(self, shared: SharedLink, handle: Handle | None, parcel: Parcel) -> None:
+    def __init__(self, shared: SharedLink, handle: Handle | None, request: MeanRequest) -> None:
         self._shared, self._handle = shared, handle
-        self._numel, self._what = parcel.numel, parcel.what
-        self._then = parcel.then if handle is None else None  # the leader's link calls it there
+        self._numel, self._what = request.numel, request.what
+        self._then = request.then if handle is None else None  # the leader's link calls it there
         self._arrival: Arrival | None = None
 
     def wait(self) -> Arrival:

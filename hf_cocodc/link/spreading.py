@@ -20,8 +20,8 @@ class _Length(NamedTuple):
 
 def gather(link: Link, own: Record, what: str) -> dict[int, Record]:
     """The record of every region, by region, in ascending order. A collective call; messages call it `what`."""
-    told = link.gather(own, what)
-    return dict(zip(link.parties, told, strict=True))
+    records = link.gather(own, what)
+    return dict(zip(link.parties, records, strict=True))
 
 
 def spread(link: Link, source: int | None, own: bytes, what: str, most: int = MOST) -> bytes:

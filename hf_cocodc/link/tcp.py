@@ -57,7 +57,7 @@ from ..parts.tensors.memory import Pool
 from ..threads import NativeThread, at_rest
 from . import rules
 from .attempts import Attempt, InHand, Make, Pending
-from .base import Arrival, Handle, Link, Parcel, T
+from .base import Arrival, Handle, Link, MeanRequest, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
@@ -92,7 +92,7 @@ class TcpLink:
             facts.
         parties: see `Link.parties`.
         ending: what this region says when the link is closed in good order.
-        beat: the part of its signs of life that the run knows: `doing` and `max_steps`.
+        beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
         on: called in the client's thread with every message of the coordinator, after the link has heard it.
 
     Raises:
@@ -250,24 +250,24 @@ class TcpLink:
     def lead(self, call: Callable[[Link], T], what: str) -> T:
         return call(self)
 
-    def mean(self, parcel: Parcel) -> Handle:
+    def mean(self, request: MeanRequest) -> Handle:
         log = self._log_to_ask()
         if log is not None:
-            return FollowedMean(log.ask("mean", parcel.what), parcel, self._memory.bring_home)
+            return FollowedMean(log.ask("mean", request.what), request, self._memory.bring_home)
 
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
-            return MeanCall(view, regions, parcel, self._memory)
+            return MeanCall(view, regions, request, self._memory)
 
         def finish(pending: Pending, found: Arrival) -> Arrival:
             sent = found.bytes_sent + pending.void_bytes
             arrival = found._replace(bytes_sent=sent, changes=pending.done.changes)
             mean, state = arrival.result.mean, arrival.result.state
             self._write(pending, "mean", arrival.trailers, mean, state, arrival.seconds, arrival.square)
-            if parcel.then is not None:
-                parcel.then(arrival)
+            if request.then is not None:
+                request.then(arrival)
             return arrival
 
-        return self._submit(parcel.what, make, finish)
+        return self._submit(request.what, make, finish)
 
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         if self.standing is Standing.JOINING:
@@ -812,7 +812,7 @@ class TcpLink:
             self._feed(rules.Missed(begin.number, begin.losses, suspect.member, why))
 
     def _sign(self) -> Beat:
-        """A sign of life."""
+        """A heartbeat."""
         if self.agreement is not None:
             self.agreement.poll()
         now, waits = time.monotonic(), self.wire.waits

@@ -17,7 +17,7 @@ _HEARD_S = 5.0
 """The coordinator may lose a process so much earlier than the others do."""
 _GRACE_S = 5.0
 """A router that was started anew breaks all connections of a region at once, to the coordinator too: it has so long to call it
-again. It notices the break with its next sign of life."""
+again. It notices the break with its next heartbeat."""
 
 
 class Denied(ConnectionLost):

@@ -34,7 +34,7 @@ class Revoked(LinkError):
 
 
 class Waits:
-    """What this region waits for now, and since when: for its signs of life.
+    """What this region waits for now, and since when: for its heartbeats.
 
     Attributes:
         region: from which something is awaited; None if nothing is.

@@ -275,8 +275,10 @@ class Wire:
             wanted, room = 1 << (wanted - 1).bit_length(), 1 << (room.bit_length() - 1)
         wanted = self._asked or min(wanted, room)
         mine = torch.tensor([wanted], dtype=torch.float64)
-        told = first.swap(mine, "the number of connections")
-        count = max(_count_in(each.item(), region) for region, each in zip(first.regions, told, strict=True))
+        theirs = first.swap(mine, "the number of connections")
+        count = max(
+            _count_in(each.item(), region) for region, each in zip(first.regions, theirs, strict=True)
+        )
         # over a short way nothing is won, and bbr takes more than its share beside others
         congestion = self._congestion if rtt_s >= _LONG_S or not self._may_choose else None
         side_by_side([partial(pair.widen, count, congestion) for pair in pairs], _THREADS)
@@ -312,16 +314,16 @@ def died(region: int, here: int, what: str) -> RegionLostError:
     )
 
 
-def _count_in(told: float, region: int) -> int:
+def _count_in(theirs: float, region: int) -> int:
     """The number of connections that a region asks for.
 
     Raises:
         RegionLostError: it is none that a region of this version asks for.
     """
-    if told not in range(1, _MOST_ASKED + 1):
+    if theirs not in range(1, _MOST_ASKED + 1):
         raise RegionLostError(
             region,
-            f"region {region} asks for {told:g} connections, and a pair has 1 .. {_MOST_ASKED} (regions.connections): what it "
+            f"region {region} asks for {theirs:g} connections, and a pair has 1 .. {_MOST_ASKED} (regions.connections): what it "
             "sends cannot be believed. Look at its last output, and start it again.",
         )
-    return int(told)
+    return int(theirs)

@@ -232,18 +232,18 @@ def agree_on_beginning(
 
     found = in_all(link, read, "what regions have loaded")
     own = Origin(_NOTHING if found is None else found.facts.step, secrets.randbits(48))
-    told = gather(link, own, "where regions begin")
-    first = min(told)
-    for region, other in told.items():
-        if other.step != told[first].step:
+    origins = gather(link, own, "where regions begin")
+    first = min(origins)
+    for region, other in origins.items():
+        if other.step != origins[first].step:
             raise CheckpointError(
-                f"region {first} begins {_in_words(told[first])}, region {region} {_in_words(other)}. Let every region load its "
-                "own checkpoint of one step (accelerator.load_state), or none."
+                f"region {first} begins {_in_words(origins[first])}, region {region} {_in_words(other)}. Let every region load "
+                "its own checkpoint of one step (accelerator.load_state), or none."
             )
     if saved is None and found is not None:
         logger.info("region %d goes on from %s, at step %d", link.region, folder, found.facts.step)
     _WATCHED.add(accelerator)
-    return found, told[first].run
+    return found, origins[first].run
 
 
 def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:

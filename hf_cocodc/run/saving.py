@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 def facts_of(outer: "OuterOptimizer") -> Facts:
     """What identifies the run of an outer optimizer, as it is now."""
-    told = outer.journal.mark()
+    mark = outer.journal.mark()
     return Facts.of(
         outer.link,
         step=outer.inner_step,
         settings=outer.settings,
         finished=outer.finished,
-        journal=told.position,
-        journal_sha256=told.sha256,
+        journal=mark.position,
+        journal_sha256=mark.sha256,
         stopping=outer.verdict == "stop",
         model=dict(outer.about.model),
         facts=dict(outer.about.facts),

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _SHARE = 4
 """A base and its log have this part of the rate limit."""
-_GIFT_END_S = 2.0
+_DONATION_END_S = 2.0
 _LET_IN_S = 60.0
 """A newcomer that is ready is announced at once, where all members are connected to it. One that is not begins once more."""
 _LEAVE_WAIT_S = 30.0
@@ -250,7 +250,7 @@ class RegionSession:
         self._asks_to_leave = False
         self._answers_at = time.monotonic()
         self._over: Over | None = None
-        self._gifts: dict[Member, Donation] = {}
+        self._donations: dict[Member, Donation] = {}
         self._numbers = cycle(range(NUMBERS[0], NUMBERS[1] + 1))
         self._from: tuple[Member, Base] | None = None
         self._ready_at = math.inf
@@ -264,9 +264,9 @@ class RegionSession:
         Raises:
             LinkError: there is no run to come back to, or it cannot be reached.
         """
-        for gift in self._gifts.values():
-            self.link.stop_log(gift.log)
-        self._drop_gifts()
+        for donation in self._donations.values():
+            self.link.stop_log(donation.log)
+        self._drop_donations()
         self.link.part_with()
         self._over = None
         self.link.begin_again(self.context.meet(join=True), self.context.wire())
@@ -364,8 +364,8 @@ class RegionSession:
     def give(self, member: Member, folder: Path, step: int, about: Mapping[str, Any]) -> None:
         """Send a newcomer the base in `folder`, and from now on the log."""
         context = self.context
-        self._end_gift(member, "gone", "it has asked again")
-        gift = Donation(
+        self._end_donation(member, "gone", "it has asked again")
+        donation = Donation(
             folder,
             next(self._numbers),
             partial(self.link.stream, member),
@@ -375,17 +375,17 @@ class RegionSession:
             None if context.rate is None else context.rate / _SHARE,
             context.keys,
         )
-        self.link.log_to(gift.log)
-        self._gifts[member] = gift
+        self.link.log_to(donation.log)
+        self._donations[member] = donation
         self.say_doing()
-        self.link.post(member, "offer", **gift.offer._asdict())
+        self.link.post(member, "offer", **donation.offer._asdict())
 
     def offers_again(self, member: Member) -> bool:
         """Repeat the offer to a newcomer that has not heard it, if there is one."""
-        gift = self._gifts.get(member)
-        if gift is None or gift.over:
+        donation = self._donations.get(member)
+        if donation is None or donation.over:
             return False
-        self.link.post(member, "offer", **gift.offer._asdict())
+        self.link.post(member, "offer", **donation.offer._asdict())
         return True
 
     def refuse_base(self, member: Member, why: str) -> None:
@@ -394,11 +394,11 @@ class RegionSession:
 
     def reap(self) -> None:
         """Forget newcomers that need nothing more."""
-        for member, gift in list(self._gifts.items()):
-            if gift.over or not self.link.is_there(member):
-                self.link.stop_log(gift.log)
-                gift.close()
-                del self._gifts[member]
+        for member, donation in list(self._donations.items()):
+            if donation.over or not self.link.is_there(member):
+                self.link.stop_log(donation.log)
+                donation.close()
+                del self._donations[member]
         self.say_doing()
 
     def leave(self) -> None:
@@ -416,25 +416,25 @@ class RegionSession:
 
     def say_doing(self) -> None:
         """Let `hf-cocodc status` know what this region does besides training."""
-        gifts = ", ".join(f"region {each.region}" for each in self._gifts)
-        doing = "leaves" if self.leaves else f"sends a base to {gifts}" if gifts else ""
+        donated = ", ".join(f"region {each.region}" for each in self._donations)
+        doing = "leaves" if self.leaves else f"sends a base to {donated}" if donated else ""
         self.link.beat = replace(self.link.beat, doing=doing)
 
     def end(self, bye: Bye) -> None:
         """Before the link is closed in good order, which then says `bye`."""
         self.link.ending = bye
         if bye.how == "finished":
-            for gift in self._gifts.values():
-                gift.close("over", "all steps are made")
-        self._drop_gifts()
+            for donation in self._donations.values():
+                donation.close("over", "all steps are made")
+        self._drop_donations()
         if self._from is not None:
             self._from[1].close()
 
-    def _drop_gifts(self) -> None:
-        for gift in self._gifts.values():
-            gift.close()
-            gift.join(_GIFT_END_S)
-        self._gifts.clear()
+    def _drop_donations(self) -> None:
+        for donation in self._donations.values():
+            donation.close()
+            donation.join(_DONATION_END_S)
+        self._donations.clear()
 
     def _hear(self, message: ToRegion) -> None:
         """A message of the coordinator; in the thread of its client."""
@@ -442,14 +442,14 @@ class RegionSession:
             case Posted(sender=sender, topic="base"):
                 self.wants.append(sender)
             case Posted(sender=sender, topic="enough"):
-                self._end_gift(sender, "in", "it is in the run")
+                self._end_donation(sender, "in", "it is in the run")
             case Posted(sender=sender, topic=topic, content=content):
                 self._donors.hear(sender, topic, content)
             case Gone(member=member):
-                self._end_gift(member, "gone", "it has gone")
+                self._end_donation(member, "gone", "it has gone")
             case Decided(decision=decision):
                 for member in decision.lost:
-                    self._end_gift(member, "gone", "it is lost")
+                    self._end_donation(member, "gone", "it is lost")
             case LeaveNow(why=why):
                 self.leaves = self.leaves or why
                 self.link.send(Heard())
@@ -462,11 +462,11 @@ class RegionSession:
         """Whether a base of this member is worth waiting for."""
         return self._over is None and self.link.failure is None and self.link.is_there(member)
 
-    def _end_gift(self, member: Member, how: str, why: str) -> None:
-        gift = self._gifts.get(member)
-        if gift is not None:
-            self.link.stop_log(gift.log)
-            gift.close(how, why)
+    def _end_donation(self, member: Member, how: str, why: str) -> None:
+        donation = self._donations.get(member)
+        if donation is not None:
+            self.link.stop_log(donation.log)
+            donation.close(how, why)
 
 
 _SESSIONS: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDictionary()

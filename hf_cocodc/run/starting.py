@@ -88,9 +88,9 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
                 f"{agreed.max_steps} (region {member} says so). Give it as much data, or the same max_steps."
             )
         own = own._replace(run=agreed.run)
-    told = {**before, **gather(link, own, "the number of inner steps")}
-    max_steps = min(other.max_steps for other in told.values())
-    for region, other in told.items():
+    by_region = {**before, **gather(link, own, "the number of inner steps")}
+    max_steps = min(other.max_steps for other in by_region.values())
+    for region, other in by_region.items():
         if other.is_fixed and other.max_steps > max_steps:
             raise HandshakeError(
                 f"region {region} would make {other.max_steps} inner steps, another region {max_steps}. Its learning rate "
@@ -102,7 +102,7 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
             "region %d would make %d inner steps, another region %d: all make %d.",
             *(link.region, own.max_steps, max_steps, max_steps),
         )
-    return Beginning(max_steps, own.is_fixed, told[min(told)].run)
+    return Beginning(max_steps, own.is_fixed, by_region[min(by_region)].run)
 
 
 def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _NOTHING) -> None:
@@ -113,23 +113,25 @@ def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _N
     Raises:
         HandshakeError: two regions differ.
     """
-    told = {**before, **gather(link, own, "when a region saves and evaluates")}
-    _check_same_interval({r: habits.saves for r, habits in told.items()}, "saves", "save")
-    if len(told) == 1 or not any(habits.averages or habits.metric for habits in told.values()):
+    by_region = {**before, **gather(link, own, "when a region saves and evaluates")}
+    _check_same_interval({r: habits.saves for r, habits in by_region.items()}, "saves", "save")
+    if len(by_region) == 1 or not any(habits.averages or habits.metric for habits in by_region.values()):
         return
-    _check_same("load_best_model_at_end", {r: habits.load_best_model_at_end for r, habits in told.items()})
-    _check_same("save_strategy=best", {r: habits.saves_best for r, habits in told.items()})
-    if any(habits.averages for habits in told.values()):
-        uses = {r: "global" if habits.averages else "local" for r, habits in told.items()}
+    _check_same(
+        "load_best_model_at_end", {r: habits.load_best_model_at_end for r, habits in by_region.items()}
+    )
+    _check_same("save_strategy=best", {r: habits.saves_best for r, habits in by_region.items()})
+    if any(habits.averages for habits in by_region.values()):
+        uses = {r: "global" if habits.averages else "local" for r, habits in by_region.items()}
         _check_same("evaluate_on", uses)
-    lowest = min(told)
-    other = next((r for r, habits in told.items() if habits.metric != told[lowest].metric), None)
+    lowest = min(by_region)
+    other = next((r for r, habits in by_region.items() if habits.metric != by_region[lowest].metric), None)
     if other is not None:
         raise HandshakeError(
             f"region {lowest} and region {other} have different metrics to decide by. Give eval_strategy, "
             "metric_for_best_model and greater_is_better the same values in every region."
         )
-    evaluates = {r: habits.evaluates for r, habits in told.items()}
+    evaluates = {r: habits.evaluates for r, habits in by_region.items()}
     unknown = next((r for r, steps in evaluates.items() if steps == UNKNOWN), None)
     if unknown is not None:
         raise HandshakeError(
@@ -137,9 +139,9 @@ def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _N
             "Set eval_strategy=steps, and the same eval_steps in every region."
         )
     _check_same_interval(evaluates, "evaluates", "eval")
-    _check_same("eval_on_start", {r: habits.eval_on_start for r, habits in told.items()})
+    _check_same("eval_on_start", {r: habits.eval_on_start for r, habits in by_region.items()})
     if any(evaluates.values()):
-        _check_same("eval_delay", {r: f"{habits.eval_delay:g}" for r, habits in told.items()})
+        _check_same("eval_delay", {r: f"{habits.eval_delay:g}" for r, habits in by_region.items()})
 
 
 def _check_same(setting: str, values: Mapping[int, Any]) -> None:
@@ -153,7 +155,7 @@ def _check_same(setting: str, values: Mapping[int, Any]) -> None:
             )
 
 
-def _check_same_interval(told: Mapping[int, int], verb: str, setting: str) -> None:
+def _check_same_interval(by_region: Mapping[int, int], verb: str, setting: str) -> None:
     """Check the intervals of all regions.
 
     Args:
@@ -163,7 +165,7 @@ def _check_same_interval(told: Mapping[int, int], verb: str, setting: str) -> No
     Raises:
         HandshakeError: two regions differ.
     """
-    found = {region: steps for region, steps in told.items() if steps != UNKNOWN}
+    found = {region: steps for region, steps in by_region.items() if steps != UNKNOWN}
     for region, steps in found.items():
         first = min(found)
         if steps == found[first]:

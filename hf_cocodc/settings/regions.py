@@ -82,7 +82,7 @@ class RegionConfig(Settings):
         "Seconds to wait at the start until all regions are there, or until the run trains that this region joins.",
         600.0,
     )
-    timeout_s: float = setting("A region is lost after this many seconds without a sign of life.", 120.0)
+    timeout_s: float = setting("A region is lost after this many seconds without a heartbeat.", 120.0)
     stuck_timeout_s: float = setting(
         "A region that is alive but makes no inner step is lost after this many seconds.", 1200.0
     )

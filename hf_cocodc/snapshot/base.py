@@ -23,7 +23,7 @@ from ..status import tell
 from . import checkpoint as disk
 from . import folder as folders
 from . import manifest
-from .donor import SIGN_S, STARTED, Offer, Stream, offered
+from .donor import HEARTBEAT_S, STARTED, Offer, Stream, offered
 from .files import check_files, make_own
 from .frames import Frames
 
@@ -33,8 +33,8 @@ NAME = ".base"
 """End of the name of a received base's folder, beside the checkpoints: it is none of them."""
 _ITEM_MARGIN = 64 << 20
 """An item of the log has at most twice the bytes of the base, and so many more."""
-_SIGNS = 4
-"""A donor is not given up before so many of its signs of life are due."""
+_HEARTBEATS = 4
+"""A donor is not given up before so many of its heartbeats are due."""
 _BYTES_OF_A_VALUE = 64
 """Of each value of the model, a base has at most so many bytes: global and outer state, transfers in flight, inner optimizer."""
 _BASE_MARGIN = 1 << 30
@@ -99,7 +99,7 @@ def receive(
 
     Args:
         folder: where to put it; other regions may put theirs there, too.
-        timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives signs of life.
+        timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives heartbeats.
         most: bytes of the largest base that this region's model can have.
 
     Raises:
@@ -118,7 +118,10 @@ def receive(
     except LinkError as error:
         raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
     frames = Frames(
-        connection, offer.ciphers(keys, is_donor=False), alive, patience_s=max(timeout_s, _SIGNS * SIGN_S)
+        connection,
+        offer.ciphers(keys, is_donor=False),
+        alive,
+        patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
     try:
         about, num_bytes = _receive_files(frames, half, donor, most)

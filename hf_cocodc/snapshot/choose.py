@@ -197,8 +197,8 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
     """
-    shelf = Shelf(link, accelerator, folder, _asked(wanted, folder))
-    offers = shelf.tell()
+    inventory = Inventory(link, accelerator, folder, _asked(wanted, folder))
+    offers = inventory.tell()
     if not any(offer.resumes for offer in offers.values()):
         return Start(None)
     refuse_discord(offers)
@@ -212,7 +212,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
         start = Start(checkpoint, manifest.read(checkpoint).run)
     else:
         bounds = [offer.step for offer in offers.values() if offer.step]
-        start = _of_all(link, shelf, min(bounds, default=None))
+        start = _of_all(link, inventory, min(bounds, default=None))
     if start.checkpoint is not None:
         logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
@@ -278,7 +278,7 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     if not bad:
         return checkpoint
-    choice = Shelf(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
+    choice = Inventory(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
     way_out = "No checkpoint of its run is good in every region"
     if len(choice.holders) == link.num_regions:
         way_out = f"The newest of its run that is good in every region is {folders.PREFIX}{choice.step}: give its path instead"
@@ -289,13 +289,13 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     )
 
 
-def _of_all(link: Link, shelf: "Shelf", bound: int | None) -> Start:
+def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
     """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's.
 
     Raises:
         CheckpointError: all checkpoints are damaged, or the disk refuses.
     """
-    choice = shelf.choose(bound)
+    choice = inventory.choose(bound)
     if not choice.step:
         if choice.unsaved is not None:
             logger.warning(
@@ -305,20 +305,21 @@ def _of_all(link: Link, shelf: "Shelf", bound: int | None) -> Start:
             )
         else:
             logger.warning(
-                "no region has a complete checkpoint (%s in this one): starting from step 0.", shelf.folder
+                "no region has a complete checkpoint (%s in this one): starting from step 0.",
+                inventory.folder,
             )
-        return Start(None, choice.run, shelf.skipped)
-    checkpoint = shelf.folder / f"{folders.PREFIX}{choice.step}"
+        return Start(None, choice.run, inventory.skipped)
+    checkpoint = inventory.folder / f"{folders.PREFIX}{choice.step}"
     if len(choice.holders) < link.num_regions:
         link.lead(
             lambda leader: take_over(leader, checkpoint, choice.holders, choice.run),
             "another region's checkpoint",
         )
-    return Start(checkpoint, choice.run, shelf.skipped)
+    return Start(checkpoint, choice.run, inventory.skipped)
 
 
 @dataclass
-class Shelf:
+class Inventory:
     """A region's folder of checkpoints, as it offers them to the others.
 
     All ranks of the region make the same calls in the same order; the main process looks at the disk.
@@ -352,9 +353,9 @@ class Shelf:
         own, self.skipped = main_says(
             self.link, self.accelerator, look, "the check of this region's checkpoints"
         )
-        told = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
+        texts = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
         offers = {}
-        for region, text in told.items():
+        for region, text in texts.items():
             try:
                 offers[region] = holdings_in(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError) as error:

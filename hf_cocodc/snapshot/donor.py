@@ -41,8 +41,8 @@ _CALLED_WITHIN_S = 60.0
 _LEAST_LOG_BYTES = 64 << 20
 _BASES_IN_LOG = 4
 """The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
-SIGN_S = 1.0
-"""Seconds after which a donor that has nothing to send gives a sign of life."""
+HEARTBEAT_S = 1.0
+"""Seconds after which a donor that has nothing to send gives a heartbeat."""
 _TAKEN_WITHIN_S = 2.0
 """Once the log has ended, a newcomer that takes nothing for so long is frozen, or has ended itself."""
 _GONE = "gone", "the region that sends the base has left the run"
@@ -204,7 +204,7 @@ class Donation:
                     frames.send_bytes(chunk)
             frames.send("sha256", value=sha.hexdigest())
         shutil.rmtree(self._folder, ignore_errors=True)
-        for item in self.log.items(SIGN_S):
+        for item in self.log.items(HEARTBEAT_S):
             if item is None:
                 frames.send("alive")
             else:

@@ -46,7 +46,7 @@ _CHUNK_BYTES = 1 << 26
 
 
 def check_files(sizes: Any, source: int) -> dict[str, int]:
-    """The list of files of a parcel, as region `source` sends it: their names and sizes.
+    """The list of the files that travel, as region `source` sends it: their names and sizes.
 
     Raises:
         LinkError: it is no such list.
@@ -77,7 +77,7 @@ def files_in(*folders: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def parcel(checkpoint: Path) -> Iterator[dict[str, Path]]:
+def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
     """The files that another region can continue from: no local weights or random numbers, and pickles taken apart.
 
     Of the local weights, only what is not trained goes with them: buffers, and frozen weights.
@@ -204,7 +204,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
             raise CheckpointError(
                 f"no region can take over {checkpoint}: {wrong}. Restore it, or move the checkpoint away to use an older one."
             )
-        with parcel(checkpoint) as files:
+        with files_to_send(checkpoint) as files:
             _travel(link, source, files, None)
         return
     _travel(link, source, {}, half if lacking else None)

@@ -69,8 +69,8 @@ def mean_score(link: Link, own: Score, name: str) -> float:
         InputError: the evaluation of a region has not given the metric.
         LinkError: regions evaluate at different inner steps.
     """
-    told = gather(link, own, f"{name} at an evaluation")
-    for region, other in told.items():
+    scores = gather(link, own, f"{name} at an evaluation")
+    for region, other in scores.items():
         if other.inner_step != own.inner_step:
             raise LinkError(
                 f"regions are out of step: region {link.region} evaluates at step {own.inner_step}, region {region} at step "
@@ -85,7 +85,7 @@ def mean_score(link: Link, own: Score, name: str) -> float:
             logger.warning(
                 "region %d: %s is NaN at step %d: this is not the best model.", region, name, own.inner_step
             )
-    values = [other.value for other in told.values() if other.has_evaluated]
+    values = [other.value for other in scores.values() if other.has_evaluated]
     if len(set(values)) == 1:
         return values[0]  # the mean could differ from it by rounding
     return math.fsum(values) / len(values) if values else math.nan
@@ -108,22 +108,22 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
     if best is not None:
         wrong = main_says(link, accelerator, lambda: damage(best), f"the check of {best}")
     step = 0 if best is None else int(best.name.removeprefix(PREFIX))
-    told = gather(
+    scores = gather(
         link, HeldBest(step, best is not None and wrong is None), "the checkpoint of the best model"
     )
-    if len({other.step for other in told.values()}) > 1:
-        steps = ", ".join(str(other.step) for other in told.values())
+    if len({other.step for other in scores.values()}) > 1:
+        steps = ", ".join(str(other.step) for other in scores.values())
         raise CheckpointError(
             f"regions know of different best models so far (of steps {steps}; 0: of none, or load_best_model_at_end=False). Give "
             "load_best_model_at_end the same value in every region, set it to False in all, or resume from an older checkpoint."
         )
-    holders = [region for region, other in told.items() if other.is_good]
+    holders = [region for region, other in scores.items() if other.is_good]
     if best is None or not holders:
         if best is not None:
             logger.warning("no region has the best model so far any more (%s: %s).", best, wrong)
         return None
-    if len(holders) < len(told):
-        lacking = next(region for region, other in told.items() if not other.is_good)
+    if len(holders) < len(scores):
+        lacking = next(region for region, other in scores.items() if not other.is_good)
         if not may_copy:
             raise CheckpointError(
                 f"region {lacking} lacks {best.name}, the best model so far. With eager updates every region has its own global "

@@ -17,7 +17,7 @@ from hf_cocodc.settings.reading import shipped
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench import link
 from hf_cocodc.tools.bench.report import BenchReport
-from hf_cocodc.tools.bench.workers import PORT, Company, coordinator_in_region_0, run, serve
+from hf_cocodc.tools.bench.workers import PORT, OtherRegions, coordinator_in_region_0, run, serve
 
 from .emulation.wan import INTERFACE, Wan
 
@@ -216,7 +216,7 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class _Region:
     """A region that trains one model after another, each from the same weights on the same text."""
 
-    def __init__(self, plan: Plan, company: Company, coordinator: str) -> None:
+    def __init__(self, plan: Plan, company: OtherRegions, coordinator: str) -> None:
         from accelerate import Accelerator
 
         self._plan, self._company, self._address = plan, company, coordinator

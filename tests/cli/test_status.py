@@ -126,7 +126,7 @@ def test_status_says_that_there_is_nothing_to_see(
     part(*begun(address, "mine"))
     wait_until(lambda: status.look(address, None)[0]["phase"] == "silent")
     assert main(["status", "--coordinator", address]) == 2
-    assert "Without a sign of life from any region: mine." in capsys.readouterr().err
+    assert "Without a heartbeat from any region: mine." in capsys.readouterr().err
     assert main(["status", "--coordinator", address, "--run", "other"]) == 2
     assert "no run named 'other' trains" in capsys.readouterr().err
     first, *others = begun(address, "over")

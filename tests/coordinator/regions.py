@@ -34,7 +34,7 @@ class Region:
 
     Attributes:
         heard: messages of the coordinator, in order.
-        losses, changes: what it says in its signs of life, and when it comes back.
+        losses, changes: what it says in its heartbeats, and when it comes back.
     """
 
     client: Client

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_cocodc.engine import fragment, landing, outer_step
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.link.base import Arrival, ArrivedHandle, Handle, Parcel
+from hf_cocodc.link.base import Arrival, ArrivedHandle, Handle, MeanRequest
 from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.methods import METHODS, Method
@@ -277,7 +277,7 @@ class Answered(LockstepLink):
         super().__init__(LockstepHub(1), region=0, num_regions=1)
         self.kept = torch.zeros(numel)
 
-    def mean(self, parcel: Parcel) -> Handle:
+    def mean(self, parcel: MeanRequest) -> Handle:
         arrival = Arrival(Result(self.kept, lambda: self.kept, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
         if parcel.then is not None:
             parcel.then(arrival)
@@ -291,7 +291,7 @@ class Busy(LockstepLink):
         super().__init__(LockstepHub(1), region=0, num_regions=1)
         self.came_to: list[Trailer] = []
 
-    def mean(self, parcel: Parcel) -> Handle:
+    def mean(self, parcel: MeanRequest) -> Handle:
         def come() -> Arrival:
             self.came_to.append(parcel.trailer())
             mean = torch.ones(parcel.numel)

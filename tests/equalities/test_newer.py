@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.link.base import Link, Parcel
+from hf_cocodc.link.base import Link, MeanRequest
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.methods import METHODS, Method
 from hf_cocodc.newer import NEWER, known
@@ -187,7 +187,7 @@ def test_tcp_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
 
     def body(region: int, link: Link) -> tuple[Tensor, int]:
         begin = partial(codec.converse, grads[region], fragment, codec.init(fragment))
-        arrival = link.mean(Parcel(begin, numel, lambda: Trailer(1.0), "x")).wait()
+        arrival = link.mean(MeanRequest(begin, numel, lambda: Trailer(1.0), "x")).wait()
         return arrival.result.mean.clone(), arrival.bytes_sent
 
     expected = transfer(codec, grads, [codec.init(fragment)] * 3, fragment)[0].result.mean

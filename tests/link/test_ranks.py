@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_cocodc.errors import DonorLost, LeftBehind, LinkError
-from hf_cocodc.link.base import Arrival, ArrivedHandle, Link, Parcel
+from hf_cocodc.link.base import Arrival, ArrivedHandle, Link, MeanRequest
 from hf_cocodc.link.group import RegionGroup
 from hf_cocodc.link.ranks import SharedLink
 from hf_cocodc.link.records import Trailer
@@ -54,7 +54,7 @@ class Scripted:
     def landed(self, arrival: Arrival) -> None:
         self.landings.append(arrival)
 
-    def mean(self, parcel: Parcel) -> Any:
+    def mean(self, parcel: MeanRequest) -> Any:
         if parcel.what in ENDS:
             return Ended(ENDS[parcel.what])
         mean = torch.full((parcel.numel,), float(sum(self.members)))
@@ -96,7 +96,7 @@ def live(rank: int, folder: str) -> None:
         link.lead(lambda found: call(cast(Scripted, found)), "a change")
 
     def mean(what: str) -> Any:
-        arrival = link.mean(Parcel(list, 3, Trailer, what)).wait()  # type: ignore[arg-type]
+        arrival = link.mean(MeanRequest(list, 3, Trailer, what)).wait()  # type: ignore[arg-type]
         link.landed(arrival)
         knows = [trailer.knows for trailer in arrival.trailers]
         return arrival.result.mean.tolist(), arrival.members, arrival.changes, knows, link.members

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_cocodc.engine.synchronizer import Synchronizer
-from hf_cocodc.link.base import Arrival, Handle, Parcel
+from hf_cocodc.link.base import Arrival, Handle, MeanRequest
 from hf_cocodc.link.records import NOTHING_TO_SAY, Word, Words
 from hf_cocodc.link.rules import Standing
 from hf_cocodc.link.tcp import TcpLink
@@ -80,7 +80,7 @@ class Trained:
         self.model = Blocks([torch.full((6,), region + 1.0), torch.full((4, 3), 0.5)])
         mean = self.link.mean
 
-        def seen(parcel: Parcel) -> Handle:
+        def seen(parcel: MeanRequest) -> Handle:
             message = next(parcel.converse())
             assert isinstance(message, Message)
             name = parcel.what if parcel.what not in self.sent else f"{parcel.what}, again"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.link.base import Arrival, Parcel
+from hf_cocodc.link.base import Arrival, MeanRequest
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs
@@ -99,7 +99,7 @@ def transfer(
     return run_in_lockstep(
         len(outer_grads),
         lambda region, link: link.mean(
-            Parcel(
+            MeanRequest(
                 partial(codec.converse, outer_grads[region], fragment, states[region]),
                 fragment.numel,
                 lambda: Trailer(shares[region]),

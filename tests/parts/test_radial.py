@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_cocodc.errors import InputError
-from hf_cocodc.link.base import Arrival, Parcel
+from hf_cocodc.link.base import Arrival, MeanRequest
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs, fragments
 from hf_cocodc.parts.fragments import Fragment
@@ -120,7 +120,7 @@ def test_tcp_sends_the_bytes_that_it_says_and_finds_the_same_bits() -> None:
             return codec.converse(grads[region], PARTLY, codec.init(PARTLY))
 
         told = Trailer(1.0)
-        arrival = link.mean(Parcel(begin, PARTLY.numel, lambda: told, "x")).wait()  # type: ignore[attr-defined, arg-type]
+        arrival = link.mean(MeanRequest(begin, PARTLY.numel, lambda: told, "x")).wait()  # type: ignore[attr-defined, arg-type]
         assert isinstance(arrival, Arrival)
         return arrival.result.mean.clone(), arrival.bytes_sent
 

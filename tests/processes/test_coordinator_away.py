@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hf_cocodc.coordinator.messages import Terms
-from hf_cocodc.link.base import Parcel
+from hf_cocodc.link.base import MeanRequest
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.parts import codecs
 from hf_cocodc.parts.fragments import Fragment
@@ -38,7 +38,7 @@ def a_region(address: str, region: int, slow_s: float, folder: str) -> None:
 
     def meet(step: int) -> None:
         converse = partial(codec.converse, torch.ones(10), fragment, codec.init(fragment))
-        link.mean(Parcel(converse, 10, Trailer, f"step {step}")).wait()
+        link.mean(MeanRequest(converse, 10, Trailer, f"step {step}")).wait()
 
     reason = None
     try:

@@ -91,7 +91,7 @@ def test_a_frozen_region_is_named_after_the_timeout(tmp_path: Path) -> None:
     _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 1
     assert "region 1 sent nothing while region 0 waited for fragment 0 sent at step" in errors
-    assert "it has given no sign of life for" in errors
+    assert "it has given no heartbeat for" in errors
     assert "(regions.timeout_s=4)" in errors
     assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "nothing is left behind"
 

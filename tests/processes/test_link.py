@@ -17,7 +17,7 @@ from hf_cocodc.coordinator.messages import Terms
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import LinkError, RegionLostError
 from hf_cocodc.link import exchange
-from hf_cocodc.link.base import Arrival, Handle, Link, Parcel
+from hf_cocodc.link.base import Arrival, Handle, Link, MeanRequest
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.link.records import Trailer
 from hf_cocodc.link.tcp import TcpLink
@@ -99,7 +99,7 @@ def test_tcp_is_lockstep(
             )
             trailer = partial(Trailer, weight=float(region != 1 or step == 1), inner_step=step, loss=region)
             converse = partial(codec.converse, outer_grad, FRAGMENT, state)
-            arrival = link.mean(Parcel(converse, FRAGMENT.numel, trailer, f"step {step}")).wait()
+            arrival = link.mean(MeanRequest(converse, FRAGMENT.numel, trailer, f"step {step}")).wait()
             state = arrival.result.state
             found += [arrival.result.mean, arrival.result.own(), arrival.bytes_sent, arrival.trailers]
         return found
@@ -169,7 +169,7 @@ def begin(link: Link, fragment: Fragment = FRAGMENT) -> Handle:
     """Begin a mean, by default a small one."""
     codec = codecs.fp32()
     converse = partial(codec.converse, torch.zeros(fragment.numel), fragment, codec.init(fragment))
-    return link.mean(Parcel(converse, fragment.numel, Trailer, "step 1"))
+    return link.mean(MeanRequest(converse, fragment.numel, Trailer, "step 1"))
 
 
 def meet(link: Link, fragment: Fragment = FRAGMENT) -> Arrival:
@@ -324,7 +324,7 @@ def test_means_come_home(codec: Codec) -> None:
         for step in range(4):
             seed = torch.Generator().manual_seed(10 * link.region + step)
             converse = partial(codec.converse, torch.randn(FRAGMENT.numel, generator=seed), FRAGMENT, state)
-            result = link.mean(Parcel(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            result = link.mean(MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             means.append(result.mean.cpu().clone())
             places.add((result.mean.device, getattr(result.mean, "near", result.mean).data_ptr()))
@@ -349,7 +349,7 @@ def test_the_links_memory_does_not_grow() -> None:
         for step in range(40):
             values = torch.randn(FRAGMENT.numel, generator=torch.Generator().manual_seed(step))
             converse = partial(codec.converse, values, FRAGMENT, state)
-            result = link.mean(Parcel(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
+            result = link.mean(MeanRequest(converse, FRAGMENT.numel, Trailer, f"step {step}")).wait().result
             state = result.state
             link.give(result.mean)
         return sum(spare.numel() for spare in link._memory.buffers._spare.get(torch.float32, []))
@@ -358,7 +358,7 @@ def test_the_links_memory_does_not_grow() -> None:
 
 
 def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
-    """Three time-outs of lateness cost nothing: the region shows signs of life, and gets on."""
+    """Three time-outs of lateness cost nothing: the region shows heartbeats, and gets on."""
 
     def body(region: int, link: Link) -> str:
         for step in range(30 * region):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .world import World
 
 BEAT_S, KEEP_S, SILENT_S = 1.5, 3.0, 6.0
-"""Seconds between two signs of life that differ; between two that do not; until a client drops a silent coordinator."""
+"""Seconds between two heartbeats that differ; between two that do not; until a client drops a silent coordinator."""
 PROMISE_S = 20.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 2.0
 
@@ -378,7 +378,7 @@ class Shell(Actor):
         )
 
     def _beat(self, beats: int) -> None:
-        """Send a sign of life now and then, and drop a coordinator that is silent."""
+        """Send a heartbeat now and then, and drop a coordinator that is silent."""
         if self.how is not None or beats != self._beats:
             return
         self.later(BEAT_S, lambda: self._beat(beats))

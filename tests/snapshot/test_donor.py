@@ -209,12 +209,12 @@ def test_a_donor_that_leaves_is_named(donation: Donation, tmp_path: Path) -> Non
             next(base.items)
 
 
-def test_a_donor_with_nothing_to_send_gives_signs_of_life(
+def test_a_donor_with_nothing_to_send_gives_heartbeats(
     donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newcomer waits for it for longer than for one that is silent."""
-    monkeypatch.setattr(donor, "SIGN_S", 0.05)
-    monkeypatch.setattr(base, "SIGN_S", 0.05)
+    monkeypatch.setattr(donor, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(frames, "_POLL_S", 0.1)
     with received(donation, tmp_path, timeout_s=0.3) as found:
         late = threading.Timer(0.8, donation.log, [MARKER])
@@ -503,7 +503,7 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
 ) -> None:
     """Though its process lives."""
     monkeypatch.setattr(frames, "_POLL_S", 0.05)
-    monkeypatch.setattr(base, "SIGN_S", 0.02)
+    monkeypatch.setattr(base, "HEARTBEAT_S", 0.02)
     offer = served([files(state=200), b"{}"], is_silent=True)
     with pytest.raises(
         DonorLost, match="region 0 sends its base no more: the other end has sent nothing for"

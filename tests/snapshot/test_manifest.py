@@ -21,7 +21,7 @@ from hf_cocodc.snapshot import durable, manifest
 from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import Holdings, Shelf
+from hf_cocodc.snapshot.choose import Holdings, Inventory
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
 from hf_cocodc.snapshot.files import take_over
@@ -179,7 +179,7 @@ def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> Non
 def holding_nothing_else(folder: Path) -> int:
     """The step that a region with this folder resumes from."""
     [choice] = run_in_lockstep(
-        1, lambda region, link: Shelf(link, Accelerator(), folder, Holdings()).choose()
+        1, lambda region, link: Inventory(link, Accelerator(), folder, Holdings()).choose()
     )
     return choice.step
 
@@ -221,7 +221,7 @@ def test_the_other_ranks_wait_for_hashes_without_a_time_out(
     monkeypatch.setattr(manifest, "sha256_of_all", noted_hashes)
 
     def body(region: int, link: Link) -> None:
-        Shelf(link, Accelerator(), whole.parent).choose()
+        Inventory(link, Accelerator(), whole.parent).choose()
         outer = SimpleNamespace(_accelerator=Accelerator(), link=link, endings=Mock(), inner_step=4)
         OuterOptimizer.seal(cast(OuterOptimizer, outer), whole)
 

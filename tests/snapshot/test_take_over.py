@@ -16,11 +16,10 @@ from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import files as parcel
+from hf_cocodc.snapshot import files, local_weights
 from hf_cocodc.snapshot import files as take_over
 from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
-from hf_cocodc.snapshot import local_weights
 from hf_cocodc.snapshot.export import put_into_folder
 from tests.snapshot.test_checkpoints import FACTS
 
@@ -150,7 +149,7 @@ def test_a_pickle_that_was_not_saved_is_not_opened(checkpoint: Path, tmp_path: P
 def test_a_list_of_files_that_is_none_is_refused(told: bytes) -> None:
     """Whatever comes in its place; and a file that is shorter than was told."""
     with pytest.raises(LinkError, match="does not say which files it sends"):
-        parcel.check_files(take_over._parsed(told), 0)
+        files.check_files(take_over._parsed(told), 0)
 
 
 def test_a_file_of_another_length_than_was_told_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from hf_cocodc import OuterConfig
 from hf_cocodc.coordinator.hello import compare
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.link.base import Handle, Link, Parcel
+from hf_cocodc.link.base import Handle, Link, MeanRequest
 from hf_cocodc.resolve import from_config
 from hf_cocodc.run.connect import hello
 from tests.toys import RECOMPUTING, llama
@@ -138,7 +138,7 @@ class Tap:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def mean(self, parcel: Parcel) -> Handle:
+    def mean(self, parcel: MeanRequest) -> Handle:
         self.means.append(parcel.numel)
         return self._link.mean(parcel)
 

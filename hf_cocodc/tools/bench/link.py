@@ -15,7 +15,7 @@ import torch
 from ...coordinator.client import Client
 from ...coordinator.server import serve_in_thread
 from ...errors import InputError, LinkError, nearest, shown
-from ...link.base import Parcel
+from ...link.base import MeanRequest
 from ...link.records import Trailer
 from ...link.tcp import TcpLink
 from ...net.addresses import own_address
@@ -207,7 +207,7 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
         link.gather(Took(0.0), what)  # no region starts its clock before all have finished the last transfer
         start = time.perf_counter()
         converse = partial(codec.converse, outer_grad, fragment, state)
-        arrival = link.mean(Parcel(converse, fragment.numel, Trailer, what)).wait()
+        arrival = link.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
         told = link.gather(Took(took, digest(arrival.result.mean)), what)

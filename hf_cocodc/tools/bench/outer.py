@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.synchronizer import Synchronizer
-from ...link.base import Arrival, Handle, Parcel
+from ...link.base import Arrival, Handle, MeanRequest
 from ...link.lockstep import LockstepHub, LockstepLink
 from ...parts.codecs.base import Result
 from ...parts.schedules import every
@@ -162,9 +162,9 @@ class _Answered(LockstepLink):
         self.seconds = 0.0
         """Time that the thread worked for the last transfer."""
 
-    def mean(self, parcel: Parcel) -> Handle:
-        then = parcel.then
-        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (parcel.trailer(),), 0, 0.0, 0.0, (0,))
+    def mean(self, request: MeanRequest) -> Handle:
+        then = request.then
+        arrival = Arrival(Result(self._mean, lambda: self._mean, {}), (request.trailer(),), 0, 0.0, 0.0, (0,))
 
         def work() -> None:
             self.seconds = 0.0 if then is None else _seconds(lambda: then(arrival))

@@ -110,7 +110,7 @@ def hello_of(region: int, regions: int, host: str, compared: Mapping[str, Any]) 
     )
 
 
-class Company:
+class OtherRegions:
     """The regions of a measurement, which tell each other values over the coordinator, beside the link that they measure.
 
     Args:
@@ -171,16 +171,16 @@ class Company:
 @contextmanager
 def coordinator_in_region_0(
     address: str, region: int, regions: int, keys: Keys | None = None
-) -> Iterator[Company]:
+) -> Iterator[OtherRegions]:
     """Region 0 serves the coordinator inside the block, because only regions reach each other. It leaves the block last."""
     with ExitStack() as undo:
         if region == 0:
             secrets = [] if keys is None else [keys]
             served = serve_in_thread("0.0.0.0", int(address.rpartition(":")[2]), secrets)
             undo.callback(served.close)
-        company = undo.enter_context(closing(Company(address, region, regions, keys)))
-        yield company
-        company.leave()
+        others = undo.enter_context(closing(OtherRegions(address, region, regions, keys)))
+        yield others
+        others.leave()
 
 
 def _new_lines(output: IO[bytes], position: int) -> tuple[list[bytes], int]:
