@@ -15,7 +15,8 @@ import hf_cocodc
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.errors import RunLeft
 from hf_cocodc.link.base import Link
-from hf_cocodc.run import journal
+from hf_cocodc.run import events
+from hf_cocodc.run.events import LINE_KINDS, in_markdown
 from hf_cocodc.run.journal import read
 from tests.trainer.test_trainer import make
 
@@ -36,27 +37,12 @@ def rows(head: str) -> list[tuple[set[str], set[str]]]:
 
 
 def fields() -> dict[str, set[str]]:
-    """What the README says that a journal's lines have, by kind."""
-    said: dict[str, set[str]] = {}
-    for kinds, names in rows("kind of line"):
-        for kind in kinds:
-            said.setdefault(kind, set()).update(names)
-    return said
-
-
-def described() -> dict[str, set[str]]:
-    """The same in the words of `run/journal.py`: a line for each field, below the kinds that have it."""
-    said: dict[str, set[str]] = {}
-    kinds: list[str] = []
-    for line in (journal.__doc__ or "").splitlines():
-        if head := re.match(r"([a-z_]+(?:, [a-z_]+)*): [\w`]", line):
-            kinds = head[1].split(", ")
-            for kind in kinds:
-                said.setdefault(kind, set())
-        elif field := re.match(r"    ([\w/]+): \w", line):
-            for kind in kinds:
-                said[kind].add(field[1])
-    return said
+    """The fields of a journal's lines, by kind."""
+    found: dict[str, set[str]] = {}
+    for each in LINE_KINDS:
+        for kind in each.kinds:
+            found.setdefault(kind, set()).update(each.fields)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,27 +76,23 @@ def test_every_outer_figure_reaches_a_tracker_once(run: Path) -> None:
         assert steps == sorted(set(steps))
 
 
-def test_the_readme_and_the_journal_name_what_a_journal_has(run: Path) -> None:
-    """Each field that a run wrote."""
+def test_a_run_writes_no_field_that_is_not_described(run: Path) -> None:
     written = set()
     for region in range(2):
         for event in read(run / f"region-{region}" / "cocodc" / "journal.jsonl"):
             kind = event["kind"]
             written.add(kind)
-            figures = {name for name in event if name.startswith("outer/")}
-            assert figures <= described()["log"]
+            assert {name for name in event if name.startswith("outer/")} <= fields()["log"]
             if kind not in ("log", "evaluate"):  # these have Trainer's names too
-                for said in (fields(), described()):
-                    assert set(event) <= said[kind] | IN_EVERY_LINE
+                assert set(event) <= fields()[kind] | IN_EVERY_LINE
     assert {"start", "send", "land", "log", "evaluate", "save", "finish"} <= written
 
 
-def test_the_journal_describes_every_field_that_the_readme_names() -> None:
-    """And no other."""
+def test_the_readmes_tables_are_those_of_the_code() -> None:
+    """Of lines as it is generated; of metrics by their names."""
+    assert in_markdown() in README, "put what hf_cocodc.run.events.in_markdown() returns into README"
     metrics = {name for names, _ in rows("metric") for name in names}
-    assert described() == {
-        kind: names | (metrics if kind == "log" else set()) for kind, names in fields().items()
-    }
+    assert metrics == {name for name in fields()["log"] if name.startswith("outer/")}
 
 
 def writings() -> dict[str, list[ast.Call]]:
@@ -130,20 +112,21 @@ def writings() -> dict[str, list[ast.Call]]:
     return found
 
 
-def test_the_readme_names_what_the_code_writes() -> None:
+def test_the_code_writes_what_is_described() -> None:
     """All kinds of events, with all fields that a call names; and no kind or field that does not occur in the code."""
-    said, found = fields(), writings()
+    described, found = fields(), writings()
     assert {"start", "resume", "land", "void", "join", "best"} <= set(found)
     for kind, calls in found.items():
         for call in calls:
-            assert {word.arg for word in call.keywords if word.arg} <= said[kind] | IN_EVERY_LINE, kind
-    code = "\n".join(path.read_text() for path in Path(hf_cocodc.__file__).parent.rglob("*.py"))
-    assert code.count(journal.__doc__ or "-") == 1
-    code = code.replace(journal.__doc__ or "", "")  # it names them all
-    for kind, names in said.items():
+            assert {word.arg for word in call.keywords if word.arg} <= described[kind] | IN_EVERY_LINE, kind
+    modules = [
+        path for path in Path(hf_cocodc.__file__).parent.rglob("*.py") if path != Path(events.__file__)
+    ]
+    code = "\n".join(path.read_text() for path in modules)
+    for kind, names in described.items():
         assert kind in found or f'"{kind}"' in code, kind
         for name in names:
-            assert re.search(rf"\b{re.escape(name)}\b\s*[=:\"]", code), f"{kind}: {name}"
+            assert re.search(rf"\b{re.escape(name.removeprefix('outer/'))}\b\s*[=:\"]", code), f"{kind}: {name}"
 
 
 def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:
