@@ -204,7 +204,7 @@ class FragmentState:
         Returns:
             Whether the local params were finite, as far as the merge reads them.
         """
-        is_ahead = step is transfer.outcome.step
+        is_ahead = step is transfer.step
         after = self.cut(step.global_params)
         room = mean if is_ahead else step.mean
         pieces = self.local.pieces if self.pool.device == HOST else None
@@ -239,7 +239,7 @@ class FragmentState:
 
     def forget_step(self, transfer: Transfer) -> None:
         """Give up the step of a transfer that was taken ahead, if there is one."""
-        step, transfer.outcome.step = transfer.outcome.step, None
+        step, transfer.step = transfer.step, None
         if step is not None:
             self.pool.give(step.global_params, *tensors_in(step.state))
 
@@ -261,7 +261,9 @@ class FragmentState:
         mean = flat_zeros(self.fragment.numel)
         handle = ArrivedHandle(Arrival(Result(mean, lambda: mean, self.codec), (), 0, 0.0, 0.0, ()))
         snapshot, outer_grad = self.take().copy_(self.global_params), self.take().zero_()
-        return Transfer(0, snapshot, self.global_params, 0.0, handle, outer_grad)
+        transfer = Transfer(0, snapshot, self.global_params, 0.0, outer_grad)
+        transfer.handle = handle
+        return transfer
 
     def _retire(self, transfer: Transfer, *replaced: Tensor) -> None:
         """Return the memory of a transfer, and replaced global params, unless they are still referenced."""

@@ -1,18 +1,16 @@
 """The outer step of one transfer: from the mean and the old global params to the new ones, piece by piece."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..link.base import Arrival
 from ..parts.info import OuterInfo
 from ..parts.outer import OuterTransform
 from ..parts.tensors.flat import tensors_in
 from ..parts.tensors.memory import Pool
-from ..parts.tensors.pieces import PIECE, HostThreads, divide
+from ..parts.tensors.pieces import PIECE, divide
 
 _CHUNK = 64
 """Pieces after which the number of threads is chosen again: some 10 ms of work for one thread."""
@@ -76,57 +74,6 @@ class OuterStep:
         count = len(self._mean)
         for start in range(0, count, _CHUNK):
             divide(work, min(_CHUNK, count - start), threads())
-
-
-@dataclass
-class Outcome:
-    """The result of a transfer's outer step.
-
-    Attributes:
-        step: the step; None until it was taken, ahead of the landing or at it.
-        seconds: time that a step ahead took.
-        awaited: whether the training thread waits for the transfer, so that its threads are free.
-    """
-
-    step: OuterStep | None = None
-    seconds: float = 0.0
-    awaited: bool = False
-
-
-class Ahead:
-    """Takes the outer step of a transfer as soon as its mean is here, in the link's thread, while training goes on.
-
-    A mean that is not finite gets no step: its landing changes nothing.
-
-    Args:
-        prepare: makes the step: (arrival, global params, outer state) -> step.
-        base: global params and outer state before the step; or the outcome of the fragment's transfer before this one. If
-            that has no step yet, this step is left to the landing.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[Arrival, Tensor, dict[str, Any]], OuterStep],
-        base: tuple[Tensor, dict[str, Any]] | Outcome,
-        outcome: Outcome,
-        threads: HostThreads,
-        clock: Callable[[], float],
-    ) -> None:
-        self._prepare, self._base, self._outcome = prepare, base, outcome
-        self._threads, self._clock = threads, clock
-
-    def __call__(self, arrival: Arrival) -> None:
-        base, outcome = self._base, self._outcome
-        if not arrival.is_finite:
-            return
-        if isinstance(base, Outcome):
-            if base.step is None:
-                return
-            base = (base.step.global_params, base.step.state)
-        began = self._clock()
-        step = self._prepare(arrival, *base)
-        step.run(lambda: self._threads.in_background(outcome.awaited))
-        outcome.step, outcome.seconds = step, self._clock() - began
 
 
 def _alike(state: dict[str, Any], pool: Pool) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def take_global(fragment: FragmentState) -> None:
 
 
 def _arrival(transfer: Transfer) -> Arrival:
-    transfer.outcome.awaited = True
+    transfer.awaited = True
     return transfer.handle.wait()
 
 
@@ -163,7 +163,9 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     said = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
     said["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
     trained = Trained.of(state.get("trained", ()))
-    return Transfer(**kept, **said, handle=ArrivedHandle(arrival), trained=trained)
+    transfer = Transfer(**kept, **said, trained=trained)
+    transfer.handle = ArrivedHandle(arrival)
+    return transfer
 
 
 def _trailer(numbers: Mapping[str, float], region: int) -> Trailer:

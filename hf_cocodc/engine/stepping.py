@@ -16,7 +16,7 @@ from ..parts.guard import DROPPED, Guard, Ordinary, Said, Verdict
 from ..parts.info import OuterInfo
 from ..parts.tensors.memory import HOST
 from .fragment import FragmentState
-from .outer_step import Ahead, Outcome, OuterStep
+from .outer_step import OuterStep
 from .transfer import Transfer
 
 
@@ -138,22 +138,31 @@ class Stepping:
         self.is_ahead = steps_ahead(method, device, link.num_lanes)
 
     def ahead(
-        self, fragment: FragmentState, outer_grad: Tensor, outcome: Outcome, ordinary: Ordinary
+        self, fragment: FragmentState, transfer: Transfer, outer_grad: Tensor
     ) -> Callable[[Arrival], None]:
-        """Takes the outer step of a transfer that is sent now, as soon as it arrives; reuses the outer gradient's memory."""
-        at_send = fragment.global_params
-        base: Outcome | tuple[Tensor, dict[str, Any]] = (at_send, fragment.outer)
-        if fragment.in_flight:
-            base = fragment.in_flight[-1].outcome
+        """Takes the outer step of a transfer that is sent now as soon as its mean is here, in the link's thread.
 
-        def prepare(arrival: Arrival, global_params: Tensor, state: dict[str, Any]) -> OuterStep:
-            return self._in_new_memory(fragment, arrival, ordinary, at_send, global_params, state)
-
-        step = Ahead(prepare, base, outcome, fragment.threads, self._link.clock)
+        A mean that is not finite gets no step: its landing changes nothing. The step starts from that of the fragment's transfer
+        before; if that has none yet, this one is left to its landing. The outer gradient's memory is used again.
+        """
+        before = fragment.in_flight[-1] if fragment.in_flight else None
+        global_params, state = fragment.global_params, fragment.outer
 
         def then(arrival: Arrival) -> None:
+            nonlocal before
             fragment.pool.give(outer_grad)
-            step(arrival)
+            base, earlier = (global_params, state), before
+            before = None  # else each transfer would keep all earlier ones
+            if earlier is not None:
+                if earlier.step is None:
+                    return
+                base = (earlier.step.global_params, earlier.step.state)
+            if not arrival.is_finite:
+                return
+            began = self._link.clock()
+            step = self._in_new_memory(fragment, transfer, arrival, *base)
+            step.run(lambda: fragment.threads.in_background(transfer.awaited))
+            transfer.step, transfer.step_s = step, self._link.clock() - began
 
         return then
 
@@ -166,18 +175,16 @@ class Stepping:
             arrival = transfer.handle.wait()
             if not arrival.is_finite:
                 return  # steps of later transfers are left to their landings
-            of_transfer = arrival, transfer.ordinary, transfer.global_params
-            step = self._in_new_memory(fragment, *of_transfer, global_params, state)
+            step = self._in_new_memory(fragment, transfer, arrival, global_params, state)
             step.run(fragment.threads.in_training)
-            transfer.outcome.step = step
+            transfer.step = step
             global_params, state = step.global_params, step.state
 
     def at_landing(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> OuterStep:
         """The outer step of a transfer that lands now: already taken, or to be taken piece by piece."""
-        if transfer.outcome.step is not None:
-            return transfer.outcome.step
-        at_send, now = transfer.global_params, fragment.global_params
-        info = self._info(fragment, arrival, transfer.ordinary, at_send, now)
+        if transfer.step is not None:
+            return transfer.step
+        info = self._info(fragment, transfer, arrival, fragment.global_params)
         if not self._transform.regions_agree:
             info = self._with_own(info, fragment, transfer, arrival)
             for other in fragment.in_flight:  # the fresh outer gradient has theirs in it
@@ -210,32 +217,26 @@ class Stepping:
     def _in_new_memory(
         self,
         fragment: FragmentState,
+        transfer: Transfer,
         arrival: Arrival,
-        ordinary: Ordinary,
-        global_at_send: Tensor,
         global_params: Tensor,
         state: dict[str, Any],
     ) -> OuterStep:
         """The outer step of a transfer that has ended but not landed, from these global params and this outer state."""
-        info = self._info(fragment, arrival, ordinary, global_at_send, global_params)
+        info = self._info(fragment, transfer, arrival, global_params)
         return OuterStep(self._transform, arrival.result.mean, state, info, fragment.take(), fragment.pool)
 
     def _info(
-        self,
-        fragment: FragmentState,
-        arrival: Arrival,
-        ordinary: Ordinary,
-        global_at_send: Tensor,
-        global_params: Tensor,
+        self, fragment: FragmentState, transfer: Transfer, arrival: Arrival, global_params: Tensor
     ) -> OuterInfo:
         """The facts of a transfer that all regions have alike."""
-        fates = self._guarding.verdict(ordinary, arrival).fates
-        told = zip(arrival.trailers, fates, strict=True)
+        fates = self._guarding.verdict(transfer.ordinary, arrival).fates
+        counted = zip(arrival.trailers, fates, strict=True)
         return OuterInfo(
             fragment=fragment.fragment.index,
             cut=fragment.cut,
-            round_lr=max((trailer.round_lr for trailer, fate in told if fate != DROPPED), default=0.0),
-            global_at_send=global_at_send,
+            round_lr=max((trailer.round_lr for trailer, fate in counted if fate != DROPPED), default=0.0),
+            global_at_send=transfer.global_params,
             global_params=global_params,
             total=self._link.total,
         )

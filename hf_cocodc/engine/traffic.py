@@ -24,7 +24,6 @@ from .account import Account, Measurements, Seconds
 from .agreement import check_in_step
 from .compatibility import HISTORIES, sound_counts
 from .fragment import FragmentState
-from .outer_step import Outcome
 from .saving import take_global
 from .stepping import Guarding, Stepping
 from .transfer import Shares, Trained, Transfer
@@ -142,24 +141,32 @@ class Traffic:
                 **word._asdict(),
             )
             converse = partial(self._method.codec.converse, fragment=fragment.fragment, state=fragment.codec)
-            begin, departure = fragment.converse(converse, outer_grad)
-            outcome, ordinary = Outcome(), self._guarding.ordinary(fragment)
-            then = self._stepping.ahead(fragment, outer_grad, outcome, ordinary) if ahead else None
-            what = f"fragment {index} sent at step {step}"
+            transfer = Transfer(
+                sent_at=step,
+                snapshot=snapshot,
+                global_params=fragment.global_params,
+                lr_sum=measured.lr_sum,
+                outer_grad=None if ahead else outer_grad,
+                is_own=is_own,
+                norm=norm,
+                ordinary=self._guarding.ordinary(fragment),
+                is_finite=finite,
+                trained=fragment.trained,
+            )
+            begin, transfer.departure = fragment.converse(converse, outer_grad)
 
             def with_checksum() -> Trailer:
                 return trailer if checksum is None else trailer._replace(digest=checksum())
 
-            judge = self._guarding.judge(ordinary)
-            handle = self._link.mean(
-                MeanRequest(begin, fragment.fragment.numel, with_checksum, what, then, judge)
+            request = MeanRequest(
+                begin,
+                fragment.fragment.numel,
+                with_checksum,
+                f"fragment {index} sent at step {step}",
+                then=self._stepping.ahead(fragment, transfer, outer_grad) if ahead else None,
+                judge=self._guarding.judge(transfer.ordinary),
             )
-            kept = (snapshot, fragment.global_params, measured.lr_sum)
-            transfer = Transfer(
-                step, *kept, handle, None if ahead else outer_grad, departure, outcome, is_own
-            )
-            transfer.trained, transfer.is_finite = fragment.trained, finite
-            transfer.norm, transfer.ordinary = norm, ordinary
+            transfer.handle = self._link.mean(request)
             fragment.in_flight.append(transfer)
             fragment.num_sends += 1
             fragment.sent_at, fragment.lr_sum = step, measured.lr_sum
@@ -181,7 +188,7 @@ class Traffic:
             index = fragment.fragment.index
             check_in_step(self._link.region, arrival, index, sent_at)
             if arrival.trailers:
-                self._measured.hear(index, arrival, transfer.outcome.seconds)
+                self._measured.hear(index, arrival, transfer.step_s)
                 self.heard.append(arrival)
             verdict = self._guarding.verdict(transfer.ordinary, arrival)
             if self._guarding.own_fate(transfer, arrival) == DROPPED:
@@ -223,7 +230,7 @@ class Traffic:
             merge = follow()
         step = self._stepping.at_landing(fragment, transfer, arrival)
         finite = fragment.land(transfer, mean, step, merge, self._merge_info(transfer))
-        transfer.outcome.step = step  # the next transfer of the fragment may be stepped ahead from it
+        transfer.step = step  # the next transfer of the fragment may be stepped ahead from it
         self._link.give(mean)
         if merge.reads_local and not self._everywhere(finite):
             fragment.local.show(fragment.global_params)
@@ -265,7 +272,7 @@ class Traffic:
     def _wait(self, transfer: Transfer) -> tuple[Arrival, float]:
         """Wait for a transfer; the seconds are what the link costs training."""
         start = self._link.clock()
-        transfer.outcome.awaited = True
+        transfer.awaited = True
         arrival = transfer.handle.wait()
         blocked_s = self._link.clock() - start
         self._account.totals.blocked_s += blocked_s
@@ -347,7 +354,7 @@ def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Mea
     # Steps that were taken ahead, or would start from the landed one, have the old values: they are left to their landings.
     # A link's thread is no longer at these tensors, because the broadcasts came after all its earlier work.
     for transfer in (landed, *fragment.in_flight):
-        transfer.outcome.step = None
+        transfer.step = None
 
 
 def _of_all_regions(link: Link, numbers: Sequence[float], what: str) -> list[float]:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,35 +55,22 @@ class HeldCheckpoint:
     stopping: bool = False
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What a region is asked to begin from, and what it has.
+class Asked(NamedTuple):
+    """What a region is asked to begin from.
 
     Attributes:
-        resumes: whether it is asked to resume.
+        resumes: whether it is to resume.
         is_exact: whether it was given the path of a checkpoint; else the newest is meant that all regions have.
         step: of the checkpoint that it was given; 0 if none was named.
         is_there: whether it sees a checkpoint of this step, complete or not.
-        run: number of the run whose checkpoints it holds; 0 if none.
-        is_unsaved: whether that run began here from step 0, and was ended before it had a complete checkpoint here.
-        num_damaged: checkpoints that were saved to their end, and have changed since or are of another run. Those of another
-            run do not count if `is_unsaved`: the run had none.
-        held: its checkpoints of the run.
+        has_some: whether it is not to resume, although its folder has checkpoints.
     """
 
-    resumes: bool = True
+    resumes: bool
     is_exact: bool = False
     step: int = 0
     is_there: bool = False
-    run: int = 0
-    is_unsaved: bool = False
-    num_damaged: int = 0
-    held: tuple[HeldCheckpoint, ...] = ()
-
-    @property
-    def asks(self) -> tuple[bool, bool, int]:
-        """What must be equal where one region was given a path."""
-        return self.resumes, self.is_exact, self.step
+    has_some: bool = False
 
     def __str__(self) -> str:
         if not self.resumes:
@@ -94,22 +81,31 @@ class Holdings:
         return f"resume from the newest checkpoint that all regions have{until}"
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """The checkpoints that a region has of a run.
+
+    Attributes:
+        run: number of the run; 0 if there is none.
+        is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
+        num_damaged: checkpoints that were saved to their end, and have changed since or are of another run. Those of another
+            run do not count if `is_unsaved`: the run had none.
+        held: its checkpoints of the run.
+    """
+
+    run: int = 0
+    is_unsaved: bool = False
+    num_damaged: int = 0
+    held: tuple[HeldCheckpoint, ...] = ()
+
+
 def holdings_in(plain: Any) -> Holdings:
-    """What another region offers, as JSON has it. Raises ValueError, KeyError or TypeError if it is none."""
+    """What another region has, as JSON says it. Raises ValueError, KeyError or TypeError if that is none."""
     held = tuple(
         HeldCheckpoint(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
         for each in plain["held"]
     )
-    return Holdings(
-        bool(plain["resumes"]),
-        bool(plain["is_exact"]),
-        whole(plain["step"]),
-        bool(plain["is_there"]),
-        whole(plain["run"]),
-        bool(plain["is_unsaved"]),
-        whole(plain["num_damaged"]),
-        held,
-    )
+    return Holdings(whole(plain["run"]), bool(plain["is_unsaved"]), whole(plain["num_damaged"]), held)
 
 
 class Choice(NamedTuple):
@@ -132,7 +128,7 @@ class Choice(NamedTuple):
     newest: int = 0
 
 
-def choose(offers: Mapping[int, Holdings]) -> Choice:
+def choose(holdings: Mapping[int, Holdings]) -> Choice:
     """The newest checkpoint that every region has that has any.
 
     If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
@@ -147,14 +143,14 @@ def choose(offers: Mapping[int, Holdings]) -> Choice:
     >>> choose({0: Holdings(run=7, held=(old, new)), 1: Holdings(run=7, held=(old,))})[:3]
     (2, [0, 1], 7)
     """
-    runs = Counter(offer.run for offer in offers.values() if offer.held)
+    runs = Counter(each.run for each in holdings.values() if each.held)
     if not runs:
         return Choice()
     [(run, _)] = runs.most_common(1)  # in a tie, the first region's
-    held = {region: {each.step: each for each in o.held if o.run == run} for region, o in offers.items()}
+    held = {region: {each.step: each for each in o.held if o.run == run} for region, o in holdings.items()}
     newest = max(step for steps in held.values() for step in steps)
     of_newest = {region: steps[newest] for region, steps in held.items() if newest in steps}
-    unsaved = [region for region, offer in offers.items() if offer.run == run and offer.is_unsaved]
+    unsaved = [region for region, each in holdings.items() if each.run == run and each.is_unsaved]
     if unsaved and not next(iter(of_newest.values())).stopping:
         return Choice(run=run, unsaved=unsaved[0])
     # one of them may have been lost between their saves: the others have gone on without it
@@ -197,28 +193,27 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     Raises:
         CheckpointError: the checkpoint is damaged, regions want what does not go together, or the disk refuses.
     """
-    inventory = Inventory(link, accelerator, folder, _asked(wanted, folder))
-    offers = inventory.tell()
-    if not any(offer.resumes for offer in offers.values()):
+    asked = _asked_of_all(link, accelerator, folder, wanted)
+    first = next((region for region, each in asked.items() if each.resumes), None)
+    if first is None:
         return Start(None)
-    refuse_discord(offers)
-    first = next(region for region, offer in offers.items() if offer.resumes)
-    if not offers[link.region].resumes:
+    refuse_discord(asked)
+    if not asked[link.region].resumes:
         logger.warning(
             "region %d was to begin from step 0, and region %d is to resume: all resume.", link.region, first
         )
-    if offers[first].is_exact:
+    if asked[first].is_exact:
         checkpoint = _of_path(link, accelerator, _of_region(Path(wanted), link.region))
         start = Start(checkpoint, manifest.read(checkpoint).run)
     else:
-        bounds = [offer.step for offer in offers.values() if offer.step]
-        start = _of_all(link, inventory, min(bounds, default=None))
+        bounds = [each.step for each in asked.values() if each.step]
+        start = _of_all(link, Inventory(link, accelerator, folder), min(bounds, default=None))
     if start.checkpoint is not None:
         logger.info("region %d resumes from %s", link.region, start.checkpoint)
     return start
 
 
-def refuse_discord(offers: Mapping[int, Holdings]) -> None:
+def refuse_discord(asked: Mapping[int, Asked]) -> None:
     """Check that regions are asked for what goes together.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
@@ -226,38 +221,46 @@ def refuse_discord(offers: Mapping[int, Holdings]) -> None:
     Raises:
         CheckpointError: they are not; or they are asked for a checkpoint that no region has.
     """
-    first, asked = next((region, offer) for region, offer in offers.items() if offer.resumes)
+    first, wanted = next((region, each) for region, each in asked.items() if each.resumes)
     way_out = (
         "Give every region the same step, or let regions find the newest checkpoint that all of them have: "
         "resume_from_checkpoint=True, or get_last_checkpoint(output_dir) with the output_dir of the script, not the region's."
     )
-    seen = {offer.step for offer in offers.values() if offer.is_there}
-    for region, offer in offers.items():
-        if (offer.is_exact or asked.is_exact) and offer.asks != asked.asks:
-            raise CheckpointError(f"region {first} is to {asked}, region {region} is to {offer}. {way_out}")
-        if not offer.resumes and offer.held:
+    seen = {each.step for each in asked.values() if each.is_there}
+    for region, each in asked.items():
+        if (each.is_exact or wanted.is_exact) and each[:3] != wanted[:3]:
+            raise CheckpointError(f"region {first} is to {wanted}, region {region} is to {each}. {way_out}")
+        if each.has_some:
             raise CheckpointError(
-                f"region {first} is to {asked}, region {region} is to {offer} though it has checkpoints. {way_out} For a new run "
+                f"region {first} is to {wanted}, region {region} is to {each} though it has checkpoints. {way_out} For a new run "
                 "use another folder."
             )
-        if offer.step and not offer.is_exact and offer.step not in seen:
+        if each.step and not each.is_exact and each.step not in seen:
             raise CheckpointError(
-                f"region {region} is to resume from {folders.PREFIX}{offer.step}, which no region has. Name one that is there, "
+                f"region {region} is to resume from {folders.PREFIX}{each.step}, which no region has. Name one that is there, "
                 "or let regions find the newest checkpoint that all of them have: resume_from_checkpoint=True, or --resume."
             )
 
 
-def _asked(wanted: Any, folder: Path) -> Holdings:
-    """What a region is asked to begin from."""
-    if not wanted or wanted is True:
-        return Holdings(resumes=bool(wanted))
-    path = Path(wanted)
-    step = path.name.removeprefix(folders.PREFIX)
-    return Holdings(
-        is_exact=not folders.is_pointer(path, folder),
-        step=int(step) if step.isdigit() else 0,
-        is_there=path.is_dir() or (folder / path.name).is_dir(),
-    )
+def _asked_of_all(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> dict[int, Asked]:
+    """What all regions are asked to begin from, by region."""
+
+    def of_this() -> Asked:
+        if not wanted:
+            found = folders.checkpoints(folder).values()
+            has_some = any(folders.unusable(path, hashes=False) is None for path in found)
+            return Asked(False, has_some=has_some)
+        if wanted is True:
+            return Asked(True)
+        path = Path(wanted)
+        step = path.name.removeprefix(folders.PREFIX)
+        is_there = path.is_dir() or (folder / path.name).is_dir()
+        is_exact = not folders.is_pointer(path, folder)
+        return Asked(True, is_exact, int(step) if step.isdigit() else 0, is_there)
+
+    what = "what to begin from"
+    own = main_says(link, accelerator, of_this, what, lambda plain: Asked(*plain))
+    return gather(link, own, what)
 
 
 def _of_region(checkpoint: Path, region: int) -> Path:
@@ -320,7 +323,7 @@ def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
 
 @dataclass
 class Inventory:
-    """A region's folder of checkpoints, as it offers them to the others.
+    """A region's folder of checkpoints, as it shows them to the others.
 
     All ranks of the region make the same calls in the same order; the main process looks at the disk.
 
@@ -328,7 +331,6 @@ class Inventory:
         link: reaches the other regions.
         accelerator: of this region.
         folder: of the region's checkpoints.
-        asked: what the region is asked to begin from; the rest of the offer is found in the folder.
         beside: a checkpoint in the folder: those of its run are meant. By default those of the run that writes to the folder
             now, or of the newest checkpoint if the folder does not say, because a checkpoint was copied there.
         skipped: one sentence for each checkpoint that was looked at and cannot be used.
@@ -337,32 +339,31 @@ class Inventory:
     link: Link
     accelerator: Accelerator
     folder: Path
-    asked: Holdings = Holdings()
     beside: Path | None = None
     skipped: list[str] = field(default_factory=list)
     _damaged: set[int] = field(default_factory=set)
 
     def tell(self, bound: int | None = None) -> dict[int, Holdings]:
-        """The offers of all regions, with checkpoints of step `bound` at most. A collective call.
+        """What all regions hold, with checkpoints of step `bound` at most. A collective call.
 
         Raises:
             CheckpointError: the number of the run cannot be read.
-            LinkError: another region says what is no offer.
+            LinkError: another region sends what is no such list.
         """
         look = partial(self._look, bound)
         own, self.skipped = main_says(
             self.link, self.accelerator, look, "the check of this region's checkpoints"
         )
         texts = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
-        offers = {}
+        holdings = {}
         for region, text in texts.items():
             try:
-                offers[region] = holdings_in(json.loads(text))
+                holdings[region] = holdings_in(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise LinkError(
                     f"region {region} sent no list of checkpoints ({error!r}). Start all regions with the same version."
                 ) from error
-        return offers
+        return holdings
 
     def choose(self, bound: int | None = None) -> Choice:
         """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
@@ -372,8 +373,8 @@ class Inventory:
         """
         link, own = self.link, self.link.region
         while True:
-            offers = self.tell(bound)
-            choice = choose(offers)
+            holdings = self.tell(bound)
+            choice = choose(holdings)
             if not choice.step:
                 break
             path, wrong = self.folder / f"{folders.PREFIX}{choice.step}", None
@@ -387,8 +388,8 @@ class Inventory:
         for sentence in self.skipped:
             logger.warning("%s", sentence)
         if not choice.step and choice.unsaved is None:
-            self._refuse_damaged(offers, bound)
-        if offers[own].held and offers[own].run != choice.run:
+            self._refuse_damaged(holdings, bound)
+        if holdings[own].held and holdings[own].run != choice.run:
             logger.warning("region %d holds checkpoints of another run: they are not used.", own)
         elif own in choice.absent:
             logger.warning(
@@ -398,9 +399,7 @@ class Inventory:
         return choice
 
     def _look(self, bound: int | None) -> tuple[dict[str, Any], list[str]]:
-        """What this region offers, and a sentence for each newer checkpoint that it does not offer."""
-        if self.asked.is_exact:  # whatever lies beside the checkpoint at the path
-            return asdict(self.asked), []
+        """What this region holds, and a sentence for each newer checkpoint that cannot be used."""
         run, is_unsaved = self._run(), folders.is_unsaved(self.folder)
         held: list[HeldCheckpoint] = []
         skipped, num_damaged = [], 0
@@ -419,7 +418,7 @@ class Inventory:
             num_damaged += manifest.is_sealed(path) and not another
             if not held or step in self._damaged:
                 skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        found = replace(self.asked, run=run, is_unsaved=is_unsaved, num_damaged=num_damaged, held=tuple(held))
+        found = Holdings(run, is_unsaved, num_damaged, tuple(held))
         return asdict(found), skipped
 
     def _run(self) -> int:
@@ -434,9 +433,9 @@ class Inventory:
         ]
         return manifest.read(found[-1]).run if found else 0
 
-    def _refuse_damaged(self, offers: Mapping[int, Holdings], bound: int | None) -> None:
+    def _refuse_damaged(self, holdings: Mapping[int, Holdings], bound: int | None) -> None:
         """Raises CheckpointError if a run cannot just begin from step 0."""
-        damaged = [region for region, offer in offers.items() if offer.num_damaged]
+        damaged = [region for region, each in holdings.items() if each.num_damaged]
         if damaged:
             raise CheckpointError(
                 f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "

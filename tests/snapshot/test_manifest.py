@@ -21,7 +21,7 @@ from hf_cocodc.snapshot import durable, manifest
 from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import Holdings, Inventory
+from hf_cocodc.snapshot.choose import Inventory
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
 from hf_cocodc.snapshot.files import take_over
@@ -178,9 +178,7 @@ def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> Non
 
 def holding_nothing_else(folder: Path) -> int:
     """The step that a region with this folder resumes from."""
-    [choice] = run_in_lockstep(
-        1, lambda region, link: Inventory(link, Accelerator(), folder, Holdings()).choose()
-    )
+    [choice] = run_in_lockstep(1, lambda region, link: Inventory(link, Accelerator(), folder).choose())
     return choice.step
 
 

@@ -126,7 +126,9 @@ def test_the_code_writes_what_is_described() -> None:
     for kind, names in described.items():
         assert kind in found or f'"{kind}"' in code, kind
         for name in names:
-            assert re.search(rf"\b{re.escape(name.removeprefix('outer/'))}\b\s*[=:\"]", code), f"{kind}: {name}"
+            assert re.search(rf"\b{re.escape(name.removeprefix('outer/'))}\b\s*[=:\"]", code), (
+                f"{kind}: {name}"
+            )
 
 
 def test_a_region_that_leaves_logs_the_loss_of_what_it_has_trained(tmp_path: Path) -> None:
