@@ -55,7 +55,7 @@ class HeldCheckpoint:
     stopping: bool = False
 
 
-class Asked(NamedTuple):
+class ResumeRequest(NamedTuple):
     """What a region is asked to begin from.
 
     Attributes:
@@ -213,7 +213,7 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
     return start
 
 
-def refuse_discord(asked: Mapping[int, Asked]) -> None:
+def refuse_discord(asked: Mapping[int, ResumeRequest]) -> None:
     """Check that regions are asked for what goes together.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
@@ -242,24 +242,26 @@ def refuse_discord(asked: Mapping[int, Asked]) -> None:
             )
 
 
-def _asked_of_all(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> dict[int, Asked]:
+def _asked_of_all(
+    link: Link, accelerator: Accelerator, folder: Path, wanted: Any
+) -> dict[int, ResumeRequest]:
     """What all regions are asked to begin from, by region."""
 
-    def of_this() -> Asked:
+    def of_this() -> ResumeRequest:
         if not wanted:
             found = folders.checkpoints(folder).values()
             has_some = any(folders.unusable(path, hashes=False) is None for path in found)
-            return Asked(False, has_some=has_some)
+            return ResumeRequest(False, has_some=has_some)
         if wanted is True:
-            return Asked(True)
+            return ResumeRequest(True)
         path = Path(wanted)
         step = path.name.removeprefix(folders.PREFIX)
         is_there = path.is_dir() or (folder / path.name).is_dir()
         is_exact = not folders.is_pointer(path, folder)
-        return Asked(True, is_exact, int(step) if step.isdigit() else 0, is_there)
+        return ResumeRequest(True, is_exact, int(step) if step.isdigit() else 0, is_there)
 
     what = "what to begin from"
-    own = main_says(link, accelerator, of_this, what, lambda plain: Asked(*plain))
+    own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
     return gather(link, own, what)
 
 

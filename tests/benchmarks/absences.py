@@ -22,7 +22,7 @@ import psutil
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.tools.bench.report import BenchReport, write
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "evidence" / "benchmarks"
 REGIONS, LEAST = 4, 2
 KILLED, FROZEN = 3, 2
 KILLS, FREEZE = (150, 450), 300

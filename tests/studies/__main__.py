@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .spec import Study
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS = HERE.parents[1] / "docs" / "evidence" / "studies"
 QUICK = Path("runs/studies")
 
 

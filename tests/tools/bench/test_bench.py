@@ -60,7 +60,7 @@ def test_a_report_is_a_table_and_json(tmp_path: Path) -> None:
 
 def test_kept_results_are_of_this_form() -> None:
     """Those of tests/benchmarks: their version, date and machine are known."""
-    results = sorted((ROOT / "tests" / "benchmarks" / "results").glob("*.json"))
+    results = sorted((ROOT / "docs" / "evidence" / "benchmarks").glob("*.json"))
     assert len(results) >= 7
     for path in results:
         assert read(path)[0]["rows"], path.name
