@@ -11,7 +11,7 @@ from . import parts
 from .errors import InputError, short, shown
 from .methods import Method
 from .newer import known
-from .parts import rules
+from .parts import demands
 from .parts.guard import Guard
 from .settings import OuterConfig
 from .settings.outer import AUTO, FOLLOWING, GUARD
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 NEEDS: tuple[tuple[str, str, tuple[str | bool | None, ...]], ...] = (
     ("rank", "codec", ("lowrank",)),
-    ("top_k", "codec", rules.SPARSE),
+    ("top_k", "codec", demands.SPARSE),
     ("feedback_decay", "error_feedback", (True,)),
     ("mixing_alpha", "merge", ("mix",)),
     ("compensation", "merge", ("compensate",)),
@@ -77,7 +77,7 @@ def _composer(config: OuterConfig) -> _Composer:
         faults = {
             "no name": not chosen.name,
             "a name of ours": chosen.name in ours,
-            "the form MODULE:NAME": rules.is_own(chosen.name),
+            "the form MODULE:NAME": demands.is_own(chosen.name),
         }
         for fault in (words for words, holds in faults.items() if holds):
             raise InputError(
@@ -85,7 +85,7 @@ def _composer(config: OuterConfig) -> _Composer:
                 "dataclasses.replace(method, name='my-method')."
             )
         return _Composer(chosen.name, {}, lambda: chosen, is_own=True)
-    if not rules.is_own(chosen):
+    if not demands.is_own(chosen):
         raise InputError(
             f"outer.method={shown(chosen)} must be text or a Method. Known: {', '.join(ours)}; or MODULE:NAME, of your own."
         )
@@ -105,7 +105,7 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
     options: dict[str, Any] = config.options or {}  # type: ignore[assignment]
     mine = {name: value for name, value in options.items() if name in takes}
     others = {name: value for name, value in options.items() if name not in takes}
-    known = parts.own.options_of_codec(config.codec) if others and rules.is_own(config.codec) else {}
+    known = parts.own.options_of_codec(config.codec) if others and demands.is_own(config.codec) else {}
     for name, value in others.items():
         if name not in known:
             taken = ", ".join([*takes, *known]) or "nothing"
@@ -122,11 +122,11 @@ def check(config: OuterConfig) -> None:
     Raises:
         InputError: like `from_config`.
     """
-    if isinstance(config.method, Method) or rules.is_own(config.method):
+    if isinstance(config.method, Method) or demands.is_own(config.method):
         return
     composer = _composer(config)
     _check(composer, config.given())
-    if not rules.is_own(config.codec):
+    if not demands.is_own(config.codec):
         _options(config, composer.takes)
 
 
@@ -140,7 +140,7 @@ def from_config(config: OuterConfig) -> Method:
     _check(composer, given)
     mine, for_codec = _options(config, composer.takes)
     given = {name: value for name, value in given.items() if name not in FOLLOWING or value != AUTO}
-    if rules.is_own(given.get("codec")):
+    if demands.is_own(given.get("codec")):
         given["codec"] = parts.own.codec(given["codec"], for_codec)
     method = composer.compose(**given, **mine)
     if not isinstance(method, Method):
@@ -165,7 +165,7 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
             )
     if not composer.is_own:
         _check_together(takes, given)
-        rules.check({**takes, **given})
+        demands.check({**takes, **given})
     _check_auto(composer, given)
 
 
@@ -213,7 +213,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
             found[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
         found["guard"] = config.guard
-    has_own_codec = rules.is_own(config.codec)
+    has_own_codec = demands.is_own(config.codec)
     if composer.is_own or has_own_codec:
         mine, for_codec = _options(config, composer.takes)
         known = parts.own.options_of_codec(str(config.codec)) if has_own_codec else {}
@@ -230,7 +230,7 @@ def settings(config: OuterConfig) -> dict[str, object]:
     if found.get("mean") == BEFORE["mean"]:
         del found["mean"]
     if "mixing_alpha" in found:
-        found["mixing_alpha"] = rules.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
+        found["mixing_alpha"] = demands.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
     idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}
     return {name: value for name, value in found.items() if name not in idle}
 
@@ -268,7 +268,7 @@ def paper_of(method: str) -> tuple[str, str] | None:
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
     """
-    function = parts.own.found("outer.method", method) if rules.is_own(method) else known().get(method)
+    function = parts.own.found("outer.method", method) if demands.is_own(method) else known().get(method)
     lines = (inspect.getdoc(function) or "").splitlines() if inspect.isfunction(function) else []
     number = re.search(r"\b\d{4}\.\d{5}\b", lines[0]) if lines else None
     return None if number is None else (lines[0].partition(":")[0], number[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..coordinator.secret import secret_of
 from ..errors import InputError
-from ..parts.rules import CODECS
+from ..parts.demands import CODECS
 from ..settings import RegionConfig
 from .checks import (
     STDOUT,

@@ -13,7 +13,7 @@ import psutil
 from ..errors import InputError, short
 from ..settings import ENV_SECRET
 from ..settings.recipe import Recipe
-from ..training.rules import check_sections
+from ..training.precheck import check_sections
 
 STDOUT = Path("-")
 """The file of --json that stands for the standard output. Everything else that a command says then goes to stderr."""

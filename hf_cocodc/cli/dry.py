@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InputError
 from ..settings.recipe import Recipe
-from ..training.rules import outer_in_words
+from ..training.precheck import outer_in_words
 from .joining import name_of
 from .status import keys_of, running
 

@@ -12,7 +12,7 @@ from ..settings.recipe import Recipe
 from .status import PATIENCE_S, keys_of
 
 if TYPE_CHECKING:
-    from ..coordinator.connection import CoordinatorConnection
+    from ..coordinator.caller import CoordinatorConnection
     from ..net.keys import Keys
 
 CONNECT_S = 10.0
@@ -87,7 +87,7 @@ def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
 
 def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
     """The number; None while the run does not train."""
-    from ..coordinator.connection import CoordinatorConnection, error_of
+    from ..coordinator.caller import CoordinatorConnection, error_of
     from ..coordinator.messages import Claim, Claimed, Refuse
 
     connection = CoordinatorConnection(address, run, "command", keys, timeout_s=PATIENCE_S)

@@ -24,7 +24,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from ..coordinator.connection import CoordinatorConnection, error_of
+    from ..coordinator.caller import CoordinatorConnection, error_of
     from ..coordinator.messages import AskLeave, Refuse
 
     address, region = options.coordinator, options.region

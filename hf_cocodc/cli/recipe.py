@@ -83,7 +83,7 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from ..settings.keys import in_markdown, listing
+    from ..settings.reference import in_markdown, listing
 
     print(in_markdown() if options.markdown else listing())
     return 0

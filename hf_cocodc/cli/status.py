@@ -64,8 +64,8 @@ def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dic
     Raises:
         MeetingError: no coordinator answers there, or one with another secret.
     """
+    from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
-    from ..coordinator.connection import NobodyAnswers
 
     try:
         return status(address, keys, name, PATIENCE_S)

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import CocodcError, InputError, LinkError, MeetingError, RegionLostError, short
 from ..net.keys import Keys
 from ..net.letters import Member
-from .connection import (
+from .caller import (
     CONNECT_S,
     FIRST_WAIT_S,
     FLUSH_S,

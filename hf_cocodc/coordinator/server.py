@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..net.addresses import listen_at, named
 from ..net.channel import keep_from_forks
 from ..net.keys import Keys
-from .connections import Coordinator
+from .service import Coordinator
 from .state import StateFile
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from ..parts.tensors.pieces import HostThreads
 from .account import Totals
 from .compatibility import layout
 from .fragment import FragmentState, hold
+from .global_weights import not_finite, show_global
 from .transfer import Trained, Transfer
-from .weights import not_finite, show_global
 
 logger = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
 from ..parts.tensors.memory import HOST
 from . import adoption as returning
-from . import saving
+from . import transfers
 from .account import Account, Measurements, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
 from .agreement import StepChecksum, agreed_layout, check_same_end, check_same_start, common_layout
 from .compatibility import layout, loading, same_layout, same_structure
+from .footprint import Memory, memory
 from .fragment import FragmentState, adopt
-from .memory import Memory, memory
+from .global_weights import local_kept, show_global
 from .traffic import Traffic
 from .watch import Watch
-from .weights import local_kept, show_global
 
 
 class Synchronizer:
@@ -224,7 +224,7 @@ class Synchronizer:
             "schedule_state": self._agenda.state,
             **self._traffic.state_dict(),
             "totals": asdict(self.account.totals),
-            "fragments": [saving.saved(fragment) for fragment in self.fragments],
+            "fragments": [transfers.saved(fragment) for fragment in self.fragments],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ class Synchronizer:
         Raises:
             CheckpointError: it is of another model or method, or differs from the other regions'.
         """
-        saving.wait_for_transfers(self.fragments)
+        transfers.wait_for_transfers(self.fragments)
         self._load(state)
         own = self.global_digest() if self.method.outer.regions_agree else -1
         check_same_start(self.link, StepChecksum(self.inner_step, own))
@@ -243,7 +243,7 @@ class Synchronizer:
 
         `own`: what this region has counted itself.
         """
-        saving.take_over(self.fragments, takes_part=not self.link.is_elastic)
+        transfers.take_over(self.fragments, takes_part=not self.link.is_elastic)
         if self.link.is_elastic:
             self.account.go_on(own or Totals())
             for fragment in self.fragments:
@@ -280,7 +280,7 @@ class Synchronizer:
         self._watch.load_state_dict(state.get("watch", {}))  # earlier versions adopted no parameters
         self._agenda.load(state["schedule_state"])
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            saving.load(fragment, saved)
+            transfers.load(fragment, saved)
             self._traffic.of_loaded(fragment)
         self.measured.load_state_dict(state)
         self._traffic.load(state)

@@ -24,9 +24,9 @@ from .account import Account, Measurements, Seconds
 from .agreement import check_in_step
 from .compatibility import HISTORIES, sound_counts
 from .fragment import FragmentState
-from .saving import take_global
 from .stepping import Guarding, Stepping
 from .transfer import Shares, Trained, Transfer
+from .transfers import take_global
 from .watch import UNKNOWN
 
 logger = logging.getLogger(__name__)

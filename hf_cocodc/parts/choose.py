@@ -1,11 +1,11 @@
 """From settings to parts: each function takes settings as a recipe writes them and returns the part that they name.
 
-`rules.check` has checked them before, also against each other.
+`demands.check` has checked them before, also against each other.
 """
 
 from collections.abc import Callable
 
-from . import codecs, fragments, merges, outer, rules
+from . import codecs, demands, fragments, merges, outer
 from .codecs.base import Codec
 from .fragments import Pattern
 from .merges import Merge
@@ -14,7 +14,7 @@ from .outer import OuterTransform
 
 def pattern(name: str, num_fragments: int, split_rows: bool) -> Pattern:
     """The fragment pattern called `name`, for `num_fragments` fragments; `split_rows` counts only for more than one."""
-    rules.one_of("fragment_pattern", name, rules.PATTERNS)
+    demands.one_of("fragment_pattern", name, demands.PATTERNS)
     if name == "whole":
         return fragments.whole()
     by_blocks = {"strided": fragments.strided, "sequential": fragments.sequential}
@@ -22,7 +22,7 @@ def pattern(name: str, num_fragments: int, split_rows: bool) -> Pattern:
 
 
 CODECS: dict[str, Callable[[], Codec]] = {
-    name: getattr(codecs, name) for name in rules.CODECS if name != "lowrank"
+    name: getattr(codecs, name) for name in demands.CODECS if name != "lowrank"
 }
 
 
@@ -43,10 +43,10 @@ def codec(
         chosen = name
     elif name == "lowrank":
         chosen = codecs.lowrank(rank, rank_min=1 if adaptive_rank else None)
-    elif name in rules.SPARSE and top_k is not None:
+    elif name in demands.SPARSE and top_k is not None:
         chosen = {"topk": codecs.topk, "topk_2bit": codecs.topk_2bit}[name](top_k)
     else:
-        rules.one_of("codec", name, rules.CODECS)
+        demands.one_of("codec", name, demands.CODECS)
         chosen = CODECS[name]()
     chosen = codecs.feedback(chosen, decay) if error_feedback else chosen
     return codecs.radial(chosen) if mean == "radial" else chosen
@@ -56,7 +56,7 @@ def merge(
     name: str, mixing_alpha: float = 0.5, compensation: str = "adaptive", compensation_strength: float = 0.5
 ) -> Merge:
     """The merge called `name`; the other arguments count only for mix and compensate."""
-    rules.one_of("merge", name, rules.MERGES)
+    demands.one_of("merge", name, demands.MERGES)
     if name == "mix":
         return merges.mix(mixing_alpha)
     if name == "compensate":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from . import rules
+from . import demands
 from .info import MergeInfo, Piece
 
 _MAX_CURVATURE = 10.0
@@ -115,7 +115,7 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
     Raises:
         InputError: the mode is unknown, or the strength is negative.
     """
-    rules.one_of("compensation", mode, rules.COMPENSATIONS)
+    demands.one_of("compensation", mode, demands.COMPENSATIONS)
     if strength < 0:
         raise InputError(
             f"outer.compensation_strength={strength} must not be negative; 0 gives the additive merge."

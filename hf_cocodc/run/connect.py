@@ -39,7 +39,7 @@ from ..parts.tensors.flat import bytes_of, contents
 from ..parts.tensors.memory import HOST
 from ..resolve import settings
 from ..settings import ENV_REGION, OuterConfig, RegionConfig
-from ..snapshot.base import largest_base
+from ..snapshot.receive import largest_base
 from ..status import tell
 from .about import About
 from .session import RegionContext, RegionSession, announce, keep, session_of

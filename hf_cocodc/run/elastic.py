@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accelerate import Accelerator
 
-from ..engine.saving import wait_for_transfers
+from ..engine.transfers import wait_for_transfers
 from ..errors import CheckpointError, LeftBehind
 from ..link.log import Marker
 from ..link.records import Ending, Words

@@ -22,9 +22,9 @@ from ..link.rules import Standing
 from ..link.within import main_says
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
-from ..snapshot.base import Received, received_in
 from ..snapshot.checkpoint import Saved, read
 from ..snapshot.donor import Inner
+from ..snapshot.receive import Received, received_in
 from ..status import tell
 from .session import RegionSession, session_of
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..auto import for_rounds
 from ..coordinator.messages import Bye
 from ..engine.compatibility import layout
-from ..engine.saving import wait_for_transfers
 from ..engine.synchronizer import Synchronizer
+from ..engine.transfers import wait_for_transfers
 from ..errors import InputError, LeftBehind, LinkError, RunStopped
 from ..link.base import Link
 from ..link.records import Ending, Words
@@ -32,10 +32,10 @@ from .about import About, of_loop
 from .connect import begin_over, meet
 from .elastic import Elastic
 from .endings import Endings
+from .fresh_start import recover, ruined_at_the_end
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal
 from .newcomer import advance, inner_of
-from .recovery import recover, ruined_at_the_end
 from .resuming import check, config_of, in_all, origin_of
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of

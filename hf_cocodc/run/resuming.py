@@ -26,8 +26,8 @@ from ..settings import OuterConfig
 from ..snapshot import checkpoint as disk
 from ..snapshot import local_weights
 from ..snapshot.checkpoint import Saved
-from ..snapshot.choose import CanResume
 from ..snapshot.manifest import FOLDER
+from ..snapshot.resume import CanResume
 from .about import About, refuse_another_run
 from .inner_optimizer import InnerOptimizer
 from .newcomer import joins, place_for_bases, read_base

@@ -38,8 +38,8 @@ from ..net.keys import Keys
 from ..net.letters import Member
 from ..net.wire import Wire
 from ..settings import RegionConfig
-from ..snapshot.base import Base, Donors, Received
 from ..snapshot.donor import NUMBERS, Donation
+from ..snapshot.receive import Base, Donors, Received
 from ..status import tell
 
 FIRST_S = 10.0

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import __version__
 from ..auto import is_auto
-from ..engine.memory import in_words
+from ..engine.footprint import in_words
 from ..engine.synchronizer import Synchronizer
 from ..errors import HandshakeError
 from ..link.base import Link

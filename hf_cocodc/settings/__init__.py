@@ -18,9 +18,9 @@ from .environment import (
     refuse_old_names,
     warn_alone,
 )
+from .fields import check_host, require
 from .outer import OF_EVERY_METHOD, OuterConfig
 from .regions import RegionConfig
-from .rules import check_host, require
 
 __all__ = [
     "ENV_JOIN",

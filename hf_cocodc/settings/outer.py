@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError, nearest, shown
-from .rules import Settings, documented, expert, require, setting, take_number
+from .fields import Settings, documented, expert, require, setting, take_number
 
 METHODS = ("diloco", "streaming", "eager", "co2", "dilocox", "cocodc", "sparseloco", "muloco")
 """The names of `newer.known`: importing the methods would import torch."""

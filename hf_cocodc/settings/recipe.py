@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import InputError, nearest, shown
 from . import OuterConfig, RegionConfig, require
+from .fields import setting
 from .reading import build, override_key, read_recipe
-from .rules import setting
 
 
 def _need_one(section: Any, name: str, **choices: str) -> None:

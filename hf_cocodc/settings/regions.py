@@ -20,7 +20,7 @@ from .environment import (
     refuse_old_names,
     warn_alone,
 )
-from .rules import Settings, check_host, documented, require, setting, take_number
+from .fields import Settings, check_host, documented, require, setting, take_number
 
 ENDINGS = ("auto", "finish", "stop", "continue")
 ON_LOSS = ("stop", "continue")

@@ -18,9 +18,9 @@ from ..link.base import Link
 from ..run.newcomer import get_base, joins
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
-from ..snapshot.base import Received
 from ..snapshot.donor import Inner
 from ..snapshot.folder import PREFIX
+from ..snapshot.receive import Received
 
 
 def refuse_epochs(args: TrainingArguments) -> None:

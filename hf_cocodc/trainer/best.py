@@ -29,10 +29,10 @@ from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, damage, read
-from ..snapshot.choose import Start
 from ..snapshot.files import take_over
 from ..snapshot.folder import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
+from ..snapshot.resume import Start
 from .beginning import interval, metric_of
 from .leaving import keeps_in_step
 

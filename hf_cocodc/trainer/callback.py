@@ -26,9 +26,9 @@ from ..run.starting import Beginning, Habits
 from ..run.supported import refuse_unsupported
 from ..settings import OuterConfig, RegionConfig
 from ..settings.recipe import Recipe, facts_of_data
-from ..snapshot.base import Received
 from ..snapshot.checkpoint import Saved, read
-from ..snapshot.choose import Start, checkpoint_to_resume, settle_in
+from ..snapshot.receive import Received
+from ..snapshot.resume import Start, checkpoint_to_resume, settle_in
 from .attaching import find_trainer, has_finished, leave_as_it_is, refuse, settle
 from .beginning import agree_on_length, base_for, check_habits, go_along, take_part, told
 from .best import Best

@@ -20,7 +20,7 @@ from ..settings.reading import converted
 from ..settings.recipe import Recipe
 from . import building
 from .building import blaming
-from .rules import check_sections
+from .precheck import check_sections
 
 MOST_TENSORS = 50_000  # no known model has as many; one of millions would take minutes to build
 

@@ -10,10 +10,10 @@ from ..errors import InputError, nearest, shown
 from ..newer import INNER, known
 from ..resolve import settings
 from ..settings import OuterConfig
-from ..settings.keys import keys
 from ..settings.outer import AUTO, FOLLOWING
 from ..settings.reading import read_yaml
 from ..settings.recipe import Recipe
+from ..settings.reference import keys
 from ..settings.writing import scalar
 
 _WIDTH = 110

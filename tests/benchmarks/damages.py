@@ -117,9 +117,9 @@ def _flip(gathered: bool) -> Callable[..., None]:
 
 def overhear(folder: Path) -> None:
     """Write every greeting of this process for the coordinator to a file, as somebody on the network could."""
-    from hf_cocodc.coordinator import connection
+    from hf_cocodc.coordinator import caller
 
-    line_of = connection.line_of
+    line_of = caller.line_of
 
     def said(message: dict[str, Any], *limits: int) -> bytes:
         line = line_of(message, *limits)
@@ -128,7 +128,7 @@ def overhear(folder: Path) -> None:
                 file.write(line)
         return line
 
-    connection.line_of = said  # type: ignore[assignment]
+    caller.line_of = said  # type: ignore[assignment]
 
 
 DAMAGES: dict[str, Callable[..., None]] = {

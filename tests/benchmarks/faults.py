@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import Alive, Back, Place, Terms, to_plain
 from hf_cocodc.net.keys import Keys
 from hf_cocodc.net.letters import Member

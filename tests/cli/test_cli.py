@@ -17,7 +17,7 @@ from hf_cocodc.cli import train
 from hf_cocodc.cli.checks import check_writable
 from hf_cocodc.cli.main import main, parse
 from hf_cocodc.errors import CocodcError, InputError
-from hf_cocodc.parts import rules
+from hf_cocodc.parts import demands
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.training import launch
@@ -324,8 +324,8 @@ def test_help_lists_the_exit_codes(words: list[str], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "known"),
     [
-        (["bench", "link", "--help"], rules.CODECS),
-        (["bench", "codec", "--help"], rules.CODECS),
+        (["bench", "link", "--help"], demands.CODECS),
+        (["bench", "codec", "--help"], demands.CODECS),
         (["recipe", "new", "--help"], newer.known()),
     ],
 )

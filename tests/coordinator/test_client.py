@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_cocodc.coordinator import connection as connection_module
+from hf_cocodc.coordinator import caller
+from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import Client, status
-from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
@@ -190,7 +190,7 @@ def test_a_client_may_close_while_the_coordinator_is_away() -> None:
 
 def test_a_coordinator_that_is_silent_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_cocodc.coordinator.client.SILENT_S", 0.5)
-    monkeypatch.setattr("hf_cocodc.coordinator.connections._ALIVE_S", 60.0)
+    monkeypatch.setattr("hf_cocodc.coordinator.service._ALIVE_S", 60.0)
     served = serve_in_thread()
     a, b = meet(served.address, hello(0), hello(1))
     assert a.wait_for(Resumed).generation == 1
@@ -210,8 +210,8 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
 def test_a_process_that_stands_still_loses_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region that was frozen while it looked for the coordinator looks once more, before it says that nobody answers."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now.s))
-    patience = connection_module._Patience(10.0)
+    monkeypatch.setattr(caller, "time", SimpleNamespace(monotonic=lambda: now.s))
+    patience = caller._Patience(10.0)
     left = []
     for now.s in (1.0, 100.0, 101.0, 200.0):
         left.append(patience.left_s)

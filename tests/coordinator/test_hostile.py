@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import status
-from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.entrance import HERE, Limits, key_id, versions
 from hf_cocodc.coordinator.messages import Beat, Post, Posted, to_plain
 from hf_cocodc.coordinator.server import serve_in_thread
@@ -104,7 +104,7 @@ def test_a_stranger_is_closed_in_time_and_the_number_of_strangers_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = Limits(proof_s=1.0, callers=50)
-    monkeypatch.setattr("hf_cocodc.coordinator.connections.Limits", lambda: limits)
+    monkeypatch.setattr("hf_cocodc.coordinator.service.Limits", lambda: limits)
     served = serve_in_thread(secrets=[SECRET])
     found = strangers_that_say(served.address, b"", limits.callers + 20)
     begun = time.monotonic()
@@ -198,7 +198,7 @@ def test_who_knows_the_name_of_a_secret_alone_gets_nowhere(said: bytes) -> None:
 
 
 def test_a_handshake_that_stops_half_way_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_cocodc.coordinator.connections.Limits", lambda: Limits(proof_s=0.5))
+    monkeypatch.setattr("hf_cocodc.coordinator.service.Limits", lambda: Limits(proof_s=0.5))
     served = serve_in_thread(secrets=[SECRET])
     hello = client_hello(SECRET)
     for said in (hello[:100], hello):  # the coordinator's own part comes, and the caller's proof never

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_cocodc.coordinator.caller import CoordinatorConnection
 from hf_cocodc.coordinator.client import ask, status, told_by_doctors
-from hf_cocodc.coordinator.connection import CoordinatorConnection
 from hf_cocodc.coordinator.messages import (
     Announce,
     AskLeave,
@@ -128,7 +128,7 @@ def test_another_protocol_is_refused_at_both_ends_naming_both_versions(
             answer = caller.recv(4096)
         assert b"9.9 (protocol 99)" in answer and b"(protocol 17)" in answer and b"refused" in answer
         monkeypatch.setattr(
-            "hf_cocodc.coordinator.connection.versions", lambda: {"hf_cocodc": 13, "version": "0.0.9"}
+            "hf_cocodc.coordinator.caller.versions", lambda: {"hf_cocodc": 13, "version": "0.0.9"}
         )
         with pytest.raises(MeetingError, match=r"0\.0\.9 \(protocol 13\)"):
             status(served.address, None)

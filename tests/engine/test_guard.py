@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_cocodc.engine import saving
+from hf_cocodc.engine import transfers
 from hf_cocodc.engine.compatibility import HISTORIES
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.errors import CheckpointError
@@ -256,7 +256,7 @@ def test_a_history_that_no_region_has_is_refused(norms: Any) -> None:
         sync = Synchronizer(model, method, link, guard=GUARD)
         [fragment] = sync.state_dict()["fragments"]
         for found in (norms, [0.0, 1.0] * (LONGEST_HISTORY // 2), []):
-            load = functools.partial(saving.load, sync.fragments[0], {**fragment, "norms": found})
+            load = functools.partial(transfers.load, sync.fragments[0], {**fragment, "norms": found})
             if found is norms:
                 with pytest.raises(CheckpointError, match="fragment 0: the checkpoint has norms="):
                     load()
@@ -285,7 +285,7 @@ def test_a_transfer_in_flight_with_a_norm_that_no_region_has_is_refused(name: st
         for wrong in (math.nan, math.inf, -1.0, None, "1"):
             damaged = {**fragment, "in_flight": [{**transfer, name: wrong}]}
             with pytest.raises(CheckpointError, match=f"the checkpoint has {name} of a transfer="):
-                saving.load(sync.fragments[0], damaged)
+                transfers.load(sync.fragments[0], damaged)
 
     run_in_lockstep(1, body)
 

@@ -27,7 +27,7 @@ STARTS = (
     "hf_cocodc.tools.doctor.examine.examine",
     "hf_cocodc.coordinator.server.serve",
     "hf_cocodc.coordinator.client.CoordinatorConnection",
-    "hf_cocodc.coordinator.connection.CoordinatorConnection",
+    "hf_cocodc.coordinator.caller.CoordinatorConnection",
     "hf_cocodc.tools.bench.outer.measure",
     "hf_cocodc.tools.bench.codec.measure",
     "hf_cocodc.tools.bench.link.take_part",

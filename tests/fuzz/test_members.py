@@ -35,8 +35,8 @@ from hf_cocodc.link.rules import Call, Part, Standing
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.validation import MOST
 from hf_cocodc.net.wire import _count_in
-from hf_cocodc.snapshot import base as asking
-from hf_cocodc.snapshot.base import Donors
+from hf_cocodc.snapshot import receive
+from hf_cocodc.snapshot.receive import Donors
 from tests.fuzz.test_messages import NAMES, PLAIN
 from tests.link.memory import Regions
 
@@ -268,7 +268,7 @@ def test_answers_to_a_newcomer(sender: Member, topic: str, content: dict[str, An
 
     donors = Donors(0, post, lambda member: True, lambda member: "127.0.0.1")
     with (
-        mock.patch.object(asking, "receive", return_value=None),
+        mock.patch.object(receive, "receive", return_value=None),
         contextlib.suppress(DonorLost),
     ):
         donors.base_of(OTHER, Path("nowhere"), stuck_timeout_s=5.0)

@@ -17,7 +17,7 @@ from hf_cocodc.link.within import main_says, of_all
 from hf_cocodc.net.letters import Member
 from hf_cocodc.run.elastic import News, _news_in
 from hf_cocodc.run.newcomer import _marker_in
-from hf_cocodc.snapshot.base import DonorLost, Received, received_in
+from hf_cocodc.snapshot.receive import DonorLost, Received, received_in
 from tests.processes.forks import TIMEOUT_S, fork, rank_env, torch_master
 
 

@@ -16,9 +16,9 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.methods import diloco
 from hf_cocodc.newer import known
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.settings.keys import in_markdown, listing
+from hf_cocodc.settings.fields import is_expert, meaning
 from hf_cocodc.settings.outer import METHODS, PARTS
-from hf_cocodc.settings.rules import is_expert, meaning
+from hf_cocodc.settings.reference import in_markdown, listing
 
 EXPERT = {
     *("split_rows", "feedback_decay", "top_k", "staleness_penalty", "clip_momentum", "compensation"),

@@ -21,13 +21,13 @@ from hf_cocodc.link.log import Entry, Marker, to_plain
 from hf_cocodc.link.records import ROW
 from hf_cocodc.net.keys import Cipher, Keys
 from hf_cocodc.net.letters import Member
-from hf_cocodc.snapshot import base, donor, frames
-from hf_cocodc.snapshot import base as asking
 from hf_cocodc.snapshot import checkpoint as state
+from hf_cocodc.snapshot import donor, frames
 from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot.base import Base, Donors, receive
+from hf_cocodc.snapshot import receive as receiving
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file
+from hf_cocodc.snapshot.receive import Base, Donors, receive
 from tests.secret import secret
 from tests.snapshot.test_checkpoints import FACTS
 from tests.snapshot.test_take_over import ADAM, same
@@ -214,7 +214,7 @@ def test_a_donor_with_nothing_to_send_gives_heartbeats(
 ) -> None:
     """A newcomer waits for it for longer than for one that is silent."""
     monkeypatch.setattr(donor, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(receiving, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(frames, "_POLL_S", 0.1)
     with received(donation, tmp_path, timeout_s=0.3) as found:
         late = threading.Timer(0.8, donation.log, [MARKER])
@@ -434,7 +434,7 @@ def test_a_newcomer_asks_a_member(sealed: tuple[Donation, dict[str, Any]], tmp_p
 
 def test_a_member_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What travels while the coordinator is away is lost."""
-    monkeypatch.setattr(asking, "_AGAIN_S", 0.1)
+    monkeypatch.setattr(receiving, "_AGAIN_S", 0.1)
     post = Post()
     with pytest.raises(DonorLost, match="has offered no base"):
         post.base_of(ZERO, tmp_path)
@@ -503,7 +503,7 @@ def test_a_donor_that_falls_silent_in_the_middle_is_given_up(
 ) -> None:
     """Though its process lives."""
     monkeypatch.setattr(frames, "_POLL_S", 0.05)
-    monkeypatch.setattr(base, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(receiving, "HEARTBEAT_S", 0.02)
     offer = served([files(state=200), b"{}"], is_silent=True)
     with pytest.raises(
         DonorLost, match="region 0 sends its base no more: the other end has sent nothing for"
@@ -524,7 +524,7 @@ def test_the_log_brings_no_more_at_once_than_the_base_allows(
     donation: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An item is at most twice as large as the base, and some."""
-    monkeypatch.setattr(base, "_ITEM_MARGIN", 0)
+    monkeypatch.setattr(receiving, "_ITEM_MARGIN", 0)
     donation.log(ENTRY)
     with received(donation, tmp_path) as found:
         assert next(found.items)

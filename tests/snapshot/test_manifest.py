@@ -21,10 +21,10 @@ from hf_cocodc.snapshot import durable, manifest
 from hf_cocodc.snapshot import folder as folders
 from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import Inventory
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
 from hf_cocodc.snapshot.files import take_over
+from hf_cocodc.snapshot.resume import Inventory
 
 FILES = (
     "model.safetensors",

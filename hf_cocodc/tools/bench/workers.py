@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import IO, Any
 
-from ...coordinator.connection import CoordinatorConnection, error_of
+from ...coordinator.caller import CoordinatorConnection, error_of
 from ...coordinator.messages import Hello, Post, Posted, Refuse, Terms, Welcome
 from ...coordinator.server import serve_in_thread
 from ...errors import CocodcError, LinkError

@@ -2,8 +2,8 @@
 
 import time
 
+from ...coordinator.caller import NobodyAnswers
 from ...coordinator.client import status
-from ...coordinator.connection import NobodyAnswers
 from ...errors import CocodcError, InputError, MeetingError
 from ...net.addresses import is_loopback
 from ...net.keys import Keys

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...engine.memory import forecast
+from ...engine.footprint import forecast
 from ...methods import Method
 from ...parts.schedules import AgreedStats, Land, Send
 from ...parts.tensors.flat import tensors_in

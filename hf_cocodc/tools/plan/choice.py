@@ -7,7 +7,7 @@ from typing import Any
 from ...errors import InputError, shown
 from ...methods import METHODS
 from ...newer import known
-from ...parts.rules import CODECS, mixing_alpha
+from ...parts.demands import CODECS, mixing_alpha
 from ...resolve import from_config
 from ...resolve import settings as _settings
 from ...settings import OuterConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...engine.memory import forecast as memory_of
+from ...engine.footprint import forecast as memory_of
 from ...engine.stepping import steps_ahead
 from ...link.base import drive
 from ...link.exchange import num_pieces

@@ -7,8 +7,8 @@ and the region would not count in any later round.
 import logging
 from collections.abc import Sequence
 
-from ..engine.saving import begin_anew
 from ..engine.synchronizer import Synchronizer
+from ..engine.transfers import begin_anew
 from ..errors import CocodcError
 from ..link.records import Ending
 from ..parts.guard import lower_median

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from . import OuterConfig
+from .fields import is_expert, meaning
 from .outer import OF_EVERY_METHOD
 from .reading import words_of
 from .recipe import Recipe
-from .rules import is_expert, meaning
 
 OTHERS = {
     "training": "Every field of `transformers.TrainingArguments`. `optim` may also be muon: AdamW then trains what is no matrix "

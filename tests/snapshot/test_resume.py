@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cocodc.snapshot.checkpoint import Facts
-from hf_cocodc.snapshot.choose import HeldCheckpoint, Holdings, choose, holdings_in
+from hf_cocodc.snapshot.resume import HeldCheckpoint, Holdings, choose, holdings_in
 
 RUN = 7
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_cocodc.engine.memory import forecast, memory
+from hf_cocodc.engine.footprint import forecast, memory
 from hf_cocodc.engine.synchronizer import Synchronizer
 from hf_cocodc.link.lockstep import LockstepHub, LockstepLink, loopback
 from hf_cocodc.newer import known

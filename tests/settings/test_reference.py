@@ -10,8 +10,8 @@ import pytest
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.settings import OuterConfig, RegionConfig
-from hf_cocodc.settings.keys import in_markdown, keys
 from hf_cocodc.settings.recipe import DataSection
+from hf_cocodc.settings.reference import in_markdown, keys
 
 README = Path(__file__).parents[2] / "recipes" / "README.md"
 

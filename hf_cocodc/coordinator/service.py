@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import LinkError, short, shown
 from ..net.channel import Channel, keep_alive, line_of
 from ..net.keys import Keys
-from .connection import LONGEST_LINE
+from .caller import LONGEST_LINE
 from .entrance import Entrance, Limits, key_id
 from .messages import (
     Alive,
