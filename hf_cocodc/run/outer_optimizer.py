@@ -36,7 +36,7 @@ from .fresh_start import recover, ruined_at_the_end
 from .inner_optimizer import InnerOptimizer, Tokens
 from .journal import Journal
 from .newcomer import advance, inner_of
-from .resuming import check, config_of, in_all, origin_of
+from .resuming import StartPoint, check, config_of, in_all, start_point
 from .saving import facts_of, hook_into_saving, seal, write
 from .session import session_of
 from .starting import engine_for, mark_of, note_start, run_of
@@ -85,6 +85,8 @@ class OuterOptimizer:
         stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that
             stage, not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual
             optimizer, 2506.21263). See below.
+        has_agreed: whether the regions have agreed on what they begin from, `saved` or step 0, as Trainer's callback does. Else
+            they do so here; without `saved` it is what the accelerator has loaded.
 
     The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order, or
     `outer.note_lr()` before a schedule that steps earlier.
@@ -120,6 +122,7 @@ class OuterOptimizer:
         saved: Saved | None = None,
         about: About | None = None,
         stage: tuple[int, int] | None = None,
+        has_agreed: bool = False,
     ) -> None:
         asked, regions = as_config(config), regions or RegionConfig()
         method = from_config(asked)  # a mistake in the settings comes before everything else
@@ -131,25 +134,41 @@ class OuterOptimizer:
         )
         self.about = about or of_loop(accelerator, bare, optimizer)
         self.tokens = Tokens(accelerator, asked.weights == "tokens", alike=stage is not None)
+        self._undo: list[Callable[[], object]] = []
         # meet. "auto" is compared as such: what it means in a run that is continued, its checkpoints say
+        is_own_link = link is None
         link = meet(link, accelerator, bare, asked, regions, max_steps, stage=stage, about=self.about)
         begin_over(link)
-        # begin, resume or join
-        origin = origin_of(link, accelerator, bare, inner, saved, journal, is_plain=about is None)
-        self.link, self.model, self.started, saved = link, bare, origin.started, origin.saved
+        self.link, self.model = link, bare
         self._accelerator, self._inner, self._asked, self._max_steps = accelerator, inner, asked, max_steps
         self._allowed, self._has_stages = regions.allowed, stage is not None
-        self._config = config_of(link, accelerator, asked, saved, max_steps)
+        try:
+            start = start_point(link, accelerator, bare, inner, saved, journal, agreed=has_agreed)
+            self._agree(start)
+            self._begin(start, regions, journal)
+        except BaseException as error:
+            self._undo_all()
+            if is_own_link:
+                link.close(f"{type(error).__name__}: {error}")
+            raise
+
+    def _agree(self, start: StartPoint) -> None:
+        """The settings of the run, with values in place of "auto"; and whether it may go on from there. A collective call."""
+        self.started = start.started
+        self._config = config_of(self.link, self._accelerator, self._asked, start.saved, self._max_steps)
         self.settings = settings(self._config)
         """Every setting of the method, defaults filled in."""
-        inner.warn_unless_fitting(str(self.settings["method"]))
-        if saved is not None:
-            self._check(saved, self.settings, origin.is_new)
-        # train
+        self._inner.warn_unless_fitting(str(self.settings["method"]))
+        if start.saved is not None:
+            self._check(start.saved, self.settings, start.is_new)
+
+    def _begin(self, start: StartPoint, regions: RegionConfig, journal: str | Path | None) -> None:
+        """Make what trains, and hook into what saves. In a run that trains already, catch up with it. A collective call."""
+        link, accelerator, saved = self.link, self._accelerator, start.saved
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
         self.journal = Journal(path, mark_of(saved, path, run_of(link)), link.clock)
-        self.endings = Endings(link, regions.when_one_ends, max_steps)
+        self.endings = Endings(link, regions.when_one_ends, self._max_steps)
         self.finished = False
         self.synchronizer = self._engine(saved)
         if saved is not None:
@@ -157,13 +176,13 @@ class OuterOptimizer:
             if saved.facts.taken_over:
                 self.synchronizer.take_over()
         facts = self.settings, self.about.facts
-        note_start(self.journal, self.synchronizer, saved, max_steps, *facts, run_of(link))
+        note_start(self.journal, self.synchronizer, saved, self._max_steps, *facts, run_of(link))
         self._tell_unread: Callable[[int], None] = lambda step: None
         if accelerator.is_main_process:
-            attendance = attendance_of(link, regions, self.about, self.inner_step, origin.is_new)
+            attendance = attendance_of(link, regions, self.about, self.inner_step, start.is_new)
             self._tell_unread = report_unread(self.journal, attendance)
-        hooks = hook_into_saving(accelerator, self, inner)
-        self._undo = [claim(bare), inner.note_clipping(accelerator), *hooks]
+        self._undo += [claim(self.model), self._inner.note_clipping(accelerator)]
+        self._undo += hook_into_saving(accelerator, self, self._inner)
         if link.agreement is not None:
             link.agreement.start(self.inner_step)
             self._undo.append(link.agreement.close)
@@ -176,13 +195,13 @@ class OuterOptimizer:
         self.elastic: Elastic | None = None
         session = session_of(link)
         if session is not None:
-            session.link.beat = replace(session.link.beat, max_steps=max_steps or 0)
+            session.link.beat = replace(session.link.beat, max_steps=self._max_steps or 0)
         if link.is_elastic:
-            self.elastic = Elastic(self, accelerator, session, regions.resolved(), origin.bases)
+            self.elastic = Elastic(self, accelerator, session, regions.resolved(), start.bases)
             self._undo.append(self.elastic.close)
-            if origin.follows:
+            if start.follows:
                 self.elastic.begin(partial(advance, accelerator, is_new=True))
-            elif not origin.is_new:
+            elif not start.is_new:
                 self.elastic.begin()
 
     @property
@@ -290,7 +309,7 @@ class OuterOptimizer:
         except LinkError as gone:
             raise LinkError(
                 f"region {self.link.region} came to its end at step {step}, but the other regions had gone on without it, and it "
-                f"cannot come back ({gone}) Its model lacks what they exchanged last: take the model from the folder of another "
+                f"cannot come back ({gone}). Its model lacks what they exchanged last: take the model from the folder of another "
                 "region, which has the global weights. If they have not ended either, start this region again with the same "
                 "command: it joins them."
             ) from gone
@@ -378,6 +397,10 @@ class OuterOptimizer:
         """Why the run must not end as if it were well; empty if it may."""
         return ruined_at_the_end(self.synchronizer, self._config)
 
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop(0)()
+
     def timer(self) -> Callable[[], dict[str, float]]:
         """Returns a function that tells how long training has been held since now, for the journal.
 
@@ -395,9 +418,7 @@ class OuterOptimizer:
         """Leave the other regions without finishing, and tell them the `reason`. Calling it again does nothing."""
         if not self._undo:
             return
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self._undo_all()
         session = session_of(self.link)
         if session is not None:
             how = (
@@ -450,6 +471,8 @@ class OuterOptimizer:
         else:
             wait_for_transfers(self.synchronizer.fragments)
             self.synchronizer = self._engine(saved)
+        if saved.facts.taken_over:
+            self.synchronizer.take_over()
         self._inner.begin()
         self.endings.continue_from(self.inner_step)
 
@@ -482,7 +505,11 @@ class OuterOptimizer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.finish()
+            try:
+                self.finish()
+            except BaseException as failure:
+                self.close(f"{type(failure).__name__} at step {self.inner_step}: {failure}")
+                raise
             self.close()  # after a verdict to stop, the link is still open
             # a script must not save a ruined model, and end as if it were well
             if self.endings.is_hopeless:

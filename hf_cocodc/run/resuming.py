@@ -1,6 +1,6 @@
 """What a region goes on from, and whether its run may: a checkpoint, what `accelerator.load_state` has loaded, or a base.
 
-An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore this one method is wrapped
+An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore two methods are wrapped
 in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that is older
 than this import may have loaded what nobody saw.
 """
@@ -154,19 +154,19 @@ class StartPoint(NamedTuple):
     bases: Path
 
 
-def origin_of(
+def start_point(
     link: Link,
     accelerator: Accelerator,
     model: nn.Module,
     inner: InnerOptimizer,
     saved: Saved | None,
     journal: str | Path | None,
-    is_plain: bool,
+    agreed: bool,
 ) -> StartPoint:
     """What a region goes on from: what it was given, what its accelerator has loaded, or the base of a run that it joins.
 
-    A collective call of all regions where none joins. `is_plain`: whether it is a plain loop's, which agrees on it here;
-    Trainer's callback has done so.
+    A collective call of all regions where none joins. `agreed`: whether they have agreed on `saved` before, as Trainer's
+    callback does.
 
     Raises:
         CheckpointError, InputError: see `agree_on_beginning`.
@@ -179,7 +179,7 @@ def origin_of(
         take_loaded(accelerator)  # a base takes its place
         saved, run = read_base(link, accelerator, model, bases)
         started = {"run": run}
-    elif is_plain:
+    elif not agreed:
         saved, run = agree_on_beginning(link, accelerator, model, inner, saved)
         started = {"run": run}
     return StartPoint(saved, started, is_new, follows, bases)

@@ -20,7 +20,6 @@ from ..link.spreading import spread
 from ..net.validation import whole
 from . import checkpoint as disk
 from . import folder as folders
-from . import folder as numbering
 from . import local_weights, manifest
 from .checkpoint import put_together, take_apart
 from .export import put_beside
@@ -213,7 +212,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
             make_own(half)
             folders.make_room(checkpoint, run)
             half.rename(checkpoint)
-        numbering.begin_run(checkpoint.parent, run)
+        folders.begin_run(checkpoint.parent, run)
         disk.seal(checkpoint)
 
 

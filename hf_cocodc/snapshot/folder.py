@@ -197,7 +197,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
     found = {}
     for path in folder.glob(f"{PREFIX}*"):
         step = path.name.removeprefix(PREFIX)
-        if path.is_dir() and step.isdigit():
+        if path.is_dir() and step.isdecimal():
             found[int(step)] = path
     return dict(sorted(found.items()))
 

@@ -35,9 +35,10 @@ _MOST_BYTES = 1 << 20
 
 
 class CanResume(NamedTuple):
-    """Whether a region can resume from the checkpoint that it was given: 1 if it can, else 0."""
+    """Whether a region can go on: 1 if it can, else 0. Of a checkpoint at a path, `run` is the number of its run."""
 
     is_good: int
+    run: int = 0
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ def _asked_of_all(
         step = path.name.removeprefix(folders.PREFIX)
         is_there = path.is_dir() or (folder / path.name).is_dir()
         is_exact = not folders.is_pointer(path, folder)
-        return ResumeRequest(True, is_exact, int(step) if step.isdigit() else 0, is_there)
+        return ResumeRequest(True, is_exact, int(step) if step.isdecimal() else 0, is_there)
 
     what = "what to begin from"
     own = main_says(link, accelerator, of_this, what, lambda plain: ResumeRequest(*plain))
@@ -278,9 +279,17 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
     Raises:
         CheckpointError: it is not; the message names the newest that is good in every region.
     """
-    wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
-    verdicts = gather(link, CanResume(wrong is None), "the checkpoint to resume from")
+    wrong = main_says(link, accelerator, partial(disk.damage, checkpoint), f"the check of {checkpoint}")
+    own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
+    verdicts = gather(link, own, "the checkpoint to resume from")
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
+    first = min(verdicts)
+    other = next((region for region, each in verdicts.items() if each.run != verdicts[first].run), None)
+    if not bad and other is not None:
+        raise CheckpointError(
+            f"the checkpoints of region {first} and region {other} are of two different runs ({checkpoint} here). Give every "
+            "region the path of its own checkpoint of one run."
+        )
     if not bad:
         return checkpoint
     choice = Inventory(link, accelerator, checkpoint.parent, beside=checkpoint).choose()
@@ -302,6 +311,8 @@ def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
     """
     choice = inventory.choose(bound)
     if not choice.step:
+        if choice.unsaved is None:
+            inventory.refuse_damaged(bound)
         if choice.unsaved is not None:
             logger.warning(
                 "region %d was ended before its first checkpoint of the run was complete: all regions start once more from "
@@ -336,6 +347,7 @@ class Inventory:
         beside: a checkpoint in the folder: those of its run are meant. By default those of the run that writes to the folder
             now, or of the newest checkpoint if the folder does not say, because a checkpoint was copied there.
         skipped: one sentence for each checkpoint that was looked at and cannot be used.
+        holdings: what all regions have, once a choice was made.
     """
 
     link: Link
@@ -343,6 +355,7 @@ class Inventory:
     folder: Path
     beside: Path | None = None
     skipped: list[str] = field(default_factory=list)
+    holdings: Mapping[int, Holdings] = field(default_factory=dict)
     _damaged: set[int] = field(default_factory=set)
 
     def tell(self, bound: int | None = None) -> dict[int, Holdings]:
@@ -370,12 +383,11 @@ class Inventory:
     def choose(self, bound: int | None = None) -> Choice:
         """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
 
-        Raises:
-            CheckpointError: regions have only checkpoints that are damaged or of another run.
+        A step of 0 may also say that they have only checkpoints that are damaged or of another run (`refuse_damaged`).
         """
         link, own = self.link, self.link.region
         while True:
-            holdings = self.tell(bound)
+            holdings = self.holdings = self.tell(bound)
             choice = choose(holdings)
             if not choice.step:
                 break
@@ -389,8 +401,6 @@ class Inventory:
                 self._damaged.add(choice.step)
         for sentence in self.skipped:
             logger.warning("%s", sentence)
-        if not choice.step and choice.unsaved is None:
-            self._refuse_damaged(holdings, bound)
         if holdings[own].held and holdings[own].run != choice.run:
             logger.warning("region %d holds checkpoints of another run: they are not used.", own)
         elif own in choice.absent:
@@ -435,9 +445,9 @@ class Inventory:
         ]
         return manifest.read(found[-1]).run if found else 0
 
-    def _refuse_damaged(self, holdings: Mapping[int, Holdings], bound: int | None) -> None:
+    def refuse_damaged(self, bound: int | None) -> None:
         """Raises CheckpointError if a run cannot just begin from step 0."""
-        damaged = [region for region, each in holdings.items() if each.num_damaged]
+        damaged = [region for region, each in self.holdings.items() if each.num_damaged]
         if damaged:
             raise CheckpointError(
                 f"no region has a checkpoint to resume from: all of region {damaged[0]} are damaged or of another run. "

@@ -192,6 +192,7 @@ class CoCoDCCallback(TrainerCallback):
             link=self._link,
             saved=self._saved,
             about=self._about,
+            has_agreed=True,
         )
         # last, and not before all regions have agreed: what an earlier run left in the folder no longer counts
         if args.should_save:

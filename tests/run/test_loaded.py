@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from hf_cocodc import OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
+from hf_cocodc.run.about import of_loop
 from hf_cocodc.run.journal import read
 from tests.processes.launching import environment
 from tests.processes.worker import Tokens
@@ -47,8 +48,8 @@ class Loop:
         self.link, self.journal = link, journal
         self.outer: OuterOptimizer
 
-    def begin(self) -> None:
-        given = {"max_steps": STEPS, "link": self.link, "journal": self.journal}
+    def begin(self, **more: Any) -> None:
+        given = {"max_steps": STEPS, "link": self.link, "journal": self.journal, **more}
         self.outer = OuterOptimizer(self.accelerator, self.model, self.optimizer, config(), **given)
 
     def train(self, until: int = STEPS, then: Callable[[int], None] = lambda step: None) -> Tensor:
@@ -117,6 +118,36 @@ def test_whatever_the_order_the_run_goes_on_bit_for_bit(
             assert [event["step"] for event in journal if event["kind"] == "resume"] == [SAVED]
             sends = [event["step"] for event in journal if event["kind"] == "send"]
             assert sends == sorted(sends)
+
+
+def test_a_loop_that_says_more_of_itself_goes_on_from_what_it_has_loaded(
+    saved: tuple[Path, list[Tensor]],
+) -> None:
+    """Trainer's callback, which also gives `about`, has agreed on the beginning; a loop has not."""
+
+    def body(region: int, link: Link) -> int:
+        loop = Loop(link)
+        loop.accelerator.load_state(of_step(saved[0], region, SAVED))
+        loop.begin(about=of_loop(loop.accelerator, loop.model, loop.optimizer))
+        return loop.outer.inner_step
+
+    assert simulate(body, regions=2) == [SAVED, SAVED]
+
+
+def test_a_beginning_that_fails_leaves_no_trace(saved: tuple[Path, list[Tensor]]) -> None:
+    """The model can be trained by the next outer optimizer, and save_state is Accelerate's own again."""
+
+    def body(region: int, link: Link) -> None:
+        loop = Loop(link)
+        original = loop.accelerator.save_state
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_cocodc.run.outer_optimizer.session_of", lambda link: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loop.begin()
+        assert loop.accelerator.save_state == original
+        loop.begin()
+
+    simulate(body, regions=1)
 
 
 def test_a_checkpoint_counts_for_one_outer_optimizer(saved: tuple[Path, list[Tensor]]) -> None:

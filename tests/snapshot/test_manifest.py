@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
 from hf_cocodc.snapshot.files import take_over
-from hf_cocodc.snapshot.resume import Inventory
+from hf_cocodc.snapshot.resume import Inventory, checkpoint_to_resume
 
 FILES = (
     "model.safetensors",
@@ -178,8 +179,8 @@ def test_a_part_of_a_checkpoint_is_deleted_to_make_room(checkpoint: Path) -> Non
 
 def holding_nothing_else(folder: Path) -> int:
     """The step that a region with this folder resumes from."""
-    [choice] = run_in_lockstep(1, lambda region, link: Inventory(link, Accelerator(), folder).choose())
-    return choice.step
+    [start] = run_in_lockstep(1, lambda region, link: checkpoint_to_resume(link, Accelerator(), folder, True))
+    return 0 if start.checkpoint is None else int(start.checkpoint.name.partition("-")[2])
 
 
 def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None:
@@ -196,6 +197,28 @@ def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
         CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
     ):
         holding_nothing_else(whole.parent)
+
+
+def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) -> None:
+    """Also if there is no other checkpoint that could be named in its place."""
+    (whole / "optimizer.pt").write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="cannot be resumed from: optimizer.pt has changed"):
+        run_in_lockstep(
+            1, lambda region, link: checkpoint_to_resume(link, Accelerator(), whole.parent, str(whole))
+        )
+
+
+def test_checkpoints_of_two_runs_at_two_paths_are_refused(whole: Path, tmp_path: Path) -> None:
+    """Each is good by itself; together they would be a run that never was."""
+    other = shutil.copytree(whole, tmp_path / "elsewhere" / whole.name)
+    manifest.write(other, 99)
+    with pytest.raises(CheckpointError, match="of region 0 and region 1 are of two different runs"):
+        run_in_lockstep(
+            2,
+            lambda region, link: checkpoint_to_resume(
+                link, Accelerator(), tmp_path / f"region-{region}", str((whole, other)[region])
+            ),
+        )
 
 
 def test_the_other_ranks_wait_for_hashes_without_a_time_out(
