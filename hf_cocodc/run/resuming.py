@@ -109,11 +109,12 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
     failed: Exception | None = None
     try:
         result = attempt()
-    except LinkError:
-        raise
     except Exception as error:
         failed = error
-    verdicts = gather(link, CanResume(failed is None), what)
+    try:  # whatever has failed: the other regions, and the other ranks of this one, wait here
+        verdicts = gather(link, CanResume(failed is None), what)
+    except LinkError as error:
+        raise failed or error from None
     bad = [region for region, verdict in verdicts.items() if not verdict.is_good]
     why = b""
     if bad and len(verdicts) > 1:

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hf_cocodc import OuterOptimizer, simulate
-from hf_cocodc.errors import CheckpointError
+from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.about import of_loop
 from hf_cocodc.run.journal import read
+from hf_cocodc.run.resuming import in_all
+from hf_cocodc.snapshot.resume import CanResume
 from tests.processes.launching import environment
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import STEPS, config
@@ -132,6 +134,25 @@ def test_a_loop_that_says_more_of_itself_goes_on_from_what_it_has_loaded(
         return loop.outer.inner_step
 
     assert simulate(body, regions=2) == [SAVED, SAVED]
+
+
+def test_a_rank_that_cannot_read_its_leaders_error_keeps_nobody_waiting() -> None:
+    """It hears of an error of an unknown kind as a LinkError; the leader waits for it all the same."""
+    asked: list[int] = []
+
+    class Alone:
+        parties = (0,)
+
+        def gather(self, own: CanResume, what: str) -> list[CanResume]:
+            asked.append(own.is_good)
+            return [own]
+
+    def fail() -> None:
+        raise LinkError("region 0: KeyError")
+
+    with pytest.raises(LinkError, match="KeyError"):
+        in_all(Alone(), fail, "what regions load")  # type: ignore[arg-type]
+    assert asked == [False]
 
 
 def test_a_beginning_that_fails_leaves_no_trace(saved: tuple[Path, list[Tensor]]) -> None:

@@ -15,9 +15,9 @@ from .journals import MOST_NUMBER, RegionJournal, figure
 from .members import sentence
 from .runs import RunRecord
 from .spending import sent_over, shares, spent, totals
-from .story import Activity, sections
 from .summary import summarise
 from .timeline import unit_of
+from .waits import Activity, sections
 
 CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#8c6d1f")
 _STYLES = ("-", "--", ":", "-.")

@@ -13,7 +13,7 @@ from ...errors import InputError, short
 from ...run.journal import BEGINNINGS
 from .journals import MOST, NAME, Event, Events, RegionJournal, figure, find, read_journal
 from .members import MemberChange, attended, changes, num_regions, spans
-from .story import Story, arrival_of, blame, sections, story_of
+from .waits import Story, arrival_of, blame, sections, story_of
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
 """The inner steps from which, and to which, each region did something."""

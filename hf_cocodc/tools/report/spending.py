@@ -8,7 +8,7 @@ import numpy as np
 from ...run.journal import BEGINNINGS
 from .journals import Event, figure
 from .runs import RunRecord
-from .story import Activity, Flight, Span, Story, waits
+from .waits import Activity, Flight, Span, Story, waits
 
 LEAST_S = 0.05
 """What took less than this in every region is not worth a row."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from .runs import RunRecord
 from .spending import longest_waits, overlapping, shares
-from .story import Activity, Flight, Story
+from .waits import Activity, Flight, Story
 
 COLOURS = {
     Activity.TRAINING: "#d5dee8",

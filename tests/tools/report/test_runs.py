@@ -13,9 +13,9 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.tools.report.journals import read_journal
 from hf_cocodc.tools.report.runs import load, read_run
 from hf_cocodc.tools.report.spending import GIVEN_UP, NOT_THERE, spent
-from hf_cocodc.tools.report.story import Activity, story_of
 from hf_cocodc.tools.report.summary import summarise
 from hf_cocodc.tools.report.timeline import windows
+from hf_cocodc.tools.report.waits import Activity, story_of
 from tests.tools.report.made import a_resumed_run, a_run, write
 
 
