@@ -400,8 +400,11 @@ class Runs:
             what = type(event.message if isinstance(event, Came) else event).__name__
             logger.exception("the rules fail for run %r at %s", before.name, what)
             return
-        for line in lines(before, event, after, effects):
-            self._say(line)
+        try:
+            for line in lines(before, event, after, effects):
+                self._say(line)
+        except Exception:  # nor does a line for people hold the run
+            logger.exception("no line can be written about run %r", before.name)
         hosted.state = after
         for effect in effects:
             match effect:

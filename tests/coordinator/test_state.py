@@ -182,3 +182,17 @@ def test_nothing_is_sent_once_the_file_cannot_be_written() -> None:
     sent.clear()
     runs.came(hosted, 2, hello(1))
     assert not sent and errors[0].errno == 28
+
+
+def test_a_line_that_cannot_be_written_holds_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it end the coordinator: regions meet all the same."""
+    monkeypatch.setattr("hf_cocodc.coordinator.runs.lines", lambda *args: 1 / 0)
+    sent: list[object] = []
+    runs = Runs(lambda to, message: sent.append(message), lambda line: None, lambda error: None)
+    for who in (0, 1):
+        hosted = runs.come_in("", "run", who)
+        runs.came(hosted, who, hello(who))
+    assert hosted.state.trains and sent
+    assert "no line can be written about run 'run'" in caplog.text
