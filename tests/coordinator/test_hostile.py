@@ -355,6 +355,7 @@ def flood(address: str, region: int) -> None:
             connection.receive_plain(0.01)
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_run_delays_no_other(tmp_path: Path) -> None:
     """Regions send messages as fast as they can; another run, with another secret, hears its own in time. All processes are real:
     in one, threads would wait for each other."""

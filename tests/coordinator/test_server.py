@@ -359,6 +359,7 @@ def process_at(port: int, *options: str) -> Iterator[None]:
             started.kill()
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_stands_still_makes_nobody_late() -> None:
     with process() as (started, address):
         terms = hello(0).terms

@@ -94,6 +94,7 @@ def coordinator(tmp_path: Path) -> Iterator[CoordinatorProcess]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_region_dies_while_the_coordinator_is_frozen(
     coordinator: CoordinatorProcess, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_region_dies_while_the_coordinator_is_frozen(
     assert "failed: region 1 closed its connection while region 0 waited for step 2" in said
 
 
+@pytest.mark.slow
 def test_a_region_freezes_while_the_coordinator_is_frozen(
     coordinator: CoordinatorProcess, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_loss_waits_for_the_coordinator(how: str, tmp_path: Path) -> None:
         check_survivors(regions.found(0, 2))
 
 
+@pytest.mark.slow
 def test_a_coordinator_without_its_file_hears_all_members_before_it_decides(tmp_path: Path) -> None:
     """One of them has died before it came: an operator must say so."""
     with CoordinatorProcess(tmp_path) as coordinator, three(coordinator, tmp_path) as regions:

@@ -82,6 +82,7 @@ def test_the_others_train_on_when_a_region_is_killed(name: str, tmp_path: Path) 
         three.end()
 
 
+@pytest.mark.slow
 def test_the_others_do_not_wait_longer_than_the_grace_for_a_frozen_region(tmp_path: Path) -> None:
     """When it wakes up, it hears that they have gone on."""
     three = Three(tmp_path, "streaming", {"grace_s": 1.0})

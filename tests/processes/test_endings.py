@@ -173,6 +173,7 @@ def test_sigterm_to_one_region(tmp_path: Path) -> None:
         assert torch.equal(found["weights"], reference["weights"])
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_rank_that_is_not_the_leader(tmp_path: Path) -> None:
     """Long before the next transfer all ranks of both regions stop at one step; they go on from there to the same bits."""
     stores = [serve_in_thread("127.0.0.1") for _ in range(2)]

@@ -357,6 +357,7 @@ def test_the_links_memory_does_not_grow() -> None:
     assert run_over_tcp(2, body) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_region_that_is_late_but_lives_is_waited_for() -> None:
     """Three time-outs of lateness cost nothing: the region shows heartbeats, and gets on."""
 

@@ -177,6 +177,7 @@ def a_region(ticket: int, region: int, port: int, folder: str) -> None:
     wire.close()
 
 
+@pytest.mark.slow
 def test_a_pair_is_dropped_and_added_while_the_others_stay(tmp_path: Path) -> None:
     """One of four processes dies in the middle of a mean; the connections of the others carry the right bits afterwards,
     beside operations that never end, and while a new process connects."""

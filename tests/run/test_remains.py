@@ -41,6 +41,7 @@ def shorten(folder: Path, region: int, step: int) -> None:
             shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_half_written_checkpoint_is_written_anew(tmp_path: Path) -> None:
     """Nothing of it enters the one that takes its place, such as a file that had no name yet."""
     resumed(tmp_path)

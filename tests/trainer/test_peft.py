@@ -211,6 +211,7 @@ def memory_of(model: nn.Module) -> int:
     return sum(shared.values())
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_a_quantised_base(tmp_path: Path) -> None:
     """What QLoRA does to fit: the same bits as without."""
     plain, saving = (

@@ -187,6 +187,7 @@ def test_what_was_set_before_training_is_exported(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_another_batch_size_and_data_from_the_start(tmp_path: Path) -> None:
     """A resume with another batch size is refused by name; ignore_data_skip resumes, on other data as it was asked to."""
     for outcome in train(tmp_path, **SAVED):

@@ -264,6 +264,7 @@ def test_a_stream_over_workers(tmp_path: Path) -> None:
     train(tmp_path, data=files, data_collator=pad, dataloader_num_workers=2)
 
 
+@pytest.mark.slow
 def test_resuming_a_stream_that_has_come_round(tmp_path: Path) -> None:
     """Stopped in the second round of eight batches: Trainer skips ten in vain, and goes on with a round of its own."""
     stream = {"data": TABLE.to_iterable_dataset(num_shards=2), "data_collator": pad}
