@@ -50,7 +50,7 @@ _LOOK_S = 0.2
 def status(
     address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
 ) -> list[dict[str, Any]]:
-    """The runs at a coordinator that these keys may see, or the one of this name (see `overview.py`).
+    """The runs at a coordinator that these keys may see, or the one of this name (see `runs.overview`).
 
     Raises like CoordinatorConnection.
     """

@@ -369,7 +369,7 @@ class Runs:
                 self._forget(hosted)
 
     def overview(self, key: str, name: str) -> list[dict[str, Any]]:
-        """The runs with this secret, or the one with this name (see `overview.overview`)."""
+        """The runs with this secret, or the one with this name (see `overview`)."""
         now = self.clock()
         return [
             overview(each.state, now, each.gone, each.ways)

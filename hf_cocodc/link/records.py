@@ -1,4 +1,8 @@
-"""Records of numbers, and the trailer: what regions tell each other beside their means."""
+"""Records of numbers, and the trailer: what regions tell each other beside their means.
+
+A record is a NamedTuple whose fields are numbers: typed in the program, a row of fp64 on the wire, which holds integers exactly
+up to 2**53. Each kind of record carries a mark: regions that are out of step notice it, and never take one number for another.
+"""
 
 import functools
 import logging

@@ -1,4 +1,12 @@
-"""The secret of a run, and the keys, certificates and ciphers that follow from it."""
+"""The secret of a run, and the keys, certificates and ciphers that follow from it.
+
+With its identity, each end of a connection to the coordinator proves that it has the secret (TLS 1.3): a key, and a certificate
+which the key signs. Both follow from the secret, so every process makes the very same certificate, and takes no other.
+
+What processes send each other otherwise is sealed with AES-256-GCM. One cipher is for one direction, and has a key that nothing
+else has. A message carries its number, so no two messages have the same nonce, and what is bound to it (`about`) must be equal at
+both ends: a message cannot be put into another's place.
+"""
 
 import datetime
 import functools
@@ -71,7 +79,7 @@ def new_secret() -> str:
 
 
 class Identity:
-    """See `identity`.
+    """A key and a certificate that all who have a secret share; made by `identity`.
 
     Attributes:
         certificate: in DER, equal in every process with the secret.

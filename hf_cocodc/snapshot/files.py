@@ -1,4 +1,8 @@
-"""A snapshot as files that travel: which there are, under which names, and how a region takes over another one's."""
+"""A snapshot as files that travel: which there are, under which names, and how a region takes over another one's.
+
+Only files with known names travel, as JSON, text or safetensors: never a pickle. Trainer's own pickles (inner optimizer,
+scheduler, scaler) are taken apart before, and written anew by the region that takes over.
+"""
 
 import json
 import logging

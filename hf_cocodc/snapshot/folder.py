@@ -1,4 +1,12 @@
-"""A region's folder of checkpoints: whose it is, which run writes there, and the links beside it."""
+"""A region's folder of checkpoints: whose it is, which run writes there, and the links beside it.
+
+A file in the folder names the region that saves there: two regions of a run would overwrite each other. The file's own name has
+the number of the run, so that only one region of a run can make it.
+
+`output_dir/checkpoint-N` points to `output_dir/region-R/checkpoint-N`: Transformers' `get_last_checkpoint(output_dir)` finds the
+newest of these links. Regions that share a disk share the links: each makes those that are missing, and removes those to its own
+folder that no longer lead to a complete checkpoint.
+"""
 
 import contextlib
 import logging

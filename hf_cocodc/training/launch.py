@@ -1,4 +1,7 @@
-"""Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end."""
+"""Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end.
+
+A region ends when the command that started all regions is gone: no process trains on that no one watches.
+"""
 
 import atexit
 import contextlib

@@ -16,7 +16,7 @@ from .spending import totals, union
 @dataclass(frozen=True)
 class Summary:
     """Figures of a run, so far if it still trains; outer steps by fragment; `bytes_sent` and `blocked_s` are the largest of all
-    regions (see `totals.totals`).
+    regions (see `spending.totals`).
 
     `bytes_sent` holds the first parameters, where regions have begun from different ones; see `engine.account.Totals`.
     `training_s` is the time in which a region was in the run, until its last inner step; `total_s` that until the last event,
