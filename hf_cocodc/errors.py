@@ -133,8 +133,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     names = ", ".join(sorted(known))
-    said = f"Known: {names}." if len(names) <= _MOST_LISTED else f"There are {len(known)} known names."
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" {said}"
+    listed = f"Known: {names}." if len(names) <= _MOST_LISTED else f"There are {len(known)} known names."
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" {listed}"
 
 
 def shown(value: Any) -> str:

@@ -41,8 +41,8 @@ def tell(doing: str, news: str = "", **facts: Any) -> None:
             _has_ended.add(path)
         if news:
             _news.append(news)
-        said = {"doing": doing, "since": time.time(), "news": _news, **facts}
-        half.write_text(json.dumps(said), encoding="utf-8")
+        line = {"doing": doing, "since": time.time(), "news": _news, **facts}
+        half.write_text(json.dumps(line), encoding="utf-8")
         os.replace(half, path)
 
 

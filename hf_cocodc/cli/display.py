@@ -93,12 +93,12 @@ class Display:
         for index in range(len(self._journals)):
             self._read(index)
         if self._statuses:
-            said = [heard(status) for status in self._statuses]
-            for index, each in enumerate(said):
+            statuses = [heard(status) for status in self._statuses]
+            for index, each in enumerate(statuses):
                 self._say_news(index, each.get("news", []))
             self._told = [
                 {} if index in self._lost or each.get("doing") == LEFT else each
-                for index, each in enumerate(said)
+                for index, each in enumerate(statuses)
             ]
         self._max_steps = max([self._max_steps, *(told.get("max_steps", 0) for told in self._told)])
         if self._bar is not None:
@@ -179,7 +179,7 @@ class Display:
     def _steps(self) -> list[int]:
         """The inner step of each region; while it trains, by its own words."""
         both = zip(self._told, self._last, strict=True)
-        return [int(told.get("step", last.get("step", 0))) for told, last in both]
+        return [int(status.get("step", last.get("step", 0))) for status, last in both]
 
     def _words(self, losses: str) -> str:
         """The line to show."""
@@ -191,7 +191,7 @@ class Display:
 
     def _rates(self) -> list[str]:
         """Tokens per second of all regions shown, time to the end, and the share of the time without waiting for the link."""
-        moving = [told for told in self._told if told.get("steps_made") and told.get("trained_s")]
+        moving = [status for status in self._told if status.get("steps_made") and status.get("trained_s")]
         if not moving:
             return []
         words = []
@@ -214,14 +214,16 @@ class Display:
     def _doings(self) -> list[str]:
         """What regions do that do not train, and for which region they wait."""
         words, now = [], self._clock()
-        for region, told in zip(self._regions, self._told, strict=True):
-            doing, since = told.get("doing"), told.get("stepped_at", told.get("since", now))
-            if doing == "training" and "awaits" not in told:
+        for region, status in zip(self._regions, self._told, strict=True):
+            doing, since = status.get("doing"), status.get("stepped_at", status.get("since", now))
+            if doing == "training" and "awaits" not in status:
                 continue  # it has only just begun
             if doing == "training":
-                doing = "at this step" if told["awaits"] is None else f"waiting for region {told['awaits']}"
+                doing = (
+                    "at this step" if status["awaits"] is None else f"waiting for region {status['awaits']}"
+                )
             # a region that trains is worth a word only if it pauses for long
-            if doing is not None and ("stepped_at" not in told or now - since >= LONG_S):
+            if doing is not None and ("stepped_at" not in status or now - since >= LONG_S):
                 words.append(f"region {region}: {doing} for {tqdm.format_interval(max(now - since, 0))}")
         return words
 

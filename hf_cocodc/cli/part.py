@@ -68,16 +68,16 @@ def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> 
     here = recipe.regions
     refuse_old_names(os.environ)
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)
-    told = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
+    count = from_env(here.count, os.environ, ENV_REGIONS, "regions.count")
     wanted = options.region if options.region is not None else here.region
     region = from_env(wanted, os.environ, ENV_REGION, "--region")
-    if told is None:
+    if count is None:
         check_alone(region, coordinator)
     name = here.run if options.run_name is None else options.run_name
     join = join or here.joins(os.environ)
     secret = options.secret_file or here.secret_file
     regions = dataclasses.replace(
-        here, count=told or 1, coordinator=coordinator, run=name, join=join or None, secret_file=secret
+        here, count=count or 1, coordinator=coordinator, run=name, join=join or None, secret_file=secret
     )
     regions.name_of_run(os.environ)
-    return MachinePart(dataclasses.replace(recipe, regions=regions), region, told is not None)
+    return MachinePart(dataclasses.replace(recipe, regions=regions), region, count is not None)

@@ -89,14 +89,14 @@ def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[st
     if found:
         return found
     which = "no run" if name is None else f"no run named {name!r}"
-    said = f"{which} trains at {address}."
+    words = f"{which} trains at {address}."
     over = [ending(each) for each in known if each["phase"] == "ended"]
     died = [each["name"] for each in known if each["phase"] == "silent"]
     if over:
-        said += f" Ended: {', '.join(over)}."
+        words += f" Ended: {', '.join(over)}."
     if died:
-        said += f" Without a heartbeat from any region: {', '.join(died)}."
-    raise InputError(said)
+        words += f" Without a heartbeat from any region: {', '.join(died)}."
+    raise InputError(words)
 
 
 def ending(state: dict[str, Any]) -> str:
@@ -125,8 +125,8 @@ def _of_run(state: dict[str, Any]) -> list[str]:
     if state["phase"] == "recovering":
         rows.append("coordinator has lost its memory of the run: it decides nothing until all members call")
     if state["ways"]:
-        told = [f"{pair} {way}" for pair, way in state["ways"].items()]
-        rows.append(f"ways        {', '.join(told)}")
+        ways = [f"{pair} {way}" for pair, way in state["ways"].items()]
+        rows.append(f"ways        {', '.join(ways)}")
     return rows + [_of_member(member) for member in members]
 
 

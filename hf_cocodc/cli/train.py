@@ -208,8 +208,8 @@ def _train(
         failed = launch.watch(processes, display.update, timeout_s, lose if elastic else None)
     except Interrupted as interrupted:
         is_in = any(each.has_trained for each in processes)
-        said = _in_words(recipe.regions, regions, is_in)
-        print(f"\n{said} Press Ctrl-C again to end at once.", file=sys.stderr)
+        ended = _in_words(recipe.regions, regions, is_in)
+        print(f"\n{ended} Press Ctrl-C again to end at once.", file=sys.stderr)
         _stop(processes, display, timeout_s, elastic)
         if recipe.regions.join and not is_in:
             return interrupted.exit_code
@@ -308,12 +308,12 @@ def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bo
     """
     stopped = [each for each in failed if each.has_stopped]
     first = (stopped if elastic and stopped else failed)[0]
-    said: dict[str, list[int]] = {}
+    regions_by_error: dict[str, list[int]] = {}
     exit_code = 1
     for each in (first, *(other for other in processes if other is not first)):
         error = each.error()
         if error is not None:
-            said.setdefault(error[0], []).append(each.region)
+            regions_by_error.setdefault(error[0], []).append(each.region)
             exit_code = error[1] if each is first else exit_code
         elif each is first:
             print(
@@ -322,7 +322,7 @@ def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bo
             )
             for line in each.last_lines(6):
                 print(f"[region {each.region}] {line}", file=sys.stderr)
-    for message, regions in said.items():
+    for message, regions in regions_by_error.items():
         who = "all regions" if len(regions) == len(processes) > 1 else f"region {regions[0]}"
         print(f"error: [{who}] {message}", file=sys.stderr)
     print(f"full output: {first.log.name}", file=sys.stderr)

@@ -87,26 +87,26 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Diff
 
 def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences about what regions have otherwise than region 0, and about regions that train on the same samples."""
-    said = []
+    sentences = []
     for region, other in enumerate(hellos[1:], start=1):
         for field, mine, theirs, _ in differences(hellos[0], other):
-            said.append(f"{field}, which may differ: {mine} in region 0, {theirs} in region {region}.")
+            sentences.append(f"{field}, which may differ: {mine} in region 0, {theirs} in region {region}.")
         versions = _versions(other)
         for name, version_there in _versions(hellos[0]).items():
             if version_there != versions.get(name):
-                said.append(
+                sentences.append(
                     f"other versions of {name}: {version_there} in region 0, {versions.get(name)} in region {region}."
                 )
     samples = [str(each.get("first samples", "")) for each in hellos]
     for sample in sorted(set(samples) - {""}):
         same = [region for region, each in enumerate(samples) if each == sample]
         if len(same) > 1:
-            said.append(
+            sentences.append(
                 f"regions {' and '.join(map(str, same))} begin with the same training samples: do they train on the same data? "
                 "Give each region its own part: train_dataset=region_shard(dataset), or region_shard(dataset, regions) where "
                 "a RegionConfig, not the environment, says which region this is."
             )
-    return said
+    return sentences
 
 
 def _versions(hello: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -46,8 +46,8 @@ _MOST_ON_BOARD = 64
 
 def lines(before: Run, event: Event, after: Run, effects: Iterable[Effect]) -> list[str]:
     """One line for each thing that has happened to a run in one step."""
-    said = [*_said(before, event), *_lines(before, after, effects)]
-    return [short(f"run {after.name!r}: {line}", _LONGEST) for line in said]
+    sentences = [*_said(before, event), *_lines(before, after, effects)]
+    return [short(f"run {after.name!r}: {line}", _LONGEST) for line in sentences]
 
 
 def regions(members: Iterable[Member]) -> str:

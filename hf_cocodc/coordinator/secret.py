@@ -23,8 +23,8 @@ def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Ke
         InputError: the file cannot be read, what is given is no secret, or the two differ.
     """
     env = os.environ if env is None else env
-    told = env.get(ENV_SECRET)
-    found = {} if told is None else {ENV_SECRET: told.strip()}
+    from_environment = env.get(ENV_SECRET)
+    found = {} if from_environment is None else {ENV_SECRET: from_environment.strip()}
     if regions.secret_file is not None:
         found[f"regions.secret_file={shown(regions.secret_file)}"] = _read(regions.secret_file)
     keys = None

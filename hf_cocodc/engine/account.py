@@ -298,11 +298,11 @@ class Account:
 
     def _not_judged(self, step: int, arrival: Arrival, verdict: Verdict) -> None:
         """The norm guard cannot compare the regions of this run."""
-        told = list(zip(arrival.members, arrival.trailers, strict=True))
-        rates = ", ".join(f"region {region}: {each.round_lr:.3g}" for region, each in told)
+        pairs = list(zip(arrival.members, arrival.trailers, strict=True))
+        rates = ", ".join(f"region {region}: {each.round_lr:.3g}" for region, each in pairs)
         why = f"regions have different learning rates ({rates}), and norms follow them"
         if verdict.outside == NOT_BOUNDED:
-            free = " and ".join(f"region {region}" for region, each in told if not each.is_bounded)
+            free = " and ".join(f"region {region}" for region, each in pairs if not each.is_bounded)
             why = (
                 f"the inner optimizer of {free} does not bound its steps (SGD's follow the gradient), and nobody clips gradients "
                 "(Trainer's max_grad_norm, accelerator.clip_grad_norm_)"
@@ -364,8 +364,8 @@ def _shown(norms: Sequence[float]) -> list[float | None]:
 
 def _coasted(sent_at: int, arrival: Arrival) -> dict[str, dict[str, int]]:
     """The last inner step of each region that has only kept step with the others since, if there are such regions."""
-    told = zip(arrival.members, arrival.trailers, strict=True)
-    found = {str(region): each.trained_at for region, each in told if 0 <= each.trained_at < sent_at}
+    pairs = zip(arrival.members, arrival.trailers, strict=True)
+    found = {str(region): each.trained_at for region, each in pairs if 0 <= each.trained_at < sent_at}
     return {"coasted": found} if found else {}
 
 

@@ -96,13 +96,13 @@ def agreed_layout(
     Raises:
         HandshakeError: regions want different ones.
     """
-    said = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each.trailers)]
-    for each in said:
+    unended = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each.trailers)]
+    for each in unended:
         if len({trailer.layout for trailer in each.trailers}) > 1:
             said_here = dict(zip(each.members, each.trailers, strict=True)).get(link.region)
             own = () if said_here is None else lines_of(said_here.layout)
             _refuse_layouts(link, each.trailers[0].inner_step, own)
-    newest = max(said, key=lambda each: each.trailers[0].inner_step, default=None)
+    newest = max(unended, key=lambda each: each.trailers[0].inner_step, default=None)
     return newest.trailers[0].layout if newest else None
 
 
@@ -252,7 +252,7 @@ def _make_equal(link: Link, tensor: Tensor, is_mean: bool, what: str) -> None:
 
 def _tell(fate: str, names: Sequence[str], lowest: int, step: int, record: Record) -> None:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-    said = {
+    sentence = {
         _AVERAGED: f"buffers differed between regions at the end and are averaged: {shown}.",
         _LOWEST: f"buffers differed between regions at the end and are region {lowest}'s now: {shown}.",
         _ADOPTED: f"the final global weights differed between regions and are region {lowest}'s now: {shown}. Do the regions' "
@@ -260,5 +260,5 @@ def _tell(fate: str, names: Sequence[str], lowest: int, step: int, record: Recor
         _OWN: "buffers of different shapes, or what modules save beside their tensors, differed between regions at the end and "
         f"stay each region's own: {shown}.",
     }[fate]
-    logger.warning(said)
-    record("note", step=step, message=said)
+    logger.warning(sentence)
+    record("note", step=step, message=sentence)

@@ -75,8 +75,8 @@ class Guarding:
         if self._guard is None:
             return
         verdict = self.verdict(transfer.ordinary, arrival)
-        told = zip(arrival.members, verdict.fates, strict=False)
-        fragment.far_regions = tuple(region for region, fate in told if fate)
+        fates = zip(arrival.members, verdict.fates, strict=False)
+        fragment.far_regions = tuple(region for region, fate in fates if fate)
         known = [each.loss for each in counted if not math.isnan(each.loss)]
         if known:
             loss = rules.lower_median(known)

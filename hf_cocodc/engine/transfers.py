@@ -160,10 +160,10 @@ def _loaded(state: dict[str, Any]) -> Transfer:
     # without `changes`: what its trailers say of regions that come and go was said in another run, or before this region came
     arrival = Arrival(result, trailers, **numbers, members=members)
     kept = {name: state[name] for name in (*_OF_A_TRANSFER, "outer_grad")}
-    said = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
-    said["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
+    numbers_of_transfer = {name: state[name] for name in _SAID_OF_A_TRANSFER if name in state}
+    numbers_of_transfer["ordinary"] = Ordinary(state.get("reference", 0.0), state.get("pace", 0.0))
     trained = Trained.of(state.get("trained", ()))
-    transfer = Transfer(**kept, **said, trained=trained)
+    transfer = Transfer(**kept, **numbers_of_transfer, trained=trained)
     transfer.handle = ArrivedHandle(arrival)
     return transfer
 

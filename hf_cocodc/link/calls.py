@@ -106,14 +106,14 @@ class MeanCall:
 
         def exchange(message: Message) -> Reply:
             nonlocal trailers, verdict, reply
-            said = Exchange(view, message, self._memory.buffers, what)
-            self._said = [said]
-            said.begin()
+            exchanged = Exchange(view, message, self._memory.buffers, what)
+            self._said = [exchanged]
+            exchanged.begin()
             if not trailers:
                 wait(swap.pending)
                 trailers = self._received(swap.values)
                 verdict = self._request.judge(trailers)
-            reply = said.end(verdict.weights, verdict.divisor)
+            reply = exchanged.end(verdict.weights, verdict.divisor)
             self._bytes_before, self._said = self.bytes_sent, []
             return reply
 
@@ -216,11 +216,11 @@ def received(members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Trailer, .
     """
     trailers = tuple(map(checked, _records(Trailer, members, rows), members))
     if len({trailer.compression for trailer in trailers}) > 1:
-        said = ", ".join(
+        parts = ", ".join(
             f"region {r}: {each.compression:g}" for r, each in zip(members, trailers, strict=True)
         )
         raise LinkError(
-            f"regions are out of step: they compress {said}. Start all of them again with --resume."
+            f"regions are out of step: they compress {parts}. Start all of them again with --resume."
         )
     return trailers
 

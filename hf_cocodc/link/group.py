@@ -66,10 +66,10 @@ class RegionGroup:
             CocodcError: `call` has failed on the leader; or the leader has died.
         """
         if self.rank:
-            told = self.say(0, None, what)
-            if "failure" in told:
-                raise error_of(told["failure"])
-            self.heard = told["news"]
+            answer = self.say(0, None, what)
+            if "failure" in answer:
+                raise error_of(answer["failure"])
+            self.heard = answer["news"]
             return None
         try:
             result = call()

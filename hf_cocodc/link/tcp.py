@@ -1005,11 +1005,11 @@ class TcpLink:
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
-        said = []
+        sentences = []
         for member in lost:
             why = self._notes.get(member.region) or self._whys.get(member, "another region misses it")
-            said.append(f"region {member.region} is lost: {why}")
-        return "; ".join(said)
+            sentences.append(f"region {member.region} is lost: {why}")
+        return "; ".join(sentences)
 
     def _mark(self, members: tuple[Member, ...], admitted: tuple[int, ...], held: bool = False) -> Marker:
         part = self._part

@@ -20,19 +20,19 @@ def from_main(accelerator: Accelerator, value: Any) -> Any:
     """The main process's `value`, which JSON can express, in all ranks of the region. A collective call."""
     if accelerator.num_processes == 1:
         return value
-    told = json.dumps(value).encode() if accelerator.is_main_process else b""
-    size = broadcast(torch.tensor([len(told)], device=accelerator.device))
+    text_of_main = json.dumps(value).encode() if accelerator.is_main_process else b""
+    size = broadcast(torch.tensor([len(text_of_main)], device=accelerator.device))
     text = torch.zeros(int(size), dtype=torch.uint8)
     if accelerator.is_main_process:
-        text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(text_of_main), dtype=torch.uint8)
     return json.loads(bytes(broadcast(text.to(accelerator.device)).tolist()))
 
 
 def of_all(accelerator: Accelerator, text: str) -> list[str]:
     """The texts of all ranks of the region, in their order. All have the same length in bytes. A collective call."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=accelerator.device)
-    told = bytes(gather(own).tolist())
-    return [told[start : start + len(own)].decode() for start in range(0, len(told), len(own))]
+    texts = bytes(gather(own).tolist())
+    return [texts[start : start + len(own)].decode() for start in range(0, len(texts), len(own))]
 
 
 def main_says(
@@ -67,15 +67,15 @@ def main_says(
             failed = error
             return json.dumps({"failure": failure_of(error)})
 
-    said = from_main(accelerator, link.lead(attempt, what))
+    answer = from_main(accelerator, link.lead(attempt, what))
     if failed is not None:
         raise failed
     if accelerator.is_main_process:
         return value
-    told = json.loads(said)
-    if "failure" in told:
-        raise error_of(told["failure"])
-    return read(told["value"])
+    parsed = json.loads(answer)
+    if "failure" in parsed:
+        raise error_of(parsed["failure"])
+    return read(parsed["value"])
 
 
 def _plain(value: Any) -> Any:

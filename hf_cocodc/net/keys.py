@@ -162,19 +162,19 @@ class Cipher:
             if number >= _END:
                 raise LinkError("a connection has sent 2**63 messages: connect again.")
             self._num_sealed += 1
-        told = number.to_bytes(_NUMBER, "big")
-        return told + self._aes.encrypt(_NO_ROOM + told, data, about)
+        number_bytes = number.to_bytes(_NUMBER, "big")
+        return number_bytes + self._aes.encrypt(_NO_ROOM + number_bytes, data, about)
 
     def open(self, data: Any, about: bytes = b"") -> bytes:
         """The message that the other end has sealed. Raises Altered if it has not, or not with this `about`."""
         sealed = memoryview(data).cast("B")
         if len(sealed) < self.overhead:
             raise Altered(f"{len(sealed)} bytes are too few for a sealed message")
-        told = bytes(sealed[:_NUMBER])
-        if self._in_order and told != self._num_opened.to_bytes(_NUMBER, "big"):
+        number_bytes = bytes(sealed[:_NUMBER])
+        if self._in_order and number_bytes != self._num_opened.to_bytes(_NUMBER, "big"):
             raise Altered("a message is missing, or has come twice")
         try:
-            message = self._aes.decrypt(_NO_ROOM + told, sealed[_NUMBER:], about)
+            message = self._aes.decrypt(_NO_ROOM + number_bytes, sealed[_NUMBER:], about)
         except InvalidTag:
             raise Altered("a message was altered, or comes from somebody else") from None
         self._num_opened += 1

@@ -149,10 +149,10 @@ class Port:
         caller.said += chunk
         if chunk and len(caller.said) < _GREETING_BYTES:
             return False
-        token, said = None, bytes(caller.said[:TOKEN_BYTES])
+        token, first_bytes = None, bytes(caller.said[:TOKEN_BYTES])
         with self._lock:
             for each in self._expected:  # all of them: how long it takes tells nobody anything
-                token = each if secrets.compare_digest(each, said) else token
+                token = each if secrets.compare_digest(each, first_bytes) else token
             take = None if token is None else self._expected[token]
         if take is None:
             caller.connection.close()

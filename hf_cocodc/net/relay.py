@@ -244,7 +244,7 @@ class RelayProcess:
 
 def main() -> None:
     """The relay's process: it is told what to do on its input, and ends when that ends."""
-    told = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     # a terminal that interrupts the coordinator interrupts this one, too: it ends with its input
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -254,8 +254,8 @@ def main() -> None:
             sys.stdout.flush()
 
     async def work() -> None:
-        relay = Relay([Keys(bytes.fromhex(each)) for each in told["secrets"]], told["rate"], say)
-        serving = asyncio.ensure_future(relay.serve(listen_at(told["host"], told["port"])))
+        relay = Relay([Keys(bytes.fromhex(each)) for each in settings["secrets"]], settings["rate"], say)
+        serving = asyncio.ensure_future(relay.serve(listen_at(settings["host"], settings["port"])))
         ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
         os._exit(0)  # connections may still be open

@@ -172,8 +172,8 @@ def described(part: Any) -> str:
     """
     sources: set[str] = set()
     words = _words(part, (), sources)
-    told = "\n".join([words, *sorted(sources)])
-    return f"{short(words, 160)} [{hashlib.sha256(told.encode()).hexdigest()[:12]}]"
+    text = "\n".join([words, *sorted(sources)])
+    return f"{short(words, 160)} [{hashlib.sha256(text.encode()).hexdigest()[:12]}]"
 
 
 def _words(value: Any, inside: tuple[int, ...], sources: set[str]) -> str:

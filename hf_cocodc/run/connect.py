@@ -322,8 +322,8 @@ def meet(
     if link in _COMPARED or link.num_regions == 1:
         return link
     mine = own_hello(accelerator, model, config, regions, max_steps, about, link.num_lanes, None)
-    told = json.dumps(mine).encode()
-    hellos = [json.loads(each) for each in spread_all(link, told, "what it is").values()]
+    text = json.dumps(mine).encode()
+    hellos = [json.loads(each) for each in spread_all(link, text, "what it is").values()]
     link.count_broadcasts()  # what crosses the coordinator does not count either
     compare(hellos)
     show_differences(hellos)

@@ -142,9 +142,9 @@ class Elastic:
             yield
         except LeftBehind as error:
             self._left_behind = error
-            said = f"region {self._outer.link.region} goes without {what}, and comes back at its next inner step: {error}"
-            logger.warning(said)
-            self._outer.journal.write("note", step=self._outer.inner_step, message=said)
+            sentence = f"region {self._outer.link.region} goes without {what}, and comes back at its next inner step: {error}"
+            logger.warning(sentence)
+            self._outer.journal.write("note", step=self._outer.inner_step, message=sentence)
 
     def close(self) -> None:
         """Before the link is closed."""
@@ -156,8 +156,8 @@ class Elastic:
         self._outer.journal.write_earlier()
         self._newcomer.after_step()
         if words is not None:
-            said = region in words and words[region].ending is Ending.LEAVING
-            self._has_left = said and self._say(lambda session: session.link.is_leaving, "who leaves")
+            has_said = region in words and words[region].ending is Ending.LEAVING
+            self._has_left = has_said and self._say(lambda session: session.link.is_leaving, "who leaves")
         if outer.should_stop or outer.is_at_the_end:
             return
         is_to_leave = False
@@ -218,33 +218,33 @@ class Elastic:
 
     def _hold(self) -> None:
         """Wait for more regions: there are fewer than `regions.min`. A region that is to end says so here: no transfer would."""
-        outer, began, said = self._outer, time.monotonic(), -_SAY_S
+        outer, began, warned_at = self._outer, time.monotonic(), -_SAY_S
         step, least = outer.inner_step, self._least
         while True:
             waited_s = time.monotonic() - began
             ending = Ending.LEAVING if self._leaves else outer.endings.word.ending
             own = TooFew(waited_s > self._wait_s, ending, outer.link.knows)
-            told = gather(outer.link, own, f"who waits for more regions at step {step}")
+            answers = gather(outer.link, own, f"who waits for more regions at step {step}")
             self._outer.journal.write_earlier()
-            outer.endings.hear({region: each.ending for region, each in told.items()}, step)
+            outer.endings.hear({region: each.ending for region, each in answers.items()}, step)
             if outer.should_stop:
                 return
-            if any(each.has_waited for each in told.values()):
+            if any(each.has_waited for each in answers.values()):
                 outer.endings.end(
                     "stop",
-                    f"only {len(told)} of at least {least} regions (regions.min) take part, and no other came within "
+                    f"only {len(answers)} of at least {least} regions (regions.min) take part, and no other came within "
                     f"{self._wait_s:g} s (regions.wait_s)",
                 )
                 return
-            if len(told) < least and waited_s - said >= _SAY_S:
-                said = waited_s
+            if len(answers) < least and waited_s - warned_at >= _SAY_S:
+                warned_at = waited_s
                 logger.warning(
                     "only %d of at least %d regions (regions.min) take part: training waits at step %d for more, up to %g s "
                     "(regions.wait_s).",
-                    *(len(told), least, step, self._wait_s),
+                    *(len(answers), least, step, self._wait_s),
                 )
-                tell(f"waiting for more regions: {len(told)} of {least}")
-            known = min(each.knows for each in told.values())
+                tell(f"waiting for more regions: {len(answers)} of {least}")
+            known = min(each.knows for each in answers.values())
             has_left = self._say(partial(_would_leave, known), "who leaves")
             members = self._say(partial(_regroup, known), "who comes in")
             self._outer.journal.write_earlier()
@@ -272,9 +272,9 @@ class Elastic:
             self._session.leaves = why
             self._session.say_doing()
         if outer.link.num_regions > 1:
-            said = f"region {outer.link.region} leaves ({why}): the others go on without it."
-            logger.warning(said)
-            outer.journal.write("note", step=outer.inner_step, message=said)
+            sentence = f"region {outer.link.region} leaves ({why}): the others go on without it."
+            logger.warning(sentence)
+            outer.journal.write("note", step=outer.inner_step, message=sentence)
 
     def _leave(self) -> None:
         """Leave the run in good order: what this region has trained reaches the others first. The last one stops the run.

@@ -44,12 +44,12 @@ def reasons(endings: Mapping[int, Ending], note_of: Callable[[int], str | None])
         endings: what each region said about its end, by region.
         note_of: returns the note that a region left, if any.
     """
-    said = []
+    sentences = []
     for region, ending in endings.items():
         if ending is not Ending.NO:
             note = note_of(region)
-            said.append(f"region {region} {_WORDS[ending]}" + (f" ({note})" if note else ""))
-    return "; ".join(said)
+            sentences.append(f"region {region} {_WORDS[ending]}" + (f" ({note})" if note else ""))
+    return "; ".join(sentences)
 
 
 def announcement(verdict: str, why: str, step: int, policy: str) -> str:

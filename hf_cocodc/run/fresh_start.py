@@ -61,16 +61,16 @@ def recover(
         return
     if rounds < config.nonfinite_rounds or endings.word.ending is not Ending.NO:
         return
-    said = f"region {region} did not count in {rounds} rounds in a row (not finite, or clipped or dropped by outer.guard)"
+    sentence = f"region {region} did not count in {rounds} rounds in a row (not finite, or clipped or dropped by outer.guard)"
     if config.on_nonfinite == "stop":
         endings.ask_to_stop(
-            f"{said}; go back to an earlier checkpoint with a lower learning rate, or set outer.on_nonfinite=restart"
+            f"{sentence}; go back to an earlier checkpoint with a lower learning rate, or set outer.on_nonfinite=restart"
         )
         return
     logger.warning(
         "%s: after step %d it takes the global params, and a fresh state of its inner optimizer (outer.on_nonfinite=restart). "
         "Look at its loss; a lower learning rate or gradient clipping (max_grad_norm) helps.",
-        *(said, synchronizer.inner_step),
+        *(sentence, synchronizer.inner_step),
     )
     begin_anew(synchronizer.fragments)
     inner.begin_anew()

@@ -238,8 +238,8 @@ class OuterOptimizer:
 
     def note_loss(self, loss: float) -> None:
         """Tell the others this region's training loss with the next transfers."""
-        told = float(loss)
-        self.endings.tell(loss=math.inf if math.isnan(told) else told)  # NaN says that it is unknown
+        value = float(loss)
+        self.endings.tell(loss=math.inf if math.isnan(value) else value)  # NaN says that it is unknown
 
     def say(self, ending: Ending) -> None:
         """Tell the others with the next transfer that this region is about to end; train on until `should_stop`."""
@@ -388,8 +388,8 @@ class OuterOptimizer:
         self.endings.before_step()
         tokens = self.tokens.take() if trained else None
         words = self.synchronizer.step(inner_lr, self.endings.word, trained=trained, tokens=tokens)
-        told = self.synchronizer, self._inner, self._config, self.endings, self.journal
-        recover(*told, has_landed=words is not None, has_stages=self._has_stages)
+        parts = self.synchronizer, self._inner, self._config, self.endings, self.journal
+        recover(*parts, has_landed=words is not None, has_stages=self._has_stages)
         self.endings.after_step(self.inner_step, words)
         return words
 

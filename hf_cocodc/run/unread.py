@@ -127,12 +127,12 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
             ", ".join(map(str, attendance.absent)),
         )
 
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
 
     def tell(step: int, found: Iterable[Unread]) -> None:
         for each in found:
-            told.append({"kind": "unread", "step": step, **each._asdict()})
-            journal.write(**told[-1])
+            reported.append({"kind": "unread", "step": step, **each._asdict()})
+            journal.write(**reported[-1])
 
     def hear(kind: str, facts: Mapping[str, Any]) -> None:
         if kind == "land" and "members" in facts:
@@ -142,7 +142,7 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
             return
         step = facts["step"]
         tell(step, attendance.change(step, facts["members"]) if kind == "epoch" else attendance.until(step))
-        for unread in merged(told):
+        for unread in merged(reported):
             if unread.to_step == step:
                 logger.warning("nobody has read %s.", unread.words)
 

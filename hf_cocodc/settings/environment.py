@@ -43,10 +43,10 @@ def check_alone(region: int | None, coordinator: str | None) -> None:
     Raises:
         InputError: it was told its number, or a coordinator: it is meant to have company.
     """
-    told = f"which region this is ({region})" if region is not None else f"a coordinator ({coordinator})"
+    known = f"which region this is ({region})" if region is not None else f"a coordinator ({coordinator})"
     if region is not None or coordinator is not None:
         raise InputError(
-            f"{told} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
+            f"{known} is given, but not how many regions there are: this region would train alone. Set {ENV_REGIONS} "
             f"(regions.count) in every region; to train alone, set it to 1."
         )
 

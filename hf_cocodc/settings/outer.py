@@ -220,15 +220,17 @@ def _options(given: Any) -> dict[str, Any]:
     Raises:
         InputError: they are no mapping of names, one is also the name of another setting, or a value is no plain one.
     """
-    told = given
+    options = given
     if isinstance(given, str):
-        told = {
+        options = {
             name.strip(): _number(value)
             for name, _, value in (each.partition("=") for each in given.split(","))
         }
-    if not isinstance(told, dict) or not all(isinstance(name, str) and name.isidentifier() for name in told):
+    if not isinstance(options, dict) or not all(
+        isinstance(name, str) and name.isidentifier() for name in options
+    ):
         raise InputError(f"outer.options={shown(given)} must be a mapping of names, for example {{k: 32}}.")
-    for name, value in told.items():
+    for name, value in options.items():
         if name in {each.name for each in dataclasses.fields(OuterConfig)}:
             raise InputError(f"outer.options: {name} is a setting itself. Write outer.{name}={shown(value)}.")
         try:
@@ -237,7 +239,7 @@ def _options(given: Any) -> dict[str, Any]:
             raise InputError(
                 f"outer.options: {name}={shown(value)} must be a number, text, true, false, null, or a list or mapping of them."
             ) from error
-    return dict(told)
+    return dict(options)
 
 
 def _number(text: str) -> Any:
@@ -258,13 +260,13 @@ def guard_settings(given: Any) -> dict[str, float] | str:
     """
     if given == "none":
         return "none"
-    told = given
+    limits = given
     if isinstance(given, str):
-        told = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
-    if not isinstance(told, dict):
+        limits = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
+    if not isinstance(limits, dict):
         raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 3, drop: 6, history: 16}}.")
     found: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
-    for name, value in told.items():
+    for name, value in limits.items():
         if name not in found:
             raise InputError(
                 f"outer.guard={shown(given)}: {shown(name)} is not known.{nearest(str(name), list(GUARD))}"

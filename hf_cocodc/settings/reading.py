@@ -78,9 +78,9 @@ def read_yaml(text: str, where: str) -> Any:
         ) from error
     except YAMLError as error:
         parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
-        said = ", ".join(part for part in parts if part) or error
+        reason = ", ".join(part for part in parts if part) or error
         raise InputError(
-            f"{where}{_line(error, text)}: not valid YAML: {short(said, 200).rstrip('.')}."
+            f"{where}{_line(error, text)}: not valid YAML: {short(reason, 200).rstrip('.')}."
         ) from error
 
 

@@ -347,17 +347,17 @@ class RegionConfig(Settings):
         Raises:
             InputError: `join` contradicts the environment, or what stands there is neither 0 nor 1.
         """
-        told = env.get(ENV_JOIN)
-        if told is None:
+        wish = env.get(ENV_JOIN)
+        if wish is None:
             return bool(self.join)
-        if told not in ("0", "1"):
-            raise InputError(f"{ENV_JOIN}={shown(told)} must be 0 or 1.")
-        if self.join is not None and self.join != (told == "1"):
+        if wish not in ("0", "1"):
+            raise InputError(f"{ENV_JOIN}={shown(wish)} must be 0 or 1.")
+        if self.join is not None and self.join != (wish == "1"):
             raise InputError(
-                f"regions.join={str(self.join).lower()} but the environment says {ENV_JOIN}={told}. Make them equal, or unset "
+                f"regions.join={str(self.join).lower()} but the environment says {ENV_JOIN}={wish}. Make them equal, or unset "
                 "one."
             )
-        return told == "1"
+        return wish == "1"
 
     def name_of_run(self, env: Mapping[str, str]) -> str | None:
         """`run`, or the name in the environment if it is None.

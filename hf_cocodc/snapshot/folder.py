@@ -72,9 +72,9 @@ def _run(folder: Path) -> tuple[int, bool]:
     if not path.exists():
         return 0, False
     with contextlib.suppress(OSError, ValueError):
-        said, _, check = path.read_text(encoding="ascii").rpartition(" ")
-        number, *word = said.split(" ")
-        if check == _check(said) and word in ([], [_UNSAVED]):
+        content, _, check = path.read_text(encoding="ascii").rpartition(" ")
+        number, *word = content.split(" ")
+        if check == _check(content) and word in ([], [_UNSAVED]):
             return int(number), bool(word)
     raise CheckpointError(
         f"{path} is damaged: it does not hold the number of the run whose checkpoints lie in {folder}. Copy the file of another "

@@ -104,8 +104,8 @@ class RegionProcess:
 
     def error(self) -> tuple[str, int] | None:
         """The error that ended the region and its exit code; None if the region told of no error."""
-        said = heard(self.status)
-        return (said["error"], said["exit_code"]) if "error" in said else None
+        status = heard(self.status)
+        return (status["error"], status["exit_code"]) if "error" in status else None
 
     @property
     def has_stopped(self) -> bool:

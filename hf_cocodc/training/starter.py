@@ -129,10 +129,10 @@ def _section(name: str, section: dict[str, Any]) -> Iterator[str]:
     for key, value in section.items():
         if value is None:
             continue
-        said = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
+        meaning = _ON_TRAINING.get(key, "") if name == "training" else meanings.get(f"{name}.{key}", "")
         if key in FOLLOWING and value == AUTO:
-            said = f"{said} {in_words(section['method'], key)}."
-        yield from _comment(said, "  ")
+            meaning = f"{meaning} {in_words(section['method'], key)}."
+        yield from _comment(meaning, "  ")
         yield f"  {key}: {scalar(value)}"
     for key, value in _OFFERED.get(name, {}).items():
         yield from _comment(meanings[f"{name}.{key}"], "  ")

@@ -199,8 +199,8 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
         for _ in range(2):  # what a region says in the second one, it says once it has heard the first one
             link.gather(Took(0.0), "a round trip")
         round_trips.append(time.perf_counter() - start)
-    told = link.gather(Took(statistics.median(round_trips)), "the round trips")
-    round_trip_s = max(each.seconds for each in told)
+    records = link.gather(Took(statistics.median(round_trips)), "the round trips")
+    round_trip_s = max(each.seconds for each in records)
     seconds, bytes_sent = [], 0
     for number in range(1, trial.repeat + 1):
         what = f"transfer {number} of {trial.repeat}"
@@ -210,13 +210,13 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
         arrival = link.mean(MeanRequest(converse, fragment.numel, Trailer, what)).wait()
         took = time.perf_counter() - start
         state, bytes_sent = arrival.result.state, arrival.bytes_sent
-        told = link.gather(Took(took, digest(arrival.result.mean)), what)
-        if len({each.digest for each in told}) > 1:
+        records = link.gather(Took(took, digest(arrival.result.mean)), what)
+        if len({each.digest for each in records}) > 1:
             raise LinkError(
                 f"{what} gave different means in different regions, so its time is meaningless. This is a bug in the codec "
                 f"{trial.codec!r} or in the link; please report it."
             )
-        seconds.append(max(each.seconds for each in told))
+        seconds.append(max(each.seconds for each in records))
         link.give(arrival.result.mean)
     return Figures(
         regions=link.num_regions,

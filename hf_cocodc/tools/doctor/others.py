@@ -162,8 +162,8 @@ def call(place: tuple[str, int]) -> tuple[float, float]:
     with socket.create_connection(place, timeout=_REACH_S) as connection:
         took, at = time.perf_counter() - began, time.time()
         connection.settimeout(_REACH_S)
-        said = connection.recv(64)
-    return took, float(said.decode("ascii")) - (at + took / 2)
+        greeting = connection.recv(64)
+    return took, float(greeting.decode("ascii")) - (at + took / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _Talk:
 
     def run(self, wait_s: float, tell: Callable[[str], None]) -> Iterator[Finding]:
         until = time.monotonic() + wait_s
-        said, called = "", wait_s > 0
+        last_words, called = "", wait_s > 0
         open_ = list(self._others)  # regions about which nothing was said yet
         try:
             while True:
@@ -256,9 +256,9 @@ class _Talk:
                 if not open_ or time.monotonic() >= until:
                     break
                 words = f"waits for the doctor of region {', '.join(map(str, open_))}"
-                if words != said:
+                if words != last_words:
                     tell(words)
-                    said = words
+                    last_words = words
                 time.sleep(min(_AGAIN_S, max(until - time.monotonic(), 0)))
             if called:
                 self._tell()  # those that wait hear that they were called
@@ -404,9 +404,9 @@ def compared(topic: str, own: Told, other: Told) -> list[Finding]:
 
 def _in_words(found: Sequence[Difference]) -> str:
     """The first differences between two recipes, and how many more there are."""
-    said = [
+    sentences = [
         f"{short(each.field)} is {short(each.theirs)} there, {short(each.mine)} here"
         for each in found[:_SHOWN]
     ]
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(said) + more
+    return "; ".join(sentences) + more

@@ -162,14 +162,14 @@ def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
     codec = from_config(OuterConfig(**{**vars(config), **changes})).codec
     fragment = Fragment(0, ("matrix",), ((_SIDE, _SIDE),), _SIDE * _SIDE)
     values = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
-    said: list[Message] = []
+    messages: list[Message] = []
 
     def answer(message: Message) -> Reply:
-        said.append(message)
+        messages.append(message)
         return Reply(message.values.clone(), message.values.clone)
 
     drive(codec.converse(values, fragment, codec.init(fragment)), answer)
-    return len(said), not all(swaps_whole(message.coder, regions) for message in said)
+    return len(messages), not all(swaps_whole(message.coder, regions) for message in messages)
 
 
 def codecs_of(configs: Sequence[OuterConfig]) -> list[str]:

@@ -136,12 +136,12 @@ def in_words(subject: Subject, chosen: Forecast | None, method: str, target: flo
 def _warnings(chosen: Forecast, max_steps: int | None) -> list[str]:
     """What the mean does not show, and what the settings throw away."""
     warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, max_steps)
-    said = [f"warning: {each}" for each in warnings if each is not None]
+    lines = [f"warning: {each}" for each in warnings if each is not None]
     if chosen.course.utilization - chosen.worst > _NOTABLE:
-        said.append(
+        lines.append(
             f"losses: which packets get lost is chance. The worst of {TRIALS} trials uses {chosen.worst:.1%} of the time."
         )
-    return said
+    return lines
 
 
 def _steps(count: int) -> str:
@@ -175,15 +175,15 @@ def cost(
     >>> cost("co2", 2, 48, 48, 48)
     []
     """
-    said = []
+    parts = []
     if method == "diloco" and 1 < num_regions <= MOST_REGIONS:
         counts = [each for each in (num_regions, 2 * num_regions) if each <= MOST_REGIONS]
         costs = [f"{each} regions are expected to cost {each**DILOCO_EXPONENT - 1:.1%}" for each in counts]
-        said.append(
+        parts.append(
             f"loss: {', '.join(costs)} beside one (scaling law of DiLoCo at H = 30 for at most {MOST_REGIONS}, 2503.09799)."
         )
     if sync_interval > recipes_interval:
-        said.append(
+        parts.append(
             f"loss: no source that we know tells what H = {sync_interval} costs beside the recipe's {recipes_interval}. Compare "
             "both in a short run."
         )
@@ -194,7 +194,7 @@ def cost(
             words = "is expected to cost less than 0.2 %"
         else:
             words = f"is more than the paper tried ({TRIED_OVERLAP} cost less than 0.2 %)"
-        said.append(
+        parts.append(
             f"loss: an overlap of {overlap_steps} inner step{'s' * (overlap_steps > 1)} {words} (2501.18512)."
         )
-    return said
+    return parts

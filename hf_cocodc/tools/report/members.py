@@ -79,12 +79,12 @@ def _by_number(runs: Sequence[Events], until: float) -> list[MemberChange]:
     Region 0 always takes part. Where journals differ, that of the lowest region is right, from its first line on: others may end
     with lines that the run has given up.
     """
-    said: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int]] = []
     for run in sorted(runs, key=lambda run: run[0]["region"]):
         own = [(e["step"], e["num_regions"]) for e in run if e["kind"] in BEGINNINGS and e.get("num_regions")]
-        said = [each for each in own if each[0] < (said[0][0] if said else until)] + said
+        numbers = [each for each in own if each[0] < (numbers[0][0] if numbers else until)] + numbers
     found: list[MemberChange] = []
-    for step, number in said:
+    for step, number in numbers:
         members = tuple(range(number))
         if not found:
             found.append(MemberChange(0, members))

@@ -220,9 +220,9 @@ def _waits(run: RunRecord) -> list[Block]:
 
 
 def _settings(runs: Sequence[RunRecord]) -> list[Block]:
-    told: list[Mapping[str, Any]] = [_flat(run) for run in runs]
-    names = list(dict.fromkeys(name for each in told for name in each))[:_MOST_SETTINGS]
-    rows = [[name, *(str(each.get(name, "")) for each in told)] for name in names]
+    columns: list[Mapping[str, Any]] = [_flat(run) for run in runs]
+    names = list(dict.fromkeys(name for each in columns for name in each))[:_MOST_SETTINGS]
+    rows = [[name, *(str(each.get(name, "")) for each in columns)] for name in names]
     heads = ["setting", *(run.name for run in runs)]
     apart = [row for row in rows if len(set(row[1:])) > 1]
     blocks = []

@@ -272,8 +272,8 @@ def _difference(one: RegionJournal, other: RegionJournal) -> str | None:
     if names[0] & names[1]:
         return None
     if all(names):
-        said = [short(", ".join(sorted(each))) for each in names]
-        return f"the runs are {said[0]} and {said[1]}"
+        names_in_words = [short(", ".join(sorted(each))) for each in names]
+        return f"the runs are {names_in_words[0]} and {names_in_words[1]}"
     settings = one.start["outer"], other.start["outer"]
     for name in settings[0].keys() & settings[1].keys():
         if settings[0][name] != settings[1][name]:

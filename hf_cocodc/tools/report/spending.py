@@ -45,8 +45,8 @@ def totals(events: Sequence[Event]) -> list[RegionTotals]:
             before = now if named is not None and named < now.bytes_sent else RegionTotals()
             now = now._replace(bytes_sent=max(now.bytes_sent, before.bytes_sent + (named or 0.0)))
         elif kind == "log":
-            told = before.bytes_sent + (figure(event, "outer/bytes_sent") or 0.0)
-            now = now._replace(bytes_sent=max(now.bytes_sent, told))
+            by_log = before.bytes_sent + (figure(event, "outer/bytes_sent") or 0.0)
+            now = now._replace(bytes_sent=max(now.bytes_sent, by_log))
         elif kind == "finish":
             now = RegionTotals(
                 max(now.bytes_sent, before.bytes_sent + (named or 0.0)), before.blocked_s + added.blocked_s

@@ -208,12 +208,12 @@ def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
     region = str(run[0]["region"])
     sat_out = sum(event["kind"] == "sit_out" for event in run)
     fates = Counter(str(event["regions"].get(region)) for event in run if event["kind"] == "guard")
-    said = [f"sat {sat_out} transfers out"] if sat_out else []
-    said += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
-    said += [f"made {fates['void']} means void"] if fates["void"] else []
+    parts = [f"sat {sat_out} transfers out"] if sat_out else []
+    parts += [f"had {fates[each]} outer gradients {each}" for each in ("dropped", "clipped") if fates[each]]
+    parts += [f"made {fates['void']} means void"] if fates["void"] else []
     anew = [str(event["step"]) for event in run if event["kind"] == "begin_anew"]
-    said += [f"began anew after step {', '.join(anew)}"] if anew else []
-    return [f"region {region} {listed(said)}"] if said else []
+    parts += [f"began anew after step {', '.join(anew)}"] if anew else []
+    return [f"region {region} {listed(parts)}"] if parts else []
 
 
 def listed(parts: Sequence[str]) -> str:
