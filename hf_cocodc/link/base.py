@@ -228,7 +228,7 @@ class Link(Protocol):
         ...
 
 
-class FixedSet:
+class FixedMembers:
     """What a link says about regions that never change."""
 
     region: int

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parts.tensors.memory import Pool
-from .base import Arrival, FixedSet, Handle, Link, MeanRequest
+from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
 from .group import RegionGroup
 from .records import Record, Trailer, from_numbers
 from .stopping import StopAgreement
@@ -23,7 +23,7 @@ _SETTLED = {
 """How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
 
 
-class LaneLink(FixedSet):
+class LaneLink(FixedMembers):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
     Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process

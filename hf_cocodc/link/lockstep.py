@@ -16,7 +16,7 @@ from ..parts.codecs.base import Conversation, Message, Reply, Result, mean_of, m
 from ..parts.guard import Verdict, believed
 from ..parts.tensors.memory import Pool
 from ..parts.tensors.pieces import square
-from .base import Arrival, FixedSet, Handle, Link, MeanRequest
+from .base import Arrival, FixedMembers, Handle, Link, MeanRequest
 from .calls import SMALL, broadcast_chain, digest_of
 from .process_state import process_state, set_process_state
 from .records import Record, Trailer, checked
@@ -200,7 +200,7 @@ def _from_all(answers: Callable[[list], Sequence[Any]]) -> Resolve:
     return resolve
 
 
-class LockstepLink(FixedSet):
+class LockstepLink(FixedMembers):
     """One region's side of a `LockstepHub`; `link.base.Link` describes the calls."""
 
     awaits: int | None = None

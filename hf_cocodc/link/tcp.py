@@ -56,11 +56,11 @@ from ..parts.codecs.base import CodecState
 from ..parts.tensors.memory import Pool
 from ..threads import NativeThread, at_rest
 from . import rules
-from .attempts import Attempt, InHand, Make, Pending
 from .base import Arrival, Handle, Link, MeanRequest, T
 from .calls import BroadcastCall, GatherCall, MeanCall, MeanMemory
 from .following import FollowedMean, Following, copy_bytes, records_in
 from .log import Entry, Epoch, Item, Marker, Sink, Sinks, drop_residuals, rows_of
+from .pending import Attempt, InHand, Make, Pending
 from .records import Record
 from .rules import Part, Standing
 from .stopping import StopAgreement

@@ -1,4 +1,4 @@
-"""A call of a link, from when it is made until its result counts, and the thread that makes the attempts."""
+"""What a link keeps of a call, from when it is made until its result counts. Its thread makes the attempts (`tcp`)."""
 
 import threading
 import time
