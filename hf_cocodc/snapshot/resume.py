@@ -370,6 +370,7 @@ class Inventory:
             self.link, self.accelerator, look, "the check of this region's checkpoints"
         )
         texts = spread_all(self.link, json.dumps(own).encode(), "its checkpoints", _MOST_BYTES)
+        self.link.count_broadcasts()  # they are not training's
         holdings = {}
         for region, text in texts.items():
             try:
