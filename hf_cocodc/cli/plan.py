@@ -74,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
     recipe = recipe_of(options)
     from ..tools.bench.report import content
     from ..tools.plan import choice, speeds, table, written
-    from ..tools.plan import speeds as measured
     from ..tools.plan.flights import LinkFigures
     from ..tools.plan.forecast import Subject, codecs_of
     from ..training.preflight import on_meta
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     model = on_meta(recipe)
     step_s = options.step_s
     if step_s is None:
-        step_s = measured.step_seconds(options.recipe, options.overrides, options.launcher)
+        step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
     regions = options.regions or max(recipe.regions.count or 2, 2)

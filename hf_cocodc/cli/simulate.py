@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         check("--rtt-ms", options.rtt_ms, 0)
         check("--rate-mbit", options.rate_mbit, 1e-3)
     recipe = recipe_of(options, overrides)
-    from ..training.preflight import preflight
+    from ..training.preflight import preflight  # torch takes seconds to import
     from ..training.simulation import VirtualLink, simulate, simulated_dir
     from ..training.train import end
 

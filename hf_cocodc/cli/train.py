@@ -286,7 +286,7 @@ def _stop(processes: Sequence[Any], display: Display, timeout_s: float, elastic:
 
 def _saved(folder: Path, processes: Sequence[Any]) -> str:
     """Say which checkpoint an interrupted run has left; of `processes`, those that have stopped count, and not those before."""
-    from ..snapshot.folder import checkpoints, unusable
+    from ..snapshot.folders import checkpoints, unusable
 
     stopped = [each.folder for each in processes if each.has_stopped]
     complete = [

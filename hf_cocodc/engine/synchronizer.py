@@ -21,8 +21,7 @@ from ..parts.guard import Guard
 from ..parts.schedules import AgreedStats, Land, Schedule, ScheduleState, Send
 from ..parts.tensors.flat import digest
 from ..parts.tensors.memory import HOST
-from . import adoption as returning
-from . import transfers
+from . import adoption, transfers
 from .account import Account, Measurements, Record, Totals
 from .adoption import carry_over, fragments_of, make_equal, names_of
 from .agreement import StepChecksum, agreed_layout, check_same_end, check_same_start, common_layout
@@ -262,13 +261,13 @@ class Synchronizer:
         Raises:
             CheckpointError: it is of another model or method.
         """
-        kept = returning.give_up(self.fragments, self.link, self.method.merge)
+        kept = adoption.give_up(self.fragments, self.link, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
         self._load(state)
         self._traffic.shares.trained = trained
         self.take_over(totals)
         if keep:
-            returning.bring_back(self.fragments, kept)
+            adoption.bring_back(self.fragments, kept)
 
     @loading
     def _load(self, state: dict[str, Any]) -> None:

@@ -12,8 +12,7 @@ from ..link.base import Link
 from ..link.within import main_says
 from ..parts.tensors.flat import digests
 from ..snapshot import checkpoint as disk
-from ..snapshot import folder as owner
-from ..snapshot import local_weights
+from ..snapshot import folders, local_weights
 from ..snapshot.checkpoint import Facts, Saved
 from .inner_optimizer import InnerOptimizer
 from .resuming import in_all, refuse_damaged, restore_buffers, take_loaded
@@ -102,12 +101,12 @@ def hook_into_saving(
         if link.most_regions == 1 or not run:
             home = None  # nobody else can save there, or be told apart
         if home is not None:  # before Accelerate writes anything
-            mine = partial(owner.claim, home, run, link.region, link.members)
+            mine = partial(folders.claim, home, run, link.region, link.members)
             main_says(link, accelerator, mine, f"whose folder {home} is")
         with outer.spare(f"a checkpoint of step {outer.inner_step}"), disk.saving(into):
             result = save_state(*args, **kwargs)
             if home is not None and accelerator.is_main_process:
-                owner.forget_earlier(home, run)
+                folders.forget_earlier(home, run)
             outer.seal(folder[0])
             outer.journal.write_later("save", step=outer.inner_step, **spent())
         return result

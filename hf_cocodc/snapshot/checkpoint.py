@@ -34,7 +34,7 @@ from ..net.validation import MOST
 from ..parts.fragments import names_in
 from . import manifest
 from .durable import replace, saving
-from .folder import begin_run, is_unsaved, run_of
+from .folders import begin_run, is_unsaved, run_of
 from .manifest import COMPLETE, FOLDER, FORMAT, damage
 
 logger = logging.getLogger(__name__)

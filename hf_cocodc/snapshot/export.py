@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import manifest
 from .durable import replace, saving
-from .folder import PREFIX, run_of
+from .folders import PREFIX, run_of
 from .manifest import EXPORT, FOLDER
 
 SAVED = f"{FOLDER}/saved"

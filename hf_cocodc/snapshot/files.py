@@ -23,8 +23,7 @@ from ..link.base import Link
 from ..link.spreading import spread
 from ..net.validation import whole
 from . import checkpoint as disk
-from . import folder as folders
-from . import local_weights, manifest
+from . import folders, local_weights, manifest
 from .checkpoint import put_together, take_apart
 from .export import put_beside
 

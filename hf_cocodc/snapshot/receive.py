@@ -21,8 +21,7 @@ from ..net.letters import Member
 from ..net.validation import whole
 from ..status import tell
 from . import checkpoint as disk
-from . import folder as folders
-from . import manifest
+from . import folders, manifest
 from .donor import HEARTBEAT_S, STARTED, Offer, Stream, offered
 from .files import check_files, make_own
 from .frames import Frames

@@ -24,8 +24,7 @@ from ..link.spreading import gather, spread_all
 from ..link.within import main_says
 from ..net.validation import whole
 from . import checkpoint as disk
-from . import folder as folders
-from . import manifest
+from . import folders, manifest
 from .files import take_over
 
 logger = logging.getLogger(__name__)
@@ -356,7 +355,7 @@ class Inventory:
     beside: Path | None = None
     skipped: list[str] = field(default_factory=list)
     holdings: Mapping[int, Holdings] = field(default_factory=dict)
-    _damaged: set[int] = field(default_factory=set)
+    _damaged: dict[int, str] = field(default_factory=dict)
 
     def tell(self, bound: int | None = None) -> dict[int, Holdings]:
         """What all regions hold, with checkpoints of step `bound` at most. A collective call.
@@ -385,10 +384,20 @@ class Inventory:
         """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
 
         A step of 0 may also say that they have only checkpoints that are damaged or of another run (`refuse_damaged`).
+
+        Raises:
+            LinkError: a region lists a checkpoint again that it has found damaged: this would never end.
         """
         link, own = self.link, self.link.region
+        found_damaged: set[tuple[int, int]] = set()
         while True:
             holdings = self.holdings = self.tell(bound)
+            for region, step in found_damaged:
+                if step in {each.step for each in holdings[region].held}:
+                    raise LinkError(
+                        f"region {region} lists {folders.PREFIX}{step}, which it has found damaged before. Look at its disk, "
+                        "then start all regions again."
+                    )
             choice = choose(holdings)
             if not choice.step:
                 break
@@ -396,10 +405,12 @@ class Inventory:
             if own in choice.holders:
                 wrong = main_says(link, self.accelerator, partial(disk.damage, path), f"the check of {path}")
             verdicts = gather(link, CanResume(wrong is None), f"the check of {path.name}")
-            if all(verdict.is_good for verdict in verdicts.values()):
+            bad = {(region, choice.step) for region, verdict in verdicts.items() if not verdict.is_good}
+            if not bad:
                 break
+            found_damaged |= bad
             if wrong is not None:
-                self._damaged.add(choice.step)
+                self._damaged[choice.step] = wrong
         for sentence in self.skipped:
             logger.warning("%s", sentence)
         if holdings[own].held and holdings[own].run != choice.run:
@@ -419,7 +430,7 @@ class Inventory:
         for step, path in reversed(folders.checkpoints(self.folder).items()):
             if bound is not None and step > bound:
                 continue
-            wrong = folders.unusable(path, run, hashes=step in self._damaged)
+            wrong = self._damaged.get(step) or folders.unusable(path, run, hashes=False)
             if wrong is None:
                 try:
                     facts = disk.facts_of(path)

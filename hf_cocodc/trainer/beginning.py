@@ -19,7 +19,7 @@ from ..run.newcomer import get_base, joins
 from ..run.outer_optimizer import OuterOptimizer
 from ..run.starting import NEVER, UNKNOWN, Beginning, Habits, agree_on_start, check_same_habits
 from ..snapshot.donor import Inner
-from ..snapshot.folder import PREFIX
+from ..snapshot.folders import PREFIX
 from ..snapshot.receive import Received
 
 

@@ -30,7 +30,7 @@ from ..run.starting import engine_for
 from ..settings import OuterConfig
 from ..snapshot.checkpoint import Facts, Saved, damage, read
 from ..snapshot.files import take_over
-from ..snapshot.folder import PREFIX, run_of
+from ..snapshot.folders import PREFIX, run_of
 from ..snapshot.local_weights import buffers, restore, weights_file
 from ..snapshot.resume import Start
 from .beginning import interval, metric_of

@@ -15,7 +15,7 @@ from transformers import trainer as its_module
 
 from ..resolve import PART, paper_of
 from ..run.outer_optimizer import OuterOptimizer
-from ..snapshot.folder import PREFIX
+from ..snapshot.folders import PREFIX
 from ..snapshot.manifest import FOLDER
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,8 @@ from ..run.lock import hold, region_lock
 from ..run.outer_optimizer import OuterOptimizer
 from ..snapshot.durable import saving
 from ..snapshot.export import put_into_folder
-from ..snapshot.folder import PREFIX, make_room, point, rotate
-from . import hub as card
-from . import weights
+from ..snapshot.folders import PREFIX, make_room, point, rotate
+from . import hub, weights
 from .best import Best
 from .hub import leave_to_region_0, only_the_model
 
@@ -223,7 +222,7 @@ class Patches:
                 return
             weights.export(trainer, folder, lambda: save_model(output_dir, _internal_call))
             if trainer.args.should_save:
-                card.write(folder, card.section(outer))
+                hub.write(folder, hub.section(outer))
                 put_into_folder(folder)
 
     def create_model_card(self, create_model_card: Callable, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +230,7 @@ class Patches:
         outer, arguments = self._callback.outer, self._trainer.args
         if outer is not None and arguments.should_save:
             folder = Path(arguments.output_dir or ".")
-            card.draft(folder, card.section(outer, self._best.loaded), create_model_card, *args, **kwargs)
+            hub.draft(folder, hub.section(outer, self._best.loaded), create_model_card, *args, **kwargs)
         else:
             create_model_card(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_cocodc.coordinator.hello import compare, side_by_side
 from hf_cocodc.errors import HandshakeError, InputError
-from hf_cocodc.run import connect as hellos
+from hf_cocodc.run import connect
 from hf_cocodc.run.about import function_of
 from hf_cocodc.run.connect import hello
 from tests.toys import llama
@@ -115,14 +115,14 @@ def test_a_setting_has_the_name_that_it_has_in_a_recipe() -> None:
 def test_the_version_of_the_package_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version of hf_cocodc is refused; another version of Transformers, with new fields in its configs, is shown."""
     ours = says()
-    monkeypatch.setattr(hellos, "version", lambda name: "99")
+    monkeypatch.setattr(connect, "version", lambda name: "99")
     theirs = says()
     theirs["model"]["model.config.new_field"] = 1
     compare([ours, theirs])
     assert any(
         sentence.startswith("other versions of transformers: ") for sentence in side_by_side([ours, theirs])
     )
-    monkeypatch.setattr(hellos, "__version__", "99")
+    monkeypatch.setattr(connect, "__version__", "99")
     with pytest.raises(HandshakeError, match="disagree on hf_cocodc: .* region 1 has '99'"):
         compare([ours, says()])
 

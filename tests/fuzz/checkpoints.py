@@ -33,9 +33,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError, CocodcError
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
-from hf_cocodc.snapshot import manifest
+from hf_cocodc.snapshot import folders, manifest
 from tests.run.test_resuming import checkpoint_of, make, resumed, weights_of
 
 FULL = 1000
@@ -172,7 +170,7 @@ def damage(folder: Path, chance: random.Random) -> None:
         checkpoint = checkpoint_of(folder, region, step)
         files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
         if chance.random() < 0.02:
-            flip(folder / f"region-{region}" / numbering.RUN, chance)
+            flip(folder / f"region-{region}" / folders.RUN, chance)
         elif files:
             chance.choice(DAMAGES)(chance.choice(files), chance)
 

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from tests.processes.coordinators import CoordinatorProcess
 from tests.processes.ending_worker import LATE_S, STEPS, live
 from tests.processes.forks import TIMEOUT_S, Process, fork, rank_env, region_env, torch_master, wait_until

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_cocodc.run.journal import read
-from hf_cocodc.snapshot.folder import point
+from hf_cocodc.snapshot.folders import point
 from tests.processes import idiom_worker
 from tests.processes.forks import fork_regions
 from tests.processes.idiom_worker import SAVED, STEPS

@@ -14,7 +14,7 @@ from hf_cocodc import CoCoDCCallback, OuterConfig
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot.checkpoint import COMPLETE, damage
 from hf_cocodc.snapshot.checkpoint import read as read_state
-from hf_cocodc.snapshot.folder import checkpoints
+from hf_cocodc.snapshot.folders import checkpoints
 from tests.processes.forks import TIMEOUT_S, Process, fork, wait_until
 from tests.processes.worker import Tokens
 from tests.toys import llama, params_of

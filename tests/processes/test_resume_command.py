@@ -17,8 +17,7 @@ from hf_cocodc import simulate
 from hf_cocodc.cli.main import main
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import folders
 from tests.processes.launching import ROOT, environment
 from tests.processes.test_failures import training_processes
 
@@ -157,7 +156,7 @@ def test_a_kill_before_every_region_has_its_first_checkpoint(
     """SIGKILL to all when region 0 has saved and region 1 has not: resumed, both start once more, and the bits are the same."""
     again, whole = tmp_path / "again", tmp_path / "whole"
     again.mkdir()
-    run, begun = start("diloco", again), again / "region-1" / numbering.RUN
+    run, begun = start("diloco", again), again / "region-1" / folders.RUN
     deadline = time.monotonic() + TIMEOUT_S
     while not begun.is_file():
         assert run.poll() is None and time.monotonic() < deadline, run.communicate(timeout=5)

@@ -21,7 +21,7 @@ from hf_cocodc.errors import InputError
 from hf_cocodc.run.connect import connect
 from hf_cocodc.settings import OuterConfig, RegionConfig
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from tests.processes import sharded_worker
 from tests.processes.forks import fork_regions
 from tests.toys import llama, params_of

@@ -16,7 +16,7 @@ from hf_cocodc import CoCoDCCallback, OuterOptimizer, simulate
 from hf_cocodc.errors import CheckpointError, HandshakeError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from tests.processes.worker import Tokens
 from tests.run.test_resuming import (
     STEPS,

@@ -18,8 +18,8 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot.folder import point
+from hf_cocodc.snapshot import folders
+from hf_cocodc.snapshot.folders import point
 from tests.run.test_resuming import STEPS, checkpoint_of, make, weights_of
 
 SAVED = (4, 8, 12, STEPS)

@@ -17,9 +17,7 @@ from hf_cocodc.errors import CheckpointError, LinkError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
-from hf_cocodc.snapshot import manifest
+from hf_cocodc.snapshot import folders, manifest
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import (
     STEPS,
@@ -112,7 +110,7 @@ def test_a_region_that_joins_from_a_folder_of_another_run(
     assert "region 2 holds checkpoints of another run" in caplog.text
     assert f"region 2 has no complete checkpoint of step {step}" in caplog.text
     assert {trainer.state.global_step for trainer in three} == {STEPS}
-    assert numbering.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
+    assert folders.run_of(tmp_path / "region-2") == state.run_of(tmp_path / "region-0") != 0
     # what the other run left is as it was, to go on from by its path; that of the same step has made room
     assert state.damage(checkpoint_of(tmp_path, 2, STEPS)) is None
     [aside] = (tmp_path / "region-2").glob(f"checkpoint-{step}.run*")
@@ -147,7 +145,7 @@ def test_a_kill_inside_the_first_save(
     killed_in_the_first_save(tmp_path / "run", monkeypatch, save_steps=5)
     assert state.damage(checkpoint_of(tmp_path / "run", 0, 5)) is None
     assert not manifest.is_sealed(checkpoint_of(tmp_path / "run", 1, 5))
-    run = numbering.run_of(tmp_path / "run" / "region-0")
+    run = folders.run_of(tmp_path / "run" / "region-0")
     again = weights_of(resumed(tmp_path / "run", save_steps=5))
     assert torch.equal(torch.stack(again), torch.stack(whole))
     assert "region 1 was ended before its first checkpoint of the run was complete" in caplog.text
@@ -155,8 +153,8 @@ def test_a_kill_inside_the_first_save(
     for region in range(2):
         folder = tmp_path / "run" / f"region-{region}"
         assert list(folders.checkpoints(folder)) == [5, 10, STEPS]
-        assert numbering.run_of(folder) == run
-        assert not numbering.is_unsaved(folder)
+        assert folders.run_of(folder) == run
+        assert not folders.is_unsaved(folder)
 
 
 def test_a_region_that_lost_its_checkpoints_takes_over(

@@ -37,7 +37,7 @@ from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import loopback
 from hf_cocodc.run.journal import read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from hf_cocodc.snapshot.local_weights import kept, restore, weights_file
 from tests.processes.worker import Tokens
 from tests.snapshot.test_checkpoints import SETTINGS

@@ -20,7 +20,7 @@ from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.resolve import from_config
 from hf_cocodc.settings import OuterConfig
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from hf_cocodc.snapshot.checkpoint import Facts
 from tests.methods import small
 from tests.toys import Blocks, Region

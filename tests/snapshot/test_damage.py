@@ -18,8 +18,7 @@ from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import folders
 from hf_cocodc.snapshot.local_weights import weights_file
 from hf_cocodc.training.simulation import simulate
 from tests.run.test_resuming import STEPS, checkpoint_of, make, resumed, weights_of
@@ -156,8 +155,8 @@ def test_only_damaged_checkpoints_are_refused(again: Path) -> None:
 @pytest.mark.parametrize("unsaved", [False, True])
 def test_every_damage_to_the_number_of_the_run_is_found(unsaved: bool, tmp_path: Path) -> None:
     """A file that is cut, or has one wrong bit, never gives another number: intact checkpoints would be those of another run."""
-    numbering.begin_run(tmp_path, 1_753_112_345, unsaved)
-    path = tmp_path / numbering.RUN
+    folders.begin_run(tmp_path, 1_753_112_345, unsaved)
+    path = tmp_path / folders.RUN
     whole = path.read_bytes()
     damaged = [whole[:length] for length in range(len(whole))]
     for bit in range(8 * len(whole)):
@@ -167,13 +166,13 @@ def test_every_damage_to_the_number_of_the_run_is_found(unsaved: bool, tmp_path:
     for content in damaged:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=f"{path} is damaged"):
-            numbering.run_of(tmp_path)
+            folders.run_of(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "a folder"])
 def test_a_damaged_number_of_the_run_is_named(damage: str, again: Path) -> None:
     """The error names the file, not the checkpoints."""
-    path = again / "region-1" / numbering.RUN
+    path = again / "region-1" / folders.RUN
     number = path.read_bytes()
     path.unlink()
     if damage == "cut":
@@ -186,14 +185,14 @@ def test_a_damaged_number_of_the_run_is_named(damage: str, again: Path) -> None:
 
 def test_a_path_makes_up_for_a_damaged_number_of_the_run(again: Path) -> None:
     """The checkpoint has the number, too, and the run goes on with it."""
-    path = again / "region-1" / numbering.RUN
+    path = again / "region-1" / folders.RUN
     path.write_bytes(path.read_bytes()[:3])
 
     def body(region: int, link: Link) -> None:
         make(again, link).train(resume_from_checkpoint=str(checkpoint_of(again, region, LAST)))
 
     simulate(body, regions=2)
-    assert numbering.run_of(again / "region-1") == numbering.run_of(again / "region-0")
+    assert folders.run_of(again / "region-1") == folders.run_of(again / "region-0")
 
 
 def test_the_command_says_how_training_starts_only_once_it_has_started(

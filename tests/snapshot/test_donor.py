@@ -22,8 +22,7 @@ from hf_cocodc.link.records import ROW
 from hf_cocodc.net.keys import Cipher, Keys
 from hf_cocodc.net.letters import Member
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import donor, frames
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import donor, folders, frames
 from hf_cocodc.snapshot import receive as receiving
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file

@@ -19,7 +19,7 @@ from hf_cocodc.errors import CheckpointError, InputError, RunStopped
 from hf_cocodc.link.base import Link
 from hf_cocodc.run.journal import Journal, read
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from hf_cocodc.snapshot.durable import saving
 from hf_cocodc.training import train
 from hf_cocodc.training.simulation import simulate

@@ -13,14 +13,12 @@ from unittest.mock import Mock
 import pytest
 from accelerate import Accelerator
 
-from hf_cocodc.errors import CheckpointError
+from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import LockstepLink, run_in_lockstep
 from hf_cocodc.run.outer_optimizer import OuterOptimizer
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import durable, manifest
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
+from hf_cocodc.snapshot import durable, folders, manifest
 from hf_cocodc.snapshot.checkpoint import Facts
 from hf_cocodc.snapshot.durable import sha256_of_all
 from hf_cocodc.snapshot.export import put_into_folder
@@ -160,7 +158,7 @@ def test_a_changed_global_model_is_not_taken_over(checkpoint: Path, name: str) -
 @pytest.mark.parametrize("name", ["optimizer.pt", "cocodc/COMPLETE"])
 def test_a_sealed_checkpoint_is_never_deleted_to_make_room(checkpoint: Path, name: str) -> None:
     """Not even a damaged one of the same run: a user may have kept something in it."""
-    numbering.begin_run(checkpoint.parent, 7)
+    folders.begin_run(checkpoint.parent, 7)
     put(checkpoint / "merged/model.safetensors", b"the user's")
     put(checkpoint / name, b"damaged")
     folders.make_room(checkpoint)
@@ -190,9 +188,9 @@ def test_a_checkpoint_that_was_copied_alone_is_resumed_from(whole: Path) -> None
 
 def test_only_checkpoints_of_another_run_are_refused(whole: Path) -> None:
     """A run that had checkpoints does not start anew by itself; one that was ended before its first does."""
-    numbering.begin_run(whole.parent, 8, unsaved=True)
+    folders.begin_run(whole.parent, 8, unsaved=True)
     assert holding_nothing_else(whole.parent) == 0
-    numbering.begin_run(whole.parent, 8)
+    folders.begin_run(whole.parent, 8)
     with pytest.raises(
         CheckpointError, match=r"no region has a checkpoint.*is of an earlier run.*give its path"
     ):
@@ -206,6 +204,24 @@ def test_a_damaged_checkpoint_at_a_path_says_what_is_wrong_with_it(whole: Path) 
         run_in_lockstep(
             1, lambda region, link: checkpoint_to_resume(link, Accelerator(), whole.parent, str(whole))
         )
+
+
+def test_a_region_that_lists_a_damaged_checkpoint_again_ends_the_search(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would ask it for ever."""
+
+    class Forgets(dict):
+        def __setitem__(self, step: int, wrong: str) -> None:
+            pass
+
+    monkeypatch.setattr(state, "damage", lambda path: "its disk says so")
+
+    def body(region: int, link: Link) -> None:
+        Inventory(link, Accelerator(), whole.parent, _damaged=Forgets()).choose()
+
+    with pytest.raises(LinkError, match="region 0 lists checkpoint-4, which it has found damaged before"):
+        run_in_lockstep(1, body)
 
 
 def test_checkpoints_of_two_runs_at_two_paths_are_refused(whole: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hf_cocodc import simulate
 from hf_cocodc.errors import CheckpointError
 from hf_cocodc.link.base import Link
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot.folder import claim
+from hf_cocodc.snapshot.folders import claim
 from tests.run.test_loaded import Loop
 
 

@@ -16,10 +16,8 @@ from hf_cocodc.errors import CheckpointError, LinkError
 from hf_cocodc.link.base import Link
 from hf_cocodc.link.lockstep import run_in_lockstep
 from hf_cocodc.snapshot import checkpoint as state
-from hf_cocodc.snapshot import files, local_weights
+from hf_cocodc.snapshot import files, folders, local_weights
 from hf_cocodc.snapshot import files as take_over
-from hf_cocodc.snapshot import folder as folders
-from hf_cocodc.snapshot import folder as numbering
 from hf_cocodc.snapshot.export import put_into_folder
 from tests.snapshot.test_checkpoints import FACTS
 
@@ -35,7 +33,7 @@ WEIGHTS = {"weight": torch.arange(6.0).view(2, 3)}
 def checkpoint(tmp_path: Path) -> Path:
     """Region 0's checkpoint of step 3, as Trainer and we write it, with an adapter in a folder of its own."""
     folder = tmp_path / "region-0" / "checkpoint-3"
-    numbering.begin_run(folder.parent, RUN)
+    folders.begin_run(folder.parent, RUN)
     state.begin(folder)
     ours = {"tensor": torch.ones(2), "layout": [[["weight", [2, 3]]]]}
     state.write(folder, state.Saved(ours, FACTS, {"weight": "its digest"}))

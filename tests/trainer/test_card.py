@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from hf_cocodc import CoCoDCCallback, OuterConfig, simulate
 from hf_cocodc.link.base import Link
-from hf_cocodc.trainer import hub as card
+from hf_cocodc.trainer import hub
 from tests.trainer.test_trainer import make
 
 COCODC = OuterConfig(
@@ -60,25 +60,25 @@ def test_what_the_caller_says_counts(tmp_path: Path) -> None:
     def create(language: str | None = None, model_name: str | None = None) -> None:
         seen.append((language, model_name))
 
-    card.draft(folder, "## x", create, "en", "mine")
-    card.draft(folder, "## x", create, model_name="mine")
-    card.draft(folder, "## x", create, "en", "region-3")  # TRL names the folder itself
-    card.draft(folder, "## x", create)
-    card.draft(folder, "## x", lambda tags=None: seen.append((tags,)), tags="t")
+    hub.draft(folder, "## x", create, "en", "mine")
+    hub.draft(folder, "## x", create, model_name="mine")
+    hub.draft(folder, "## x", create, "en", "region-3")  # TRL names the folder itself
+    hub.draft(folder, "## x", create)
+    hub.draft(folder, "## x", lambda tags=None: seen.append((tags,)), tags="t")
     assert seen == [("en", "mine"), (None, "mine"), ("en", "a-run"), (None, "a-run"), ("t",)]
 
 
-@pytest.mark.parametrize("earlier", ["", card.END + "\n"], ids=["an older version's", "ours"])
+@pytest.mark.parametrize("earlier", ["", hub.END + "\n"], ids=["an older version's", "ours"])
 def test_only_our_section_is_replaced(earlier: str, tmp_path: Path) -> None:
     """What stands before and behind it stays; older versions wrote no mark at the end, and their section ends at a heading."""
     path = tmp_path / "README.md"
-    before = f"---\nlicense: mit\n---\n# My model\n\nWords.\n\n{card.HEADING}\n\nold figures\n{earlier}\n## Notes\n\nMine.\n"
+    before = f"---\nlicense: mit\n---\n# My model\n\nWords.\n\n{hub.HEADING}\n\nold figures\n{earlier}\n## Notes\n\nMine.\n"
     path.write_text(before, encoding="utf-8")
     for figures in ("new figures", "newer figures"):
-        card.write(tmp_path, f"{card.HEADING}\n\n{figures}\n")
+        hub.write(tmp_path, f"{hub.HEADING}\n\n{figures}\n")
     text = path.read_text(encoding="utf-8")
     assert text.endswith(
-        f"# My model\n\nWords.\n\n{card.HEADING}\n\nnewer figures\n\n{card.END}\n\n## Notes\n\nMine.\n"
+        f"# My model\n\nWords.\n\n{hub.HEADING}\n\nnewer figures\n\n{hub.END}\n\n## Notes\n\nMine.\n"
     )
     assert ModelCard.load(path).data.to_dict() == {"license": "mit", "tags": ["hf-cocodc"]}
 
@@ -90,5 +90,5 @@ def test_what_a_user_wrote_behind_it_outlives_a_new_draft(tmp_path: Path) -> Non
     with (folder / "README.md").open("a", encoding="utf-8") as file:
         file.write("\nMine.\n")
     text = trained(tmp_path)
-    assert text.count(card.HEADING) == text.count("# a-run") == 1
-    assert text.endswith(f"{card.END}\n\nMine.\n")
+    assert text.count(hub.HEADING) == text.count("# a-run") == 1
+    assert text.endswith(f"{hub.END}\n\nMine.\n")

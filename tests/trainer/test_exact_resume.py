@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from hf_cocodc import simulate
 from hf_cocodc.link.base import Link
-from hf_cocodc.snapshot import folder as folders
+from hf_cocodc.snapshot import folders
 from tests.run.test_resuming import STEPS, checkpoint_of, make, params_of
 from tests.trainer.test_architectures import causal_lm
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hf_cocodc.trainer import leaving as signals
+from hf_cocodc.trainer import leaving
 from hf_cocodc.trainer.leaving import first_signal
 
 
@@ -22,7 +22,7 @@ def test_two_sigterms_at_once_are_one_request(monkeypatch: pytest.MonkeyPatch) -
             assert (heard, usual) == (["SIGTERM"], [signal.SIGTERM])  # an existing handler is called too
             os.kill(os.getpid(), signal.SIGTERM)
             assert (heard, usual) == (["SIGTERM"], [signal.SIGTERM])
-            monkeypatch.setattr(signals, "TOGETHER_S", 0.0)
+            monkeypatch.setattr(leaving, "TOGETHER_S", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
             assert (heard, usual) == (["SIGTERM"], [signal.SIGTERM] * 2)
     finally:
