@@ -5,7 +5,6 @@ A fixed run and an elastic one have the same link. In a fixed run every loss fai
 
 import logging
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -49,6 +48,7 @@ from ..coordinator.messages import (
 from ..coordinator.rules import KEPT_DECISIONS
 from ..errors import LeftBehind, LinkError, RegionLostError, RunOver
 from ..net.letters import Introduction, Letters, Member
+from ..net.pairs import Stream
 from ..net.recovery import Liveness
 from ..net.view import View
 from ..net.wire import FIRST, Wire
@@ -471,10 +471,8 @@ class TcpLink:
         """Whether a process takes part or is to come in, as far as this one knows."""
         return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
 
-    def stream(
-        self, member: Member, number: int, timeout_s: float, look: Callable[[], object]
-    ) -> socket.socket:
-        """One more connection to a process, once this one is connected to it; see `Pair.stream`.
+    def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
+        """Open a stream to a process, once this one is connected to it; see `Pair.stream`.
 
         Raises:
             LinkError: it is not in time.

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from .pacing import pace, set_congestion
@@ -54,6 +55,7 @@ class Operation:
         memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is being sent may be read.
         then: called by `wait` once it has ended well.
         is_own: whether nobody else uses the memory, also after that.
+        most: of a message whose length nobody knows before it comes, the bytes that it may have: memory is made for it then.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Operation:
         memory: Tensor,
         then: Callable[[], None] | None = None,
         is_own: bool = False,
+        most: int = 0,
     ) -> None:
         self.order, self.tag, self.memory, self.then, self.is_own = order, tag, memory, then, is_own
+        self._most = most
         self.number = 0
         self._error: Exception | None = None
         self._ended = threading.Event()
@@ -72,6 +76,14 @@ class Operation:
     @property
     def view(self) -> memoryview:
         return memoryview(self.memory.numpy())
+
+    def expect(self, size: int) -> None:
+        """A message of so many bytes comes. Raises ConnectionLost if it is another one than was asked for."""
+        if 0 < size <= self._most:
+            self.memory = torch.empty(size, dtype=torch.uint8)
+        if self.memory.numel() != size:
+            asked = f"at most {self._most}" if self._most else self.memory.numel()
+            raise ConnectionLost(f"{size} bytes have come where {asked} were asked for")
 
     def keep(self) -> None:
         """Let nobody else use its memory."""
@@ -414,11 +426,8 @@ class Connection:
             if operation is None:
                 while left:
                     left -= _fill(connected, rest[:left])
-            elif operation.memory.numel() != size:
-                raise ConnectionLost(
-                    f"{size} bytes have come where {operation.memory.numel()} were asked for"
-                )
             else:
+                operation.expect(size)
                 _fill(connected, operation.view)
         except Exception as error:
             if operation is not None:

@@ -133,19 +133,15 @@ class Altered(LinkError):
 class Cipher:
     """Seals messages at one end, or opens them at the other: number (8 bytes), message in AES-256-GCM, its tag (16 bytes).
 
-    Args:
-        in_order: whether messages are opened in the order in which they were sealed, each once.
-
     Attributes:
         overhead: bytes by which a sealed message is longer.
     """
 
     overhead = _NUMBER + _TAG
 
-    def __init__(self, keys: Keys, in_order: bool = False) -> None:
+    def __init__(self, keys: Keys) -> None:
         self._aes = AESGCM(keys.raw)
-        self._in_order = in_order
-        self._num_sealed = self._num_opened = 0
+        self._num_sealed = 0
         self._lock = threading.Lock()
 
     def seal(self, data: Any, about: bytes = b"") -> bytes:
@@ -170,22 +166,17 @@ class Cipher:
         sealed = memoryview(data).cast("B")
         if len(sealed) < self.overhead:
             raise Altered(f"{len(sealed)} bytes are too few for a sealed message")
-        number_bytes = bytes(sealed[:_NUMBER])
-        if self._in_order and number_bytes != self._num_opened.to_bytes(_NUMBER, "big"):
-            raise Altered("a message is missing, or has come twice")
         try:
-            message = self._aes.decrypt(_NO_ROOM + number_bytes, sealed[_NUMBER:], about)
+            return self._aes.decrypt(_NO_ROOM + bytes(sealed[:_NUMBER]), sealed[_NUMBER:], about)
         except InvalidTag:
             raise Altered("a message was altered, or comes from somebody else") from None
-        self._num_opened += 1
-        return message
 
 
 Ciphers = tuple[Cipher, Cipher]
 """What seals what this end sends, and what opens what comes."""
 
 
-def ciphers(keys: Keys, is_first: bool, in_order: bool) -> Ciphers:
+def ciphers(keys: Keys, is_first: bool) -> Ciphers:
     """Those of one of two ends; exactly one of the two `is_first`. `keys`: no other conversation has them."""
-    ways = [Cipher(keys.of("aes-gcm", way), in_order) for way in ("from the first", "to the first")]
+    ways = [Cipher(keys.of("aes-gcm", way)) for way in ("from the first", "to the first")]
     return (ways[0], ways[1]) if is_first else (ways[1], ways[0])

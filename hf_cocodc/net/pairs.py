@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import LinkError, short
 from ..threads import NativeThread
@@ -36,8 +36,20 @@ ASSUMED_RATE = 125e6
 _USABLE = 0.25
 """Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
+STREAMS = 65, 255
+"""The smallest and the largest number of a stream. Those below are of the connections that a pair always has."""
 _LOOK_S = 0.2
 _RECALL_S = 2.0
+
+
+class Stream(NamedTuple):
+    """A connection for one long conversation with another region, beside the transfers; and what seals what is said on it.
+
+    Like any other connection of a pair it comes back if it breaks. It is closed by who has opened it.
+    """
+
+    connection: Connection
+    ciphers: Ciphers | None
 
 
 class Pair:
@@ -82,12 +94,14 @@ class Pair:
         self._called: tuple[str, int] | None = None
         self._callers: list[tuple[str, int]] = []
         self._token = self._resumes = self._role = b""
+        self._congestion: str | None = None
         self._recovery = Recovery(self._call_again, word, self._end, timeout_s)
         self._came: dict[int, socket.socket] = {}
+        self._streams: dict[int, Connection] = {}
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Close all connections but streams."""
+        """Close all connections. Streams end with what is said on them, or with the other region."""
         self._port.forget(self._token)
         self._port.forget(self._resumes)
         with self._changed:
@@ -128,7 +142,7 @@ class Pair:
         if self._keys is not None:
             # the keys follow from whom the ends expect: what comes from anybody else does not open
             about = introduction.key, *sorted(self._ids), *(each.hex() for each in both)
-            self.ciphers = ciphers(self._keys.of("pair", *about), region < other, in_order=False)
+            self.ciphers = ciphers(self._keys.of("pair", *about), region < other)
         if is_relayed:
             self.way, self._role = "relayed", role_at_relay(region < other)
             self._token, self._resumes = (ticket(self._keys, what, *both) for what in (b"payloads", b"again"))
@@ -149,15 +163,15 @@ class Pair:
         Raises:
             LinkError: the other end cannot be reached any more.
         """
-        opened = side_by_side([partial(self.stream, index, self._timeout_s) for index in range(count)], count)
+        numbers = range(1, count + 1)
+        opened = side_by_side([partial(self._open, number, self._timeout_s) for number in numbers], count)
+        self._congestion = congestion
         self.bulk = [
             self._connection(each, f"{self.region}-{index}", congestion) for index, each in enumerate(opened)
         ]
 
-    def stream(
-        self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
-    ) -> socket.socket:
-        """One more connection. Both ends open it, with a number that no other one has, below 256.
+    def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Stream:
+        """Open a stream. Both ends do, with a number that no other stream has: see `STREAMS`.
 
         Args:
             look: called several times a second while this end waits; it may raise.
@@ -165,6 +179,17 @@ class Pair:
         Raises:
             LinkError: the other end cannot be reached, or has not called in time.
         """
+        connection = self._connection(
+            self._open(number, timeout_s, look), f"{self.region}-stream", self._congestion
+        )
+        self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
+        self._streams[number] = connection
+        return Stream(connection, self.ciphers)
+
+    def _open(
+        self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
+    ) -> socket.socket:
+        """One more socket that both ends hold. See `stream`."""
         region, other = self._ids
         if self._called is not None:
             try:
@@ -202,7 +227,7 @@ class Pair:
         """
         try:
             if self._called is not None:
-                number = self.connections.index(connection)
+                number = next(key for key, each in self._numbered().items() if each is connection)
                 connection.attach(
                     dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role)
                 )
@@ -215,21 +240,25 @@ class Pair:
 
     def _come_back(self, connected: socket.socket, number: int) -> None:
         """The other end has called for a broken connection."""
-        there = self.connections
-        if number >= len(there):
+        connection = self._numbered().get(number)
+        if connection is None:
             connected.close()
             return
 
         def attach() -> None:
             with contextlib.suppress(OSError, ConnectionLost):  # it calls again
-                there[number].attach(connected)
+                connection.attach(connected)
 
         NativeThread(attach, "hf_cocodc-connect").start()
 
     def _end(self, error: ConnectionLost) -> None:
         """The other region is lost."""
-        for connection in self.connections:
+        for connection in self._numbered().values():
             connection.end(error)
+
+    def _numbered(self) -> dict[int, Connection]:
+        """All connections, by the numbers that both ends call them."""
+        return dict(enumerate(self.connections)) | self._streams
 
     def revoke(self, order: int, error: Exception) -> None:
         """See `Connection.revoke`."""

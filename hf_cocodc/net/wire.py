@@ -4,7 +4,6 @@ A `Wire` holds a pair of connected ends for each other region. A transfer uses a
 """
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from ..errors import LinkError, RegionLostError
 from .keys import Keys
 from .letters import Introduction
 from .pacing import can_pace, congestion_of, say_who_keeps_the_limit
-from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, connections_for, side_by_side
+from .pairs import ASSUMED_RATE, MAX_CONNECTIONS, MAX_SOCKETS, Pair, Stream, connections_for, side_by_side
 from .port import Port
 from .recovery import Liveness, NotBack
 from .view import LARGEST, Throttle, View, Waits
@@ -191,8 +190,8 @@ class Wire:
 
     def stream(
         self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
-    ) -> socket.socket:
-        """One more connection to a region to which this wire is connected; see `Pair.stream`. It is the caller's to close.
+    ) -> Stream:
+        """Open a stream to a region to which this wire is connected; see `Pair.stream`.
 
         Raises:
             LinkError: the region is not connected, or cannot be reached.

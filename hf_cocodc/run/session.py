@@ -36,9 +36,10 @@ from ..link.log import Marker
 from ..link.tcp import TcpLink
 from ..net.keys import Keys
 from ..net.letters import Member
+from ..net.pairs import STREAMS
 from ..net.wire import Wire
 from ..settings import RegionConfig
-from ..snapshot.donor import NUMBERS, Donation
+from ..snapshot.donor import Donation
 from ..snapshot.receive import Base, Donors, Received
 from ..status import tell
 
@@ -251,7 +252,7 @@ class RegionSession:
         self._answers_at = time.monotonic()
         self._over: Over | None = None
         self._donations: dict[Member, Donation] = {}
-        self._numbers = cycle(range(NUMBERS[0], NUMBERS[1] + 1))
+        self._numbers = cycle(range(STREAMS[0], STREAMS[1] + 1))
         self._from: tuple[Member, Base] | None = None
         self._ready_at = math.inf
         self._failures: Counter[Member] = Counter()
@@ -296,7 +297,6 @@ class RegionSession:
                         timeout_s=regions.timeout_s,
                         stuck_timeout_s=min(regions.stuck_timeout_s, max(until - time.monotonic(), 0.0)),
                         most=self.context.largest_base,
-                        keys=self.context.keys,
                     )
                 except DonorLost as error:
                     logger.warning("no base from region %d: %s", member.region, error)
@@ -373,7 +373,6 @@ class RegionSession:
             about,
             f"region {member.region}",
             None if context.rate is None else context.rate / _SHARE,
-            context.keys,
         )
         self.link.log_to(donation.log)
         self._donations[member] = donation

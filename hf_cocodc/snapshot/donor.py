@@ -1,11 +1,8 @@
 """A region that is in the run gives a newcomer a base, and from then on the log of what happens after it.
 
 The base has what a region needs that takes over a checkpoint: the engine's state, the inner optimizer's, and what is not
-trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a connection
-of the pair, and then the log, as it comes.
-
-The offer travels over the coordinator, to which both ends have proven themselves. With a secret of the run, its token gives
-that connection keys of its own.
+trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a stream
+of the pair, which survives broken sockets, and then the log, as it comes.
 """
 
 import hashlib
@@ -15,7 +12,6 @@ import math
 import re
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +22,7 @@ from torch import nn
 
 from ..errors import LinkError
 from ..link.log import Log, to_plain
-from ..net.keys import Ciphers, Keys, ciphers
+from ..net.pairs import STREAMS, Stream
 from ..net.validation import whole
 from ..threads import NativeThread
 from . import checkpoint as disk
@@ -46,13 +42,12 @@ HEARTBEAT_S = 1.0
 _TAKEN_WITHIN_S = 2.0
 """Once the log has ended, a newcomer that takes nothing for so long is frozen, or has ended itself."""
 _GONE = "gone", "the region that sends the base has left the run"
-NUMBERS = 64, 255
-"""The smallest and the largest number of a stream for a base."""
 STARTED = f"{disk.FOLDER}/start.json"
 """File in a base: what the regions agreed on before step 1."""
 
 
-Stream = Callable[[int, float, Callable[[], object]], socket.socket]
+OpenStream = Callable[[int, float, Callable[[], object]], Stream]
+"""Opens a stream: (its number, seconds, a function that is called meanwhile and may raise) -> it."""
 
 
 class Inner(NamedTuple):
@@ -64,15 +59,11 @@ class Inner(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """How a newcomer gets its base: the number of the stream, a token for it, and the base's inner step."""
+    """How a newcomer gets its base: the number of the stream, a token that no other stream has, and the base's inner step."""
 
     number: int
     token: str
     step: int
-
-    def ciphers(self, keys: Keys | None, is_donor: bool) -> Ciphers | None:
-        """What seals and opens at one end; None without a secret of the run. The token has come over the coordinator."""
-        return None if keys is None else ciphers(keys.of("base", self.token), is_donor, in_order=True)
 
 
 def offered(said: Mapping[str, Any]) -> Offer:
@@ -84,7 +75,7 @@ def offered(said: Mapping[str, Any]) -> Offer:
     token = said["token"]
     if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
         raise ValueError("it has no token")
-    return Offer(whole(said["number"], *NUMBERS), token, whole(said["step"]))
+    return Offer(whole(said["number"], *STREAMS), token, whole(said["step"]))
 
 
 def write_base(
@@ -116,10 +107,8 @@ class Donation:
 
     Args:
         folder: of the base; deleted at the end.
-        open_stream: opens it: (its number, seconds, a function that is called meanwhile and may raise) -> connection.
         about: told with the base; JSON-able.
         rate: bytes per second to send at most; None for no limit.
-        keys: of the run's secret: with them, others can neither read nor alter what travels; None if there is none.
 
     Attributes:
         offer: where the newcomer gets it.
@@ -131,15 +120,13 @@ class Donation:
         self,
         folder: Path,
         number: int,
-        open_stream: Stream,
+        open_stream: OpenStream,
         step: int,
         about: Mapping[str, Any],
         to: str,
         rate: float | None,
-        keys: Keys | None = None,
     ) -> None:
         self._folder, self._about, self._to, self._rate = folder, dict(about), to, rate
-        self._keys = keys
         self._files = files_in(folder)
         num_bytes = sum(path.stat().st_size for path in self._files.values())
         self.log = Log(max(_BASES_IN_LOG * num_bytes, _LEAST_LOG_BYTES))
@@ -166,10 +153,10 @@ class Donation:
     def _serve(self) -> None:
         frames = None
         try:
-            connection = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
-            sealed = self.offer.ciphers(self._keys, is_donor=True)
-            frames = Frames(connection, sealed, self._newcomer_waits, self._rate)
+            stream = self._open_stream(self.offer.number, _CALLED_WITHIN_S, self._look)
+            frames = Frames(stream, bytes.fromhex(self.offer.token), self._newcomer_waits, self._rate)
             self._send(frames)
+            frames.drain(_TAKEN_WITHIN_S)
         except (LinkError, OSError) as error:
             if not self._ended.is_set():
                 logger.warning("%s gets nothing more from this region: %s", self._to, error)

@@ -1,8 +1,7 @@
-"""One end of a TCP connection that carries frames: a line of JSON, and bytes whose number the line tells. Never a pickle."""
+"""What a donor and a newcomer say on a stream: objects of JSON, and bytes whose number such an object tells. Never a pickle."""
 
 import json
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,22 +10,20 @@ import torch
 from torch import Tensor
 
 from ..errors import LinkError
-from ..net.channel import keep_from_forks
-from ..net.keys import Ciphers
+from ..net.connection import ConnectionLost, Operation
+from ..net.keys import Cipher
+from ..net.pairs import Stream
 from ..net.validation import whole
 from .checkpoint import put_together, take_apart
 
-CHUNK = 1 << 20
-_MAX_LINE = 1 << 22
-"""Bytes of the longest line."""
+CHUNK = 1 << 17
+"""Bytes of a message at most, but for objects: on a slow link it must come long before the other end gives up."""
+_LONGEST = 1 << 22
+"""Bytes of the longest message."""
 _MOST_TENSORS = 1024
 """Tensors of one value."""
 _MOST_DIMS = 8
 _LONGEST_DIM = 1 << 48
-_RECORD = 64 << 10
-"""Bytes of a sealed record at most, unsealed."""
-_LENGTH = 4
-"""Bytes before a sealed record that tell its length."""
 _POLL_S = 0.5
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,86 +35,55 @@ class Frames:
     """Sends and receives frames; for one thread at a time.
 
     Args:
-        ciphers: seal the whole connection; None without a secret of the run.
+        token: with a secret of the run, what is sealed on this stream opens on no other one.
         alive: called now and then while the other end sends nothing, or takes nothing; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.
-        patience_s: seconds without a byte after which the other end counts as gone, while this end waits for it.
+        patience_s: seconds without a message after which the other end counts as gone, while this end waits for it.
 
-    All methods raise LinkError if the connection has ended, or if what comes is no frame.
+    All methods raise LinkError if the stream has ended, or if what comes is no frame.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
-        ciphers: Ciphers | None = None,
+        stream: Stream,
+        token: bytes = b"",
         alive: Callable[[], object] = lambda: None,
         rate: float | None = None,
         patience_s: float = math.inf,
     ) -> None:
-        connection.settimeout(_POLL_S)
-        keep_from_forks(connection)
-        self._socket, self._alive, self._rate, self._patience_s = connection, alive, rate, patience_s
-        self._ciphers = ciphers
-        # the other end must never wait longer for the next byte than it takes to send so many
-        self._most = CHUNK if rate is None else max(int(rate * _POLL_S), 1)
+        self._connection, self._ciphers = stream
+        self._alive, self._rate, self._patience_s = alive, rate, patience_s
+        self._token, self._num_sent, self._num_received = token, 0, 0
+        # the other end must never wait longer for the next chunk than it takes to send it
+        self._most = CHUNK if rate is None else max(min(int(rate * _POLL_S), CHUNK), 1)
         self._free_at = time.monotonic()
-        self._received = bytearray()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a line."""
-        self.send_bytes(json.dumps({"kind": kind, **content}).encode() + b"\n")
+        """Send an object."""
+        self._send(json.dumps({"kind": kind, **content}).encode())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes, which a line has announced."""
+        """Send bytes, which an object has announced."""
         rest = memoryview(data).cast("B")
-        if self._ciphers is None:
-            self._send(rest)
-            return
-        for start in range(0, len(rest), _RECORD):
-            sealed = self._ciphers[0].seal(rest[start : start + _RECORD])
-            self._send(memoryview(len(sealed).to_bytes(_LENGTH, "big") + sealed))
-
-    def _send(self, rest: memoryview) -> None:
-        while rest:
-            pause_s = self._free_at - time.monotonic()
-            if pause_s > 0:
-                time.sleep(min(pause_s, _POLL_S))
-                continue
-            try:
-                sent = self._socket.send(rest[: self._most])
-            except TimeoutError:
-                self._alive()
-                continue
-            except OSError as error:
-                raise LinkError(f"the connection has ended ({error.strerror or error}).") from error
-            rest = rest[sent:]
-            if self._rate is not None:
-                self._free_at = max(self._free_at, time.monotonic()) + sent / self._rate
+        for start in range(0, len(rest), self._most):
+            self._send(rest[start : start + self._most])
 
     def receive(self) -> dict[str, Any]:
-        """The next line."""
-        looked_at = 0
-        while (end := self._received.find(b"\n", looked_at)) < 0:
-            looked_at = len(self._received)
-            if looked_at > _MAX_LINE:
-                raise LinkError(f"the other end sent more than {_MAX_LINE} bytes that are no line.")
-            self._received += self._next()
-        line = bytes(self._received[:end])
-        del self._received[: end + 1]
+        """The next object."""
         try:
-            found = json.loads(line)
+            found = json.loads(self._receive())
         except (ValueError, RecursionError) as error:
-            raise LinkError(f"the other end sent a line that is no JSON ({error}).") from error
+            raise LinkError(f"the other end sent what is no JSON ({error}).") from error
         if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
-            raise LinkError("the other end sent a line without a kind.")
+            raise LinkError("the other end sent an object without a kind.")
         return found
 
     def receive_bytes(self, size: int) -> Iterator[bytes]:
-        """The bytes that a line has announced, in chunks."""
+        """The bytes that an object has announced, in chunks."""
         while size:
-            chunk = bytes(self._received) or self._next()
-            self._received = bytearray(chunk[size:])
-            chunk = chunk[:size]
+            chunk = self._receive()
+            if not 0 < len(chunk) <= size:
+                raise LinkError(f"the other end sent {len(chunk)} bytes where {size} were left.")
             size -= len(chunk)
             yield chunk
 
@@ -160,41 +126,53 @@ class Frames:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise LinkError(f"the other end sent what is no value of ours ({repr(error)[:200]}).") from error
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the other end has taken all, for a while."""
+        self._connection.drain(time.monotonic() + timeout_s)
+
     def close(self) -> None:
-        self._socket.close()
+        self._connection.close()
 
-    def _next(self) -> bytes:
-        """Some bytes more, as they were sent."""
-        if self._ciphers is None:
-            return self._take(CHUNK)
-        length = int.from_bytes(self._exactly(_LENGTH), "big")
-        if length > _RECORD + self._ciphers[1].overhead:
-            raise LinkError(f"the other end sent a record of {length} bytes.")
-        return self._ciphers[1].open(self._exactly(length))
+    def _send(self, data: bytes | memoryview) -> None:
+        while (pause_s := self._free_at - time.monotonic()) > 0:
+            time.sleep(min(pause_s, _POLL_S))
+        if self._ciphers is not None:
+            data = self._ciphers[0].seal(data, self._about(self._num_sent))
+        self._num_sent += 1
+        operation = Operation(0, 0, torch.frombuffer(bytearray(data), dtype=torch.uint8), is_own=True)
+        self._wait(self._connection.send, operation, math.inf)
+        if self._rate is not None:
+            self._free_at = max(self._free_at, time.monotonic()) + len(data) / self._rate
 
-    def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            found += self._take(size - len(found))
-        return bytes(found)
+    def _receive(self) -> bytes:
+        overhead = 0 if self._ciphers is None else Cipher.overhead
+        operation = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=_LONGEST + overhead)
+        self._wait(self._connection.receive, operation, self._patience_s)
+        data = operation.memory.numpy().tobytes()
+        about = self._about(self._num_received)
+        self._num_received += 1
+        return data if self._ciphers is None else self._ciphers[1].open(data, about)
 
-    def _take(self, most: int) -> bytes:
-        """Some bytes, as they come: at least one."""
-        silent_s = 0.0
-        while True:
-            try:
-                found = self._socket.recv(most)
-            except TimeoutError:
-                self._alive()
-                silent_s += _POLL_S  # not by a clock: this process may have stood still itself
-                if silent_s >= self._patience_s:
-                    raise LinkError(f"the other end has sent nothing for {silent_s:.1f} s.") from None
-                continue
-            except OSError as error:
-                raise LinkError(f"the connection has ended ({error.strerror or error}).") from error
-            if not found:
-                raise LinkError("the other end has closed the connection.")
-            return found
+    def _about(self, number: int) -> bytes:
+        """What binds a message to its place on this stream."""
+        return self._token + number.to_bytes(8, "big")
+
+    def _wait(self, start: Callable[[Operation], object], operation: Operation, patience_s: float) -> None:
+        """Start to send or to receive a message, and wait until it is done."""
+        waited_s = 0.0
+        try:
+            start(operation)
+            while True:
+                try:
+                    operation.wait(_POLL_S)
+                    return
+                except TimeoutError:
+                    self._alive()
+                waited_s += _POLL_S  # not by a clock: this process may have stood still itself
+                if waited_s >= patience_s:
+                    raise LinkError(f"the other end has sent nothing for {waited_s:.1f} s.")
+        except ConnectionLost as error:
+            raise LinkError(f"{error}.") from error
 
 
 def _shape(lengths: Any) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ import json
 import logging
 import queue
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,13 +15,13 @@ from torch import nn
 
 from ..errors import CheckpointError, DonorLost, LinkError, RunOver, short
 from ..link.log import Item, from_plain
-from ..net.keys import Keys
 from ..net.letters import Member
+from ..net.pairs import Stream
 from ..net.validation import whole
 from ..status import tell
 from . import checkpoint as disk
 from . import folders, manifest
-from .donor import HEARTBEAT_S, STARTED, Offer, Stream, offered
+from .donor import HEARTBEAT_S, STARTED, Offer, OpenStream, offered
 from .files import check_files, make_own
 from .frames import Frames
 
@@ -85,20 +84,19 @@ class Base:
 
 def receive(
     offer: Offer,
-    open_stream: Stream,
+    open_stream: OpenStream,
     folder: Path,
     region: int,
     donor: int,
     alive: Callable[[], object],
     timeout_s: float,
     most: int = 1 << 50,
-    keys: Keys | None = None,
 ) -> Base:
     """Get the base that a donor offers.
 
     Args:
         folder: where to put it; other regions may put theirs there, too.
-        timeout_s: seconds without a byte after which the donor is given up; one that has nothing to send gives heartbeats.
+        timeout_s: seconds without a message after which the donor is given up; one that has nothing to send gives heartbeats.
         most: bytes of the largest base that this region's model can have.
 
     Raises:
@@ -111,14 +109,14 @@ def receive(
     for old in (*folder.glob(f"{folders.PREFIX}*{ours}"), *folder.glob(f"{folders.PREFIX}*{ours}.half")):
         shutil.rmtree(old, ignore_errors=True)
     try:
-        connection = open_stream(offer.number, _CONNECT_S, alive)
+        stream = open_stream(offer.number, _CONNECT_S, alive)
     except DonorLost:
         raise
     except LinkError as error:
         raise DonorLost(f"region {donor} has offered a base, and is not reached: {error}") from error
     frames = Frames(
-        connection,
-        offer.ciphers(keys, is_donor=False),
+        stream,
+        bytes.fromhex(offer.token),
         alive,
         patience_s=max(timeout_s, _HEARTBEATS * HEARTBEAT_S),
     )
@@ -228,7 +226,7 @@ class Donors:
         region: int,
         post: Callable[[Member, str], object],
         is_there: Callable[[Member], bool],
-        stream: Callable[..., socket.socket],
+        stream: Callable[..., Stream],
     ) -> None:
         self._region, self._post, self._is_there, self._stream = region, post, is_there, stream
         self._asked: Member | None = None

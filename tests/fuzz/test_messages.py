@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import socket
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -24,12 +25,14 @@ from hf_cocodc.errors import CheckpointError, InputError, LinkError
 from hf_cocodc.link.log import Entry, Marker, from_plain, to_plain
 from hf_cocodc.link.records import ROW, Trailer, from_row, to_row
 from hf_cocodc.net.channel import Channel
+from hf_cocodc.net.connection import Connection, Operation
 from hf_cocodc.net.keys import Altered, Cipher, Keys
 from hf_cocodc.net.letters import Member
 from hf_cocodc.net.letters import from_plain as whereabouts
+from hf_cocodc.net.pairs import STREAMS, Stream
 from hf_cocodc.settings import RegionConfig
 from hf_cocodc.snapshot.checkpoint import Facts, put_together
-from hf_cocodc.snapshot.donor import NUMBERS, offered
+from hf_cocodc.snapshot.donor import offered
 from hf_cocodc.snapshot.files import check_files
 from hf_cocodc.snapshot.frames import Frames
 from hf_cocodc.tools.doctor import others
@@ -148,7 +151,7 @@ def test_first_lines_at_a_coordinator(said: dict[str, Any], keys: Keys | None) -
 def test_offers_and_addresses(said: dict[str, Any], address: Any) -> None:
     with contextlib.suppress(ValueError, KeyError):
         offer = offered({"token": "0f" * 32, **said})
-        assert NUMBERS[0] <= offer.number <= NUMBERS[1] and len(offer.token) == 64
+        assert STREAMS[0] <= offer.number <= STREAMS[1] and len(offer.token) == 64
     with contextlib.suppress(InputError, ValueError):
         for host, port in places(str(address)):
             assert host and 0 < port < 65536
@@ -165,20 +168,19 @@ def test_sealed_messages(said: bytes, place: int, bit: int) -> None:
 
 
 @given(
-    st.binary(max_size=300)
+    st.lists(st.binary(min_size=1, max_size=300), max_size=3)
     | st.tuples(PLAIN, st.dictionaries(st.text(max_size=3), PLAIN, max_size=3), st.binary(max_size=99)).map(
-        lambda said: (
-            json.dumps({"kind": "item", "tree": said[0], "tensors": said[1]}).encode() + b"\n" + said[2]
-        )
+        lambda said: [
+            json.dumps({"kind": "item", "tree": said[0], "tensors": said[1]}).encode(),
+            said[2] or b"x",
+        ]
     )
 )
-@example(b'{"kind": "item", "tree": {}, "tensors": {"x": ["float32", [1152921504606846976]]}}\n')
-def test_frames(said: bytes) -> None:
+@example([b'{"kind": "item", "tree": {}, "tensors": {"x": ["float32", [1152921504606846976]]}}'])
+def test_frames(said: list[bytes]) -> None:
     """A value, or LinkError."""
-    with ends() as (one, other):
-        one.sendall(said)
-        one.shutdown(socket.SHUT_WR)
-        frames = Frames(other)
+    with stream_that_says(said) as stream:
+        frames = Frames(stream)
         with contextlib.suppress(LinkError):
             frames.receive_tree(frames.receive(), 1 << 20)
 
@@ -186,16 +188,28 @@ def test_frames(said: bytes) -> None:
 def test_an_announcement_takes_no_memory() -> None:
     """Only bytes that have come do, and no more than may come."""
     shapes = {f"x{i}": ["float32", [1 << 24]] for i in range(16)}
-    with ends() as (one, other):
-        one.sendall(b"x" * 1000)
-        one.shutdown(socket.SHUT_WR)
+    with stream_that_says([b"x" * 1000]) as stream:
         tracemalloc.start()
         try:
             with pytest.raises(LinkError, match="has closed the connection"):
-                Frames(other).receive_tree({"kind": "item", "tree": {}, "tensors": shapes}, 1 << 40)
+                Frames(stream).receive_tree({"kind": "item", "tree": {}, "tensors": shapes}, 1 << 40)
             assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
         finally:
             tracemalloc.stop()
+
+
+@contextlib.contextmanager
+def stream_that_says(messages: list[bytes]) -> Iterator[Stream]:
+    """The end of one on which these messages come, and then a goodbye."""
+    with ends() as (one, other):
+        there, here = Connection(one, "there"), Connection(other, "here")
+        for message in messages:
+            there.send(Operation(0, 0, torch.frombuffer(bytearray(message), dtype=torch.uint8), is_own=True))
+        closing = threading.Thread(target=lambda: (there.drain(math.inf), there.close()))
+        closing.start()
+        yield Stream(here, None)
+        here.close()
+        closing.join()
 
 
 @given(

@@ -18,7 +18,9 @@ import torch
 from hf_cocodc.errors import LinkError
 from hf_cocodc.net import reaching
 from hf_cocodc.net.addresses import free_port
+from hf_cocodc.net.connection import Operation
 from hf_cocodc.net.keys import Keys
+from hf_cocodc.net.pairs import Stream
 from hf_cocodc.net.recovery import Liveness
 from hf_cocodc.net.relay import RelayProcess
 from hf_cocodc.net.wire import Wire
@@ -113,14 +115,19 @@ def test_a_region_that_nobody_can_call_calls_the_other_one() -> None:
             connect(*both)
             assert [wire.ways for wire in both] == [{1: way}, {0: way}]
             speak(*both)
-            with contextlib.ExitStack() as kept:
-                streams = [
-                    kept.enter_context(wire.stream(1 - wire.region, 99, 20.0)) for wire in _callers(both)
-                ]
-                streams[0].sendall(b"base")
-                assert streams[1].recv(4) == b"base"
-            for wire in both:
-                wire.close()
+            streams = [wire.stream(1 - wire.region, 99, 20.0) for wire in _callers(both)]
+            say(*streams)
+            for each in (*both, *(stream.connection for stream in streams)):
+                each.close()
+
+
+def say(one: Stream, other: Stream) -> None:
+    """A message whose length the other end does not know before."""
+    got = Operation(0, 0, torch.empty(0, dtype=torch.uint8), most=9)
+    other.connection.receive(got)
+    one.connection.send(Operation(0, 0, torch.full((5,), 7, dtype=torch.uint8)))
+    got.wait(20.0)
+    assert got.memory.tolist() == [7] * 5
 
 
 def _callers(both: list[Wire]) -> list[Wire]:
@@ -212,15 +219,13 @@ def test_two_regions_that_nobody_can_call_meet_at_the_relay(
         assert [wire.ways for wire in both] == [{1: "relayed"}, {0: "relayed"}]
         speak(*both)
         streams = at_once(*(partial(wire.stream, 1 - wire.region, 99, 20.0) for wire in both))
-        streams[0].sendall(b"base")
-        assert streams[1].recv(4) == b"base"
-        for each in streams:
-            each.close()
+        say(*streams)
         os.kill(relay._process.pid, signal.SIGKILL)
         speak(*both, order=2)
+        say(*streams)
         assert "relay: it has ended, and is started again" in said
-        for wire in both:
-            wire.close()
+        for each in (*both, *(stream.connection for stream in streams)):
+            each.close()
     relay.close()
 
 

@@ -8,7 +8,9 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +21,17 @@ from torch import nn
 from hf_cocodc.errors import CheckpointError, DonorLost, LinkError, RunOver
 from hf_cocodc.link.log import Entry, Marker, to_plain
 from hf_cocodc.link.records import ROW
-from hf_cocodc.net.keys import Cipher, Keys
+from hf_cocodc.net.connection import Connection
+from hf_cocodc.net.keys import Keys, ciphers
 from hf_cocodc.net.letters import Member
+from hf_cocodc.net.pairs import Stream
 from hf_cocodc.snapshot import checkpoint as state
 from hf_cocodc.snapshot import donor, folders, frames
 from hf_cocodc.snapshot import receive as receiving
 from hf_cocodc.snapshot.donor import Donation, Inner, Offer, write_base
 from hf_cocodc.snapshot.local_weights import weights_file
 from hf_cocodc.snapshot.receive import Base, Donors, receive
+from tests.net.test_recovery import routed
 from tests.secret import secret
 from tests.snapshot.test_checkpoints import FACTS
 from tests.snapshot.test_take_over import ADAM, same
@@ -36,7 +41,7 @@ PATIENCE_S = 60.0
 LARGEST = 1 << 20
 OFFER: dict[str, Any] = {"number": 70, "token": "0f" * 32, "step": 3}
 KEYS = Keys.from_secret(secret("a long secret of ours"))
-SEALED: list[dict[str, Any]] = [{}, {"keys": KEYS}]
+SEALED = [None, KEYS]
 SEALED_NAMES = ["open", "sealed"]
 STATE = {
     "tensor": torch.arange(5.0),
@@ -59,28 +64,37 @@ ENTRY = Entry(
 MARKER = Marker(5, 3, 1, 0, (Member(0, 4), Member(2, 9)), (9,))
 
 
-class Stream:
-    """Opens both ends of a connection, once the newcomer wants its own."""
+def streams(keys: Keys | None = None, others: Keys | None = None) -> tuple[Stream, Stream]:
+    """Both ends of one; the second may have other keys."""
+    others = others or keys
+    return tuple(  # type: ignore[return-value]
+        Stream(Connection(end, "a test"), None if each is None else ciphers(each, is_first))
+        for end, each, is_first in zip(socket.socketpair(), (keys, others), (True, False), strict=True)
+    )
 
-    def __init__(self) -> None:
-        self._ends: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+
+class Opening:
+    """Opens both ends of a stream, once the newcomer wants its own."""
+
+    def __init__(self, keys: Keys | None = None, others: Keys | None = None) -> None:
+        self._keys, self._ends = (keys, others), queue.SimpleQueue[Stream]()
         self._wanted = threading.Event()
 
-    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+    def of_donor(self, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
         assert number == OFFER["number"]
         while not self._wanted.wait(0.05):
             look()
-        mine, theirs = socket.socketpair()
+        mine, theirs = streams(*self._keys)
         self._ends.put(theirs)
         return mine
 
-    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+    def of_newcomer(self, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
         assert number == OFFER["number"]
         self._wanted.set()
         return self._ends.get(timeout=timeout_s)
 
 
-STREAMS: dict[str, Stream] = {}
+STREAMS: dict[str, Opening] = {}
 """By the tokens of the offers."""
 
 
@@ -94,14 +108,14 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(5.0))
 
 
-def given(tmp_path: Path, rate: float | None = None, **how: Any) -> Donation:
+def given(tmp_path: Path, rate: float | None = None, *keys: Keys | None) -> Donation:
     """By region 0, at step 3."""
     folder = tmp_path / "region-0" / "base"
     inner = Inner({"optimizer.pt": ADAM}, lambda path: (path / "trainer_state.json").write_text("{}"))
     write_base(folder, state.Saved(STATE, FACTS), 0, Net(), inner, STARTED)
-    stream = Stream()
+    stream = Opening(*keys)
     number = OFFER["number"]
-    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", rate, **how)
+    found = Donation(folder, number, stream.of_donor, 3, {"run": RUN}, "region 2", rate)
     STREAMS[found.offer.token] = stream
     return found
 
@@ -123,10 +137,10 @@ def donation(tmp_path: Path) -> Iterator[Donation]:
 
 
 @pytest.fixture(params=SEALED, ids=SEALED_NAMES)
-def sealed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Donation, dict[str, Any]]]:
-    """Without a secret of the run, and with one; and what the newcomer has of it."""
-    found = given(tmp_path, **request.param)
-    yield found, request.param
+def sealed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Donation]:
+    """Without a secret of the run, and with one."""
+    found = given(tmp_path, None, request.param)
+    yield found
     ended(found, tmp_path)
 
 
@@ -144,11 +158,10 @@ def received(
     found.close()
 
 
-def test_a_base_arrives_whole(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_base_arrives_whole(sealed: Donation, tmp_path: Path) -> None:
     """Its folder is no checkpoint of the run; it is whole, and says that another region wrote it. The log follows."""
-    donation, how = sealed
-    donation.log(ENTRY)
-    with received(donation, tmp_path, **how) as base:
+    sealed.log(ENTRY)
+    with received(sealed, tmp_path) as base:
         folder = base.received.folder
         assert base.received == (folder, 0, 3, RUN, STARTED)
         assert state.damage(folder) is None
@@ -236,47 +249,39 @@ def test_a_log_that_grows_too_long_ends(
     assert "region 2 is so far behind" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["token", "keys", "no keys"])
-@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
-def test_who_has_other_keys_gets_nothing(how: dict[str, Any], wrong: str, tmp_path: Path) -> None:
-    """Of the offer, or of the run."""
-    donation = given(tmp_path, **how)
-    mine: dict[str, Any] = {
-        "token": {**how, "offer": donation.offer._replace(token="00" * 32)},
-        "keys": {**how, "keys": KEYS.of("others")},
-        "no keys": {},
-    }[wrong]
+@pytest.mark.parametrize("wrong", ["token", "keys"])
+def test_who_has_other_keys_gets_nothing(wrong: str, tmp_path: Path) -> None:
+    """Of the offer, or of the pair: what was recorded of one stream opens on no other one."""
+    donation = given(tmp_path, None, KEYS, KEYS.of("others") if wrong == "keys" else KEYS)
+    offer = donation.offer._replace(token="00" * 32) if wrong == "token" else donation.offer
     with (
-        pytest.raises(DonorLost, match="region 0 sends its base no more"),
-        received(donation, tmp_path, **mine),
+        pytest.raises(DonorLost, match="region 0 sends its base no more: a message was altered"),
+        received(donation, tmp_path, offer=offer),
     ):
         pass
     ended(donation, tmp_path)
 
 
-def test_each_way_of_each_offer_has_its_own_key() -> None:
-    """So nothing that was recorded can be sent back, or to another newcomer."""
-    offer = Offer(**OFFER)
-
-    def ciphers(offer: Offer) -> tuple[frames.Ciphers, frames.Ciphers]:
-        donors, newcomers = offer.ciphers(KEYS, is_donor=True), offer.ciphers(KEYS, is_donor=False)
-        assert donors is not None and newcomers is not None
-        return donors, newcomers
-
-    (seals, opens), (newcomer_seals, newcomer_opens) = ciphers(offer)
-    sealed = seals.seal(b"x")
-    for cipher in (opens, ciphers(offer._replace(token="11" * 32))[1][1]):
+def test_a_message_opens_in_its_place_alone() -> None:
+    """One that is left out, comes twice, or comes from the other way is refused."""
+    one, other = streams(KEYS)
+    ends = [frames.Frames(each, b"token") for each in (one, other)]
+    ends[0].send("first")
+    assert ends[1].receive() == {"kind": "first"}
+    for place in (0, 2):
+        ends[0]._num_sent = place
+        ends[0].send("another")
         with pytest.raises(LinkError, match="altered"):
-            cipher.open(sealed)
-    assert newcomer_opens.open(sealed) == b"x"
-    assert opens.open(newcomer_seals.seal(b"y")) == b"y"
+            ends[1].receive()
+        ends[1]._num_received = 1
+    for each in ends:
+        each.close()
 
 
 def test_a_donor_that_dies_in_the_middle_is_named(
-    sealed: tuple[Donation, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Donation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what has come of its base is removed."""
-    donation, how = sealed
 
     def die(donation: Donation, to: frames.Frames) -> None:
         to.send("base", run=RUN, files={"cocodc/state.json": 200})
@@ -286,10 +291,47 @@ def test_a_donor_that_dies_in_the_middle_is_named(
     monkeypatch.setattr(Donation, "_send", die)
     with (
         pytest.raises(DonorLost, match="region 0 sends its base no more: the other end has closed"),
-        received(donation, tmp_path, **how),
+        received(sealed, tmp_path),
     ):
         pass
     assert not list((tmp_path / "region-2").iterdir())
+
+
+@pytest.mark.parametrize("keys", SEALED, ids=SEALED_NAMES)
+@pytest.mark.parametrize("caller", [0, 1], ids=["the donor calls", "the newcomer calls"])
+def test_a_base_survives_broken_connections(caller: int, keys: Keys | None, tmp_path: Path) -> None:
+    """It goes on where it was, and so does the log: over a bad network a newcomer need not begin again and again."""
+    folder = tmp_path / "region-0" / "base"
+    model = Net()
+    model.register_buffer("large", torch.randn(700_000))
+    write_base(folder, state.Saved(STATE, FACTS), 0, model, Inner({}), STARTED)
+    with routed(caller=caller, keys=keys) as both:
+        zero, two = both.wires
+        giving = Donation(
+            folder, OFFER["number"], partial(zero.stream, 1), 3, {"run": RUN}, "region 1", rate=2e6
+        )
+        cutting = threading.Event()
+
+        def cut() -> None:
+            while not cutting.wait(0.2):
+                both.router.cut()
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        try:
+            stream = partial(two.stream, 0)
+            base = receive(giving.offer, stream, tmp_path / "region-1", 1, 0, lambda: None, PATIENCE_S)
+            for _ in range(20):
+                giving.log(ENTRY)
+            giving.close("in", "it is in the run")
+            assert [same(to_plain(item), to_plain(ENTRY)) for item in base.items] == [True] * 20
+        finally:
+            cutting.set()
+            thread.join()
+        giving.join(10)
+        assert both.router.num_cut > 5, "nothing was cut"
+        weights = load_file(base.received.folder / weights_file())
+        assert torch.equal(weights["large"], model.large)
 
 
 def test_a_donor_that_leaves_sends_no_more_of_its_base(tmp_path: Path) -> None:
@@ -326,28 +368,10 @@ def test_a_newcomer_that_is_frozen_keeps_nobody(
             next(base.items)
 
 
-def test_an_altered_record_is_refused() -> None:
-    end, other = pair((Cipher(KEYS, in_order=True), Cipher(KEYS, in_order=True)))
-    other.sendall((30).to_bytes(4, "big") + bytes(30) + (1 << 20).to_bytes(4, "big"))
-    with pytest.raises(LinkError, match="altered"):
-        end.receive()
-    with pytest.raises(LinkError, match="a record of 1048576 bytes"):
-        end.receive()
-    other.close()
-    end.close()
-
-
-@pytest.mark.parametrize("how", SEALED[1:], ids=SEALED_NAMES[1:])
-def test_who_answers_in_the_place_of_the_donor_is_not_believed(how: dict[str, Any], tmp_path: Path) -> None:
-    """It has nothing that is sealed with the keys of the offer."""
-    with pytest.raises(DonorLost, match="region 0 sends its base no more"):
-        receive(*served([files(state=2), b"{}", b"\0" * 400]), tmp_path / "region-2", *REST, **how)
-
-
 def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Path) -> None:
     """And one whose donor is gone meanwhile."""
 
-    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+    def fails(number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
         raise LinkError("region 0 has not called region 2 within 20 s.")
 
     with pytest.raises(DonorLost, match="offered a base, and is not reached: region 0 has not called"):
@@ -356,7 +380,7 @@ def test_a_newcomer_that_is_not_reached_is_told(donation: Donation, tmp_path: Pa
     def gone() -> None:
         raise DonorLost("it is lost")
 
-    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> socket.socket:
+    def looks(number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
         look()
         raise AssertionError
 
@@ -368,18 +392,18 @@ REST: tuple[Any, ...] = (2, 0, lambda: None, PATIENCE_S)
 """The last arguments of `receive`."""
 
 
-def served(lines: list[bytes], is_silent: bool = False) -> tuple[Offer, donor.Stream]:
-    """The offer of a donor that says these lines, and no more; it ends the connection, or `is_silent`."""
-    theirs, connection = socket.socketpair()
+def served(messages: list[bytes], is_silent: bool = False) -> tuple[Offer, donor.OpenStream]:
+    """The offer of a donor that says these messages, and no more; it ends the stream, or `is_silent`."""
+    theirs, ours = streams()
 
     def say() -> None:
-        with connection, contextlib.suppress(OSError):
-            for line in lines:
-                connection.sendall(line)
+        end = frames.Frames(ours)
+        with contextlib.suppress(LinkError):
+            for message in messages:
+                end._send(message)
             if not is_silent:
-                connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
+                end.drain(PATIENCE_S)
+                end.close()
 
     threading.Thread(target=say, name="hf_cocodc-test-donor", daemon=True).start()
     return Offer(**OFFER), lambda *arguments: theirs
@@ -387,7 +411,7 @@ def served(lines: list[bytes], is_silent: bool = False) -> tuple[Offer, donor.St
 
 def test_an_offer_has_numbers_and_a_token() -> None:
     assert donor.offered(OFFER) == Offer(**OFFER)
-    wrong: list[dict[str, Any]] = [{"number": 63}, {"number": 256}, {"number": "70"}]
+    wrong: list[dict[str, Any]] = [{"number": 64}, {"number": 256}, {"number": "70"}]
     wrong += [{"step": -1}, {"step": 1 << 60}, {"token": 3}, {"token": "0f"}, {"token": "0f" * 32 + "\n"}]
     for each in wrong:
         with pytest.raises(ValueError, match="."):
@@ -410,23 +434,20 @@ class Post:
     def is_there(self, member: Member) -> bool:
         return member in self.there
 
-    def stream(self, member: Member, *arguments: Any) -> socket.socket:
+    def stream(self, member: Member, *arguments: Any) -> Stream:
         assert member == ZERO
         return STREAMS[self.answers["offer"]["token"]].of_newcomer(*arguments)
 
-    def base_of(self, member: Member, tmp_path: Path, **how: Any) -> Base:
-        return self.donors.base_of(
-            member, tmp_path / "region-2", stuck_timeout_s=0.3, timeout_s=PATIENCE_S, **how
-        )
+    def base_of(self, member: Member, tmp_path: Path) -> Base:
+        return self.donors.base_of(member, tmp_path / "region-2", stuck_timeout_s=0.3, timeout_s=PATIENCE_S)
 
 
 ZERO, ONE = Member(0, 4), Member(1, 9)
 
 
-def test_a_newcomer_asks_a_member(sealed: tuple[Donation, dict[str, Any]], tmp_path: Path) -> None:
-    donation, how = sealed
+def test_a_newcomer_asks_a_member(donation: Donation, tmp_path: Path) -> None:
     post = Post(offer=donation.offer._asdict(), other={})
-    base = post.base_of(ZERO, tmp_path, **how)
+    base = post.base_of(ZERO, tmp_path)
     assert base.received[1:4] == (0, 3, RUN) and post.posted == [(ZERO, "base")]
     base.close()
 
@@ -464,28 +485,27 @@ NAMES = ["../evil.json", "/tmp/evil.json", "optimizer.pt", "cocodc/COMPLETE", "t
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_that_no_base_has_is_refused(name: str, tmp_path: Path) -> None:
     """Nothing is written."""
-    line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode() + b"\nx"
+    line = json.dumps({"kind": "base", "run": RUN, "files": {name: 1}}).encode()
     with pytest.raises(CheckpointError, match="which no checkpoint has: it is not written"):
         receive(*served([line]), tmp_path / "region-2", *REST)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def files(**sizes: Any) -> bytes:
-    return (
-        json.dumps({"kind": "base", "run": RUN, "files": {f"cocodc/{n}.json": s for n, s in sizes.items()}})
-        + "\n"
-    ).encode()
+    named = {f"cocodc/{name}.json": size for name, size in sizes.items()}
+    return json.dumps({"kind": "base", "run": RUN, "files": named}).encode()
 
 
 BROKEN = {
-    "a file that has changed": [files(state=2), b'{}{"kind": "sha256", "value": "0"}\n'],
+    "a file that has changed": [files(state=2), b"{}", b'{"kind": "sha256", "value": "0"}'],
     "half a file": [files(state=200), b"{}"],
+    "more than the file": [files(state=1), b"{}"],
     "a size that is none": [files(state=-1)],
     "a size that no file has": [files(state=1 << 70)],
     "a size that is no number": [files(state=True)],
-    "no list": [b'{"kind": "base"}\n'],
+    "no list": [b'{"kind": "base"}'],
     "no JSON": [b"GET / HTTP/1.1\n"],
-    "no line": [b"x" * (frames._MAX_LINE + 10)],
+    "too long a message": [b"x" * (frames._LONGEST + 10)],
 }
 
 
@@ -551,20 +571,13 @@ ITEMS: dict[str, Any] = {
 }
 
 
-def pair(ciphers: frames.Ciphers | None = None) -> tuple[frames.Frames, socket.socket]:
-    """Both ends of a connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return frames.Frames(one, ciphers, rate=1000.0), listener.accept()[0]
-
-
 @pytest.mark.parametrize("line", ITEMS.values(), ids=ITEMS)
 def test_what_is_no_value_is_refused(line: dict[str, Any]) -> None:
-    end, other = pair()
+    one, other = streams()
     with pytest.raises(LinkError, match="what is no value of ours"):
-        end.receive_tree(line, 1 << 20)
-    other.close()
-    end.close()
+        frames.Frames(one).receive_tree(line, 1 << 20)
+    for each in (one, other):
+        each.connection.close()
 
 
 def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,11 +589,12 @@ def test_a_rate_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(frames.time, "sleep", sleep)
-    monkeypatch.setattr(frames.time, "monotonic", lambda: now[0])
-    end, other = pair()
+    one, other = streams()
+    end, there = frames.Frames(one, rate=1000.0), frames.Frames(other)
+    monkeypatch.setattr(frames, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now[0]))
+    end._free_at = 0.0
     end.send_bytes(bytes(2000))
-    assert len(other.recv(2000, socket.MSG_WAITALL)) == 2000
+    assert b"".join(there.receive_bytes(2000)) == bytes(2000)
     assert sum(slept) == pytest.approx(1.5)
-    other.close()
-    end.close()
+    for each in (end, there):
+        each.close()
