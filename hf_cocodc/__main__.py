@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command. Ctrl-C ends it without a traceback also while it is imported."""
+    """Run the command. Ctrl-C ends it without a traceback even while it is imported."""
     usual = signal.default_int_handler
     # a shell lets a command in the background ignore Ctrl-C
     is_usual = signal.getsignal(signal.SIGINT) is usual

@@ -1,9 +1,9 @@
 """What `outer_lr: auto` and `outer_momentum: auto` mean: values that follow the number of outer rounds of a run.
 
 Papers train for hundreds or thousands of rounds; fine-tuning makes ten. A momentum of 0.9 remembers ten rounds, and with it an
-outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat:
-`python -m tests.studies rounds`, `methods` and `auto`; recipes/README.md has their tables. They change only where a study has
-shown that others are better: no study has shown yet how long a run must be for the values of the papers.
+outer gradient counts ten times in all: too much for so short a run. The values below come from studies that anyone can repeat
+(`python -m tests.studies rounds`, `methods` and `auto`); recipes/README.md has their tables. They differ from the papers' only
+where a study has shown that others are better: none has shown yet how long a run must be for the papers' values.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _MEMORIES = 24
 _DELAYED = ("eager", "co2", "dilocox")
 """A delay of one round is worse with momentum: these warn in runs of any length."""
 _TOO_FAR = 1.5
-"""It is, if with it an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
+"""We warn if an outer gradient moves the params in all, outer_lr / (1 - momentum), by so many times what `auto` does."""
 
 
 def rounds_of(config: OuterConfig, max_steps: int) -> int:
@@ -53,14 +53,7 @@ def is_auto(config: OuterConfig) -> bool:
 
 
 def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
-    """`config` with numbers for `auto`.
-
-    Args:
-        max_steps: its inner steps; None if unknown.
-
-    Raises:
-        InputError: a value is auto, and `max_steps` is not known.
-    """
+    """`config` with numbers for `auto`. Raises InputError if it needs `max_steps` (inner steps) and they are None."""
     if not is_auto(config):
         return config
     if max_steps is None or max_steps <= 0:
@@ -73,11 +66,7 @@ def for_rounds(config: OuterConfig, max_steps: int | None) -> OuterConfig:
 
 
 def too_few_rounds(config: OuterConfig, max_steps: int | None) -> str | None:
-    """A warning if the outer momentum cannot work in the rounds of a run; None if it can, or if nobody knows.
-
-    Args:
-        max_steps: its inner steps; None if unknown.
-    """
+    """A warning if the outer momentum cannot work in a run of so many inner steps; None if it can, or if they are unknown."""
     shown = settings(config)
     lr, momentum = (shown.get(name) for name in FOLLOWING)
     method = str(shown["method"])

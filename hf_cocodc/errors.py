@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 _MOST_LISTED = 800
-"""Characters of known names that a message lists. Of more it gives the number: nobody reads a list without its middle."""
+"""Characters of known names that a message lists; of more it gives only the number."""
 _VALUES = reprlib.Repr()
 _VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother, _VALUES.maxlong = 3, 80, 80, 40
 
@@ -41,8 +41,7 @@ class CocodcError(Exception):
 class InputError(CocodcError, ValueError):
     """An input from the user cannot work: a value, a file, or a disk that takes no more.
 
-    Values are refused before anything is trained or written. A disk may refuse at any time; a run then resumes from its last
-    checkpoint.
+    Values are refused before anything is trained or written. After a full disk, a run resumes from its last checkpoint.
     """
 
     exit_code = 2
@@ -53,7 +52,7 @@ class HandshakeError(InputError):
 
 
 class CheckpointError(InputError):
-    """A run cannot resume from a checkpoint. The message names the found and the expected content."""
+    """A run cannot resume from a checkpoint. The message names what it contains and what was expected."""
 
 
 class LinkError(CocodcError, RuntimeError):
@@ -89,7 +88,7 @@ class DonorLost(LinkError):
 class RunStopped(CocodcError):
     """A region was interrupted. All regions have stopped at the same step, with a checkpoint to resume from.
 
-    This is no mistake of the script: if nobody catches it, the script ends with the message and `exit_code`, without a traceback.
+    If nobody catches it, the script ends with the message and `exit_code`, without a traceback.
     """
 
     exit_code = 3

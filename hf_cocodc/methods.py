@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class Method:
     """A method: one choice for each of the six parts.
 
-    `name` is for a method of a user's own that is given as an object: logs, checkpoints and other regions call it so. Regions of
-    one process (`simulate`) share the object: parts keep their state in what `init` returns, and none in themselves.
+    `name` is for a user's own method, given as an object: logs, checkpoints and other regions call it so. Regions of one
+    process (`simulate`) share the object: parts keep their state in what `init` returns, and none in themselves.
     """
 
     fragments: Pattern
@@ -85,9 +85,9 @@ def diloco(
 
         Dbar = 1/M sum_m (Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
 
-    Differs from the paper: nothing known. Two options go beyond the paper. num_fragments > 1 changes only the number of
-    transfers in a round. With overlap_steps > 0 training goes on during a transfer; this needs a merge that keeps the
-    inner steps made meanwhile.
+    Differs from the paper: nothing known. Two options go beyond it: num_fragments > 1 changes only the number of transfers in a
+    round; with overlap_steps > 0 training goes on during a transfer, which needs a merge that keeps the inner steps made
+    meanwhile.
     """
     demands.check(locals())
     return Method(
@@ -163,12 +163,12 @@ def eager(
         g_m(t) = Dbar(t-H) + (Delta_m(t) - Delta_m(t-H)) / M
         Theta_m(t) = Nesterov(Theta_m(t-H), g_m(t); eta_o, mu) ;  theta_m <- Theta_m(t)
 
-    The global params and the momentum differ between regions. The regions average their global params for evaluation, for
-    export and at the end. What is in flight at the end lands before that: of its mean, the other regions' parts are missing.
-    Several fragments take turns; each mean lands H steps after its send.
+    The global params and the momentum differ between regions, which average their global params for evaluation, for export and
+    at the end. What is in flight at the end lands before that: of its mean, the other regions' parts are missing. Several
+    fragments take turns; each mean lands H steps after its send.
 
-    Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count
-    as zero.
+    Differs from the paper: at the first send of a fragment no mean has landed yet, and Dbar(t-H) and Delta_m(t-H) count as
+    zero.
     """
     demands.check(locals())
     schedule = schedules.every if num_fragments == 1 else schedules.staggered

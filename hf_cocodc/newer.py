@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .parts.codecs.base import Codec
 
 INNER = {"muloco": "muon"}
-"""The inner optimizer of methods that are named for it, as `training.optim` calls it; the names of its classes have this word."""
+"""The inner optimizer of methods named for it, as `training.optim` calls it; the names of its classes contain this word."""
 
 
 def sparseloco(
@@ -85,8 +85,8 @@ def muloco(
         theta_m <- H steps of Muon (matrices in blocks) and AdamW (embeddings, head, norms, biases)
         Dbar = 1/M sum_m quantise(Theta - theta_m) ;  Theta <- Nesterov(Theta, Dbar; eta_o, mu) ;  theta_m <- Theta
 
-    The inner optimizer is yours to give: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a
-    script; there are the equations of Muon. Everything else is DiLoCo.
+    You choose the inner optimizer: `training.optim: muon` in a recipe, `hf_cocodc.run.muon.muon(model, lr=...)` in a script,
+    where Muon's equations are. Everything else is DiLoCo.
 
     Differs from the paper: 4 bits are integers with a scale for each block of 256 values; the paper's scale is of a whole
     tensor, or its codes have a codebook. Muon's learning rate is scaled to steps as large as AdamW's. num_fragments and

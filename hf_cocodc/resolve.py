@@ -42,19 +42,11 @@ BEFORE = {
     "on_nonfinite": "restart",
     "nonfinite_rounds": 3,
 }
-"""What older versions did that did not have these settings yet; as `weights` and `mean` do, where a checkpoint says nothing of
-them."""
+"""What versions without these settings did, and for `weights` and `mean`, checkpoints that do not mention them."""
 
 
 class _Composer(NamedTuple):
-    """What composes a method.
-
-    Attributes:
-        name: of the method, in logs, checkpoints and for other regions.
-        takes: its settings with their defaults.
-        compose: makes the method of its settings.
-        is_own: whether it is a user's.
-    """
+    """A method's name, the settings that it takes with their defaults, and the function that makes it of them."""
 
     name: str
     takes: dict[str, Any]
@@ -63,7 +55,7 @@ class _Composer(NamedTuple):
 
 
 def as_config(given: OuterConfig | Method | None) -> OuterConfig:
-    """The settings of a run, for which a method may stand that has settings of its own."""
+    """The settings of a run; a method that has settings of its own may stand for them."""
     return OuterConfig(method=given) if isinstance(given, Method) else given or OuterConfig()
 
 
@@ -117,11 +109,7 @@ def _options(config: OuterConfig, takes: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def check(config: OuterConfig) -> None:
-    """Check the settings before torch is imported. Methods and codecs of a user's own have modules: `from_config` checks them.
-
-    Raises:
-        InputError: like `from_config`.
-    """
+    """Check the settings as `from_config` does, but without importing torch, and thus no methods and codecs of a user's own."""
     if isinstance(config.method, Method) or demands.is_own(config.method):
         return
     composer = _composer(config)
@@ -133,8 +121,7 @@ def check(config: OuterConfig) -> None:
 def from_config(config: OuterConfig) -> Method:
     """The method that `config` describes. Until the rounds are known (`auto.for_rounds`), what is `auto` has its paper's value.
 
-    Raises:
-        InputError: the method or a part is unknown, the method does not use a setting, or two values contradict each other.
+    Raises InputError if the method or a part is unknown, the method does not use a setting, or two values contradict.
     """
     composer, given = _composer(config), config.given()
     _check(composer, given)
@@ -170,7 +157,7 @@ def _check(composer: _Composer, given: Mapping[str, Any]) -> None:
 
 
 def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check the settings of one of our methods against each other. Raises InputError if one would have no effect."""
+    """Check settings of one of our methods against each other. Raises InputError if one would have no effect."""
     settings = {**takes, **given}
     for name, part, needed in NEEDS:
         if name in given and part in takes and settings[part] not in needed:
@@ -183,7 +170,7 @@ def _check_together(takes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
-    """Check what is `auto` among the settings. Raises InputError if nobody knows what that would be."""
+    """Check what is `auto` among the settings. Raises InputError if its value is unknown."""
     following = {name: given.get(name, composer.takes[name]) for name in FOLLOWING if name in composer.takes}
     waiting = [name for name, value in following.items() if value == AUTO]
     if not waiting:
@@ -203,36 +190,36 @@ def _check_auto(composer: _Composer, given: Mapping[str, Any]) -> None:
 def settings(config: OuterConfig) -> dict[str, object]:
     """All settings of the configured method, with its defaults. Regions compare them before step 1, and the log shows them.
 
-    Of a method of a user's own also its parts, in words: `part.schedule` and so on; of a codec of a user's own `part.codec`.
+    Of a user's own method also its parts, in words: `part.schedule` and so on; of a user's own codec `part.codec`.
     """
     composer = _composer(config)
-    found: dict[str, Any] = {"method": composer.name, **composer.takes, **config.given()}
-    found["digest_interval"] = config.digest_interval
+    chosen: dict[str, Any] = {"method": composer.name, **composer.takes, **config.given()}
+    chosen["digest_interval"] = config.digest_interval
     for name in ("weights", "on_nonfinite", "nonfinite_rounds"):
         if getattr(config, name) != BEFORE[name]:
-            found[name] = getattr(config, name)
+            chosen[name] = getattr(config, name)
     if config.guard not in (None, GUARD):
-        found["guard"] = config.guard
+        chosen["guard"] = config.guard
     has_own_codec = demands.is_own(config.codec)
     if composer.is_own or has_own_codec:
         mine, for_codec = _options(config, composer.takes)
         known = parts.own.options_of_codec(str(config.codec)) if has_own_codec else {}
-        named = {**known, **for_codec, **found, **mine}
-        found = {_in_recipe(name): parts.own.told(value) for name, value in named.items()}
+        named = {**known, **for_codec, **chosen, **mine}
+        chosen = {_in_recipe(name): parts.own.told(value) for name, value in named.items()}
         method = from_config(config)
         slots = [each.name for each in dataclasses.fields(Method) if each.name != "name"]
-        found |= {
+        chosen |= {
             f"{PART}{name}": parts.own.described(getattr(method, name))
             for name in (slots if composer.is_own else ["codec"])
         }
     if composer.is_own:
-        return found
-    if found.get("mean") == BEFORE["mean"]:
-        del found["mean"]
-    if "mixing_alpha" in found:
-        found["mixing_alpha"] = demands.mixing_alpha(found["mixing_alpha"], found.get("overlap_steps", 0))
-    idle = {name for name, part, needed in NEEDS if part in found and found[part] not in needed}
-    return {name: value for name, value in found.items() if name not in idle}
+        return chosen
+    if chosen.get("mean") == BEFORE["mean"]:
+        del chosen["mean"]
+    if "mixing_alpha" in chosen:
+        chosen["mixing_alpha"] = demands.mixing_alpha(chosen["mixing_alpha"], chosen.get("overlap_steps", 0))
+    idle = {name for name, part, needed in NEEDS if part in chosen and chosen[part] not in needed}
+    return {name: value for name, value in chosen.items() if name not in idle}
 
 
 def lost_steps(config: OuterConfig) -> str | None:
@@ -240,19 +227,19 @@ def lost_steps(config: OuterConfig) -> str | None:
 
     One lost step is Streaming DiLoCo's default (2501.18512); with more of them a long overlap trains for nothing.
     """
-    found, method = settings(config), from_config(config)
-    steps = found.get("overlap_steps", 0)
+    chosen, method = settings(config), from_config(config)
+    steps = chosen.get("overlap_steps", 0)
     late = method.schedule.back_to_back  # then fragments are sent again before they land: nothing is lost
     if steps in (0, 1) or late or method.merge.keeps_local_steps:
         return None
     given, way_out = "merge", "Set outer.merge=additive."
-    if found.get("merge") == "mix":
+    if chosen.get("merge") == "mix":
         given, way_out = (
             "mixing_alpha",
             "Remove outer.mixing_alpha (--set outer.mixing_alpha=null): then it is 0.5.",
         )
     return (
-        f"outer.overlap_steps={steps} with outer.{given}={found.get(given)}: each landing throws away all inner steps that its "
+        f"outer.overlap_steps={steps} with outer.{given}={chosen.get(given)}: each landing throws away all inner steps that its "
         f"fragment has made since the send. {way_out}"
     )
 
@@ -263,7 +250,7 @@ def _in_recipe(name: str) -> str:
 
 
 def paper_of(method: str) -> tuple[str, str] | None:
-    """The name of a method and the arXiv number of its paper, as the docstring of its function has them; None if it has none.
+    """The name of a method and the arXiv number of its paper, from its function's docstring; None if it has none.
 
     >>> paper_of("streaming")
     ('Streaming DiLoCo', '2501.18512')
@@ -283,8 +270,8 @@ def guard_of(config: OuterConfig) -> Guard | None:
 def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
     """`config` for a run that continues from a checkpoint with the settings `written`.
 
-    Fragments keep their layout: if `config` does not give `split_rows`, it has the value of the checkpoint. So has what is
-    `auto`: a run that is made longer keeps the values that it began with.
+    Fragments keep their layout: `split_rows`, if not given, has the value of the checkpoint. So has what is `auto`: a run that
+    is made longer keeps the values that it began with.
     """
     began = {name: written[name] for name in FOLLOWING if getattr(config, name) == AUTO and name in written}
     for name, value in began.items():
@@ -301,16 +288,14 @@ def continuing(config: OuterConfig, written: Mapping[str, Any]) -> OuterConfig:
 
 
 def method_of(config: OuterConfig, written: Mapping[str, Any], layout: Sequence[Any]) -> Method:
-    """The method for a run that continues from a checkpoint with the settings `written`: fragments stay as they are there.
-
-    Where settings of fragments have changed, they are those of `config`, which will not fit the checkpoint.
-    """
+    """The method for a run that continues from a checkpoint with the settings `written`, and keeps its fragments."""
     method, ours = from_config(config), settings(config)
     if any(value_in(written, name) != value_in(ours, name) for name in OF_FRAGMENTS):
+        # fragments as `config` wants them, which will not fit the checkpoint
         return method
     return dataclasses.replace(method, fragments=parts.fragments.kept(layout, method.fragments))
 
 
 def value_in(written: Mapping[str, Any], name: str) -> Any:
-    """A setting among those of a checkpoint, which an older version may have written; None if it had no meaning."""
+    """A setting of a checkpoint, which an older version may have written; None if it had no meaning."""
     return written.get(name, BEFORE.get(name))

@@ -1,7 +1,7 @@
 """What a region is doing now, and the error that ended it, told to the command that started the region.
 
-The command names a file in the environment (`ENV_STATUS`), in a folder that holds nothing else. The region replaces the
-file whenever it begins something else. The file is no record: the journal is.
+The command names a file in the environment (`ENV_STATUS`), in a folder that holds nothing else. The region replaces the file
+whenever it begins something else. The file is no record: the journal is.
 """
 
 import contextlib
@@ -23,12 +23,9 @@ _news: list[str] = []
 
 
 def tell(doing: str, news: str = "", **facts: Any) -> None:
-    """Say what this region is doing. Only one rank of a machine speaks, and only if a command listens; an error is the last word.
+    """Tell what this region is doing, for example "packing the text", if a command listens; an error is the last word.
 
-    Args:
-        doing: words that follow the name of the region ("packing the text").
-        news: what is worth a line of its own, in words that follow the name; whatever is told later, it is not forgotten.
-        facts: figures, as JSON can express them.
+    Only one rank of a machine does. `news` deserves a line of its own, and later calls repeat it; `facts` are figures for JSON.
     """
     path = os.environ.get(ENV_STATUS)
     if path is None or os.environ.get("LOCAL_RANK", "0") != "0":

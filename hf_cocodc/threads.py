@@ -1,8 +1,8 @@
 """Daemon threads that call C++ code: operations of gloo, stores, tensors, and the destructors of all of these.
 
-If such a call returns while the interpreter ends, CPython before 3.14 ends the thread by unwinding its stack, which C++ forbids:
-the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads. One that is
-still in a call after some seconds, because another region holds its end of a connection, sleeps when it returns.
+If such a call returns while the interpreter ends, CPython before 3.14 ends the thread by unwinding its stack, which C++
+forbids: the process aborts, and a run that went well has exit code -6. The interpreter therefore ends after these threads. One
+that is still in a call after some seconds, because another region holds its end of a connection, sleeps when it returns.
 """
 
 import atexit
@@ -22,11 +22,7 @@ _LONGEST_EXIT_S = 600
 
 
 class NativeThread(threading.Thread):
-    """A daemon thread that calls C++ code. It must end, or be at rest, soon after all links are closed.
-
-    Attributes:
-        at_rest: see the function of that name.
-    """
+    """A daemon thread that calls C++ code. It must end, or be `at_rest`, soon after all links are closed."""
 
     def __init__(self, target: Callable[..., Any], name: str, args: tuple = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)

@@ -202,11 +202,13 @@ def _link(options: argparse.Namespace) -> Iterator[Any]:
     here = options.regions if ends.coordinator is None else 1
     check_memory("--megabytes", options.megabytes, here * options.megabytes * 1e6 / 4 * _LINK_BYTES)
     if ends.coordinator is not None and ends.region is not None:
-        found = link.take_part(
+        measured = link.take_part(
             trial, ends.coordinator, ends.region, options.regions, ends.interface, ends.run, keys
         )
         setting = {"over": ends.interface or ends.coordinator}
     else:
-        found = link.measure_here(trial, options.regions)
+        measured = link.measure_here(trial, options.regions)
         setting = {"over": "loopback"}
-    yield link.report(trial, found, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6)
+    yield link.report(
+        trial, measured, setting, None if options.rate_mbit is None else options.rate_mbit * 1e6
+    )

@@ -16,15 +16,12 @@ from ..settings.recipe import Recipe
 from ..training.precheck import check_sections
 
 STDOUT = Path("-")
-"""The file of --json that stands for the standard output. Everything else that a command says then goes to stderr."""
+"""The file of --json that stands for the standard output. All other output of a command then goes to stderr."""
 
 
 def recipe_of(options: argparse.Namespace, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch.
-
-    Raises:
-        InputError: the recipe cannot be read, or cannot work.
-    """
+    """The recipe of `add_recipe`, with `overrides` after its own, after every check that needs no torch. Raises InputError if
+    it cannot be read, or cannot work."""
     recipe = Recipe.load(options.recipe, [*options.overrides, *overrides])
     check_sections(recipe)
     return recipe
@@ -70,13 +67,13 @@ def write_json(options: argparse.Namespace, content: Any) -> None:
 
 
 def add_coordinator(parser: argparse.ArgumentParser, what: str, required: bool = False) -> None:
-    """Add the option that names the address of a coordinator; it has had another name."""
+    """Add the option for a coordinator's address, which has had another name."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", required=required, help=what)
     parser.add_argument("--store", nargs="?", action=renamed("--coordinator"), help=argparse.SUPPRESS)
 
 
 def add_secret(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the secret of a coordinator."""
+    """Add the option for a coordinator's secret."""
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
@@ -86,14 +83,14 @@ def add_secret(parser: argparse.ArgumentParser) -> None:
 
 
 def check(flag: str, value: float, least: float, most: float = math.inf) -> None:
-    """Check that the value of an option is finite and lies in least .. most."""
+    """Raise InputError unless the value of an option is finite and lies in least .. most."""
     if not least <= value <= most or math.isinf(value):
         rule = f"must be at least {least:g}" if most == math.inf else f"must lie in {least:g} .. {most:g}"
         raise InputError(f"{flag} {value:g} {rule}{' and finite' if math.isinf(value) else ''}.")
 
 
 def check_memory(flag: str, value: float, num_bytes: float) -> None:
-    """Check that this machine has the memory that the value of an option needs."""
+    """Raise InputError unless this machine has the memory that the value of an option needs."""
     free = psutil.virtual_memory().available
     if num_bytes > free:
         raise InputError(
@@ -102,7 +99,7 @@ def check_memory(flag: str, value: float, num_bytes: float) -> None:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Check that a file can be written, without changing it."""
+    """Raise InputError unless a file can be written; it stays as it is."""
     if path == STDOUT:
         return
     try:

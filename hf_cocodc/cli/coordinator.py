@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _relay(options: argparse.Namespace, secrets: "list[Keys]", say: Any) -> Iterator[int | None]:
-    """Inside the block, a relay runs if it is asked for; its port."""
+    """Inside the block, a relay runs if it is asked for; yields its port."""
     if options.relay is None:
         if options.relay_rate_mbit is not None:
             raise InputError("--relay-rate-mbit needs --relay.")
@@ -131,9 +131,9 @@ def _relay(options: argparse.Namespace, secrets: "list[Keys]", say: Any) -> Iter
 
 
 def _secrets(files: list[str]) -> "list[Keys]":
-    found = [secret_of(RegionConfig())]
-    found += [secret_of(RegionConfig(secret_file=file), env={}) for file in files]
-    return list({keys.raw: keys for keys in found if keys is not None}.values())
+    given = [secret_of(RegionConfig())]
+    given += [secret_of(RegionConfig(secret_file=file), env={}) for file in files]
+    return list({keys.raw: keys for keys in given if keys is not None}.values())
 
 
 def _allow_many_connections() -> None:
@@ -145,7 +145,7 @@ def _allow_many_connections() -> None:
 
 @contextlib.contextmanager
 def _printing() -> "Iterator[Any]":
-    """Inside the block, a function that prints a line. A terminal that stands still must not stop the coordinator."""
+    """Inside the block, a function prints lines. A terminal that stands still must not stop the coordinator."""
     lines: queue.Queue[str | None] = queue.Queue(_MOST_LINES)
 
     def work() -> None:

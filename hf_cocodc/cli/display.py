@@ -1,4 +1,4 @@
-"""Show the progress of all regions, read from their journals and from what they say that they are doing."""
+"""Show the progress of all regions, from their journals and from what they say that they are doing."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ..errors import short
 from ..status import LEFT, heard
 
 LINE_S = 60.0
-"""Where the output is not a terminal, lines are at most so far apart."""
+"""Where the output is no terminal, lines are at most so far apart."""
 LONG_S = 30.0
 """A region that makes no step for so long is named."""
 _FROM_THE_START = "no checkpoint is complete in every region: training starts from the beginning"
@@ -26,9 +26,8 @@ class Display:
 
     Args:
         max_steps: inner steps of the run; 0 or negative if unknown.
-        resumed: the journals already hold an earlier part of the run. The display shows the step of that part, but not
-            its evaluations.
-        joins: the regions join a run that trains. Their journals may hold earlier parts of it.
+        resumed: the journals hold an earlier part of the run, of which the step is shown, but no evaluations.
+        joins: the regions join a run that trains, of which their journals may hold earlier parts.
         statuses: one per region: files in which regions say what they are doing (see `status`).
         clock: returns seconds since the epoch.
     """
@@ -45,13 +44,13 @@ class Display:
     ) -> None:
         self._regions = list(regions)
         self._journals = list(journals)
-        found = [journal.stat() if journal.is_file() else None for journal in journals]
+        stats = [journal.stat() if journal.is_file() else None for journal in journals]
         # the journal of an earlier run stays until this run has begun; only a resumed run continues it
-        seen = [None if resumed or joins else each for each in found]
+        seen = [None if resumed or joins else each for each in stats]
         self._positions = [each.st_size if each else 0 for each in seen]
         self._inodes = [each.st_ino if each else 0 for each in seen]
         self._resumed, self._joins = resumed, joins
-        self._inodes_before = [each.st_ino if each else 0 for each in found]
+        self._inodes_before = [each.st_ino if each else 0 for each in stats]
         self._notes: list[list[str]] = [[] for _ in journals]
         self._lost: set[int] = set()
         self._members: list[int] | None = None
@@ -79,7 +78,7 @@ class Display:
         return min([steps[index] for index in self._present()] or steps)
 
     def lose(self, region: int, line: str) -> None:
-        """Show `line`, and from now on nothing of a region that was lost, except what it writes when it is back."""
+        """Show `line`, and from now on nothing of a lost region, except what it writes when it is back."""
         self._lost.add(self._regions.index(region))
         self._say(line)
 
@@ -100,7 +99,7 @@ class Display:
                 {} if index in self._lost or each.get("doing") == LEFT else each
                 for index, each in enumerate(statuses)
             ]
-        self._max_steps = max([self._max_steps, *(told.get("max_steps", 0) for told in self._told)])
+        self._max_steps = max([self._max_steps, *(report.get("max_steps", 0) for report in self._told)])
         if self._bar is not None:
             self._bar.n, self._bar.total = self.step, self._max_steps if self._max_steps > 0 else None
             self._bar.ncols = shutil.get_terminal_size().columns - 1
@@ -141,10 +140,7 @@ class Display:
             self._say(self._notes[index].pop(0))
 
     def _new_events(self, index: int) -> tuple[list[dict[str, Any]], bool]:
-        """The events of a journal since the last call, and whether the file is new.
-
-        A region that resumes a run replaces its journal by a new file.
-        """
+        """The events of a journal since the last call, and whether the file is new, as it is when a region resumes a run."""
         journal = self._journals[index]
         if not journal.is_file():
             return [], False

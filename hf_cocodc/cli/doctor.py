@@ -63,20 +63,20 @@ def run(options: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print(f"... {words}", file=sys.stderr, flush=True)
 
-    found = []
+    findings = []
     for each in examine(Patient(part.recipe, part.region, name_of(part.recipe), options.wait), tell):
         print("\n".join(lines(each)), flush=True)
-        found.append(each)
+        findings.append(each)
     write_json(
         options,
         {
             "hf_cocodc": __version__,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "region": part.region,
-            "findings": [dataclasses.asdict(each) for each in found],
+            "findings": [dataclasses.asdict(each) for each in findings],
         },
     )
-    wrong = [each.topic for each in found if each.level == WRONG]
+    wrong = [each.topic for each in findings if each.level == WRONG]
     if wrong:
         print(f"wrong: {', '.join(dict.fromkeys(wrong))}", file=sys.stderr)
     return WRONG_EXIT if wrong else 0

@@ -8,17 +8,11 @@ from typing import Any
 
 
 def report(folders: Sequence[Path], output: Path) -> dict[str, Any] | None:
-    """Print the summary of the regions that write to `folders`, and draw their picture into `output`.
+    """Print the summary of the regions that write to `folders`, region 0's first, and draw their picture into `output`, the
+    run's folder; what other commands have trained of it there counts, too.
 
-    Of a run that goes on without a lost region, at least one region must have finished: else there is nothing to report but that
-    those here have left it.
-
-    Args:
-        folders: one per region, region 0's first.
-        output: the folder of the run. What other commands have trained of it there counts, too.
-
-    Returns:
-        The figures of the summary; None if there is none.
+    Returns the figures of the summary. It says so, and returns None, if no region has finished: those here have left a run that
+    goes on without them.
     """
     from ..tools.report.journals import NAME
     from ..tools.report.runs import read_run

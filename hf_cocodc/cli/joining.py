@@ -1,4 +1,4 @@
-"""Regions that enter a run while it trains, and come back to it: what `hf-cocodc train --join` checks and says."""
+"""Regions that enter a run while it trains, or come back to it: what `hf-cocodc train --join` checks and says."""
 
 import argparse
 import os
@@ -20,11 +20,7 @@ AGAIN_S = 1.0
 
 
 def refuse_to_join(resume: bool, coordinator: str | None) -> None:
-    """Check the options of a region that joins.
-
-    Raises:
-        InputError: it also shall resume, or nobody told it of a coordinator.
-    """
+    """Raise InputError if a region that joins is also to resume, or knows no coordinator."""
     if resume:
         raise InputError(
             "--join with --resume: a region that joins takes the others' state and not its own checkpoint. Remove one of them: "
@@ -38,23 +34,18 @@ def refuse_to_join(resume: bool, coordinator: str | None) -> None:
 
 
 class HeldNumber:
-    """A region's number that nobody else claims while this object is open.
-
-    Args:
-        connection: to the coordinator; the claim ends with it.
-    """
+    """A region's number that nobody else claims while this object, with its connection to the coordinator, is open."""
 
     def __init__(self, connection: "CoordinatorConnection", region: int) -> None:
         self._connection, self.region = connection, region
 
     def close(self) -> None:
-        """Give the number back; call it when the newcomer has ended."""
+        """Give the number back, once the newcomer has ended."""
         self._connection.close()
 
 
 def claim_number(recipe: Recipe, address: str) -> HeldNumber | None:
     """Claim the lowest number that is free in the recipe's run; wait for the run as long as regions wait for each other.
-
     Returns None, and says so, if the run has finished meanwhile.
 
     Raises:
@@ -106,23 +97,16 @@ def _claim(address: str, run: str, keys: "Keys | None") -> HeldNumber | None:
 
 
 def run_at(recipe: Recipe, address: str, keys: "Keys | None") -> dict[str, Any] | None:
-    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none.
-
-    Raises:
-        InputError: the coordinator's host has no address.
-        MeetingError: no coordinator answers, or one with another secret.
-    """
+    """The recipe's run, as its coordinator knows it (`coordinator/runs.py`); None if it knows none. Raises InputError if the
+    coordinator's host has no address, MeetingError if none answers, or one with another secret."""
     from ..coordinator.client import status
 
     return next(iter(status(address, keys, name_of(recipe), CONNECT_S)), None)
 
 
 def over(state: dict[str, Any] | None, join: bool) -> str | None:
-    """What a region hears that comes to a run that has finished; None if it has not.
-
-    Raises:
-        RunOver: it is to join, and the run has stopped before its end.
-    """
+    """What a region is told that comes to a run that has finished; None if it has not. Raises RunOver if the region is to join,
+    and the run has stopped before its end."""
     if state is None or state["phase"] != "ended":
         return None
     ended, has = state["ended"], f"run {state['name']!r} has"
@@ -141,10 +125,8 @@ def over(state: dict[str, Any] | None, join: bool) -> str | None:
 
 
 def trains(state: dict[str, Any] | None, region: int) -> bool:
-    """Whether a run trains already: a region that its scheduler starts again enters it without being told.
-
-    Says so if another process of the region still takes part.
-    """
+    """Whether a run trains already, which a region that its scheduler starts again then enters by itself. Says so if another
+    process of the region still takes part."""
     if state is None or not state["elastic"] or state["phase"] not in ("trains", "recovering"):
         return False
     for member in state["members"]:

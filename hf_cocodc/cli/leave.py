@@ -47,12 +47,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _that_trains(address: str, found: list[dict[str, Any]], region: int) -> dict[str, Any]:
+def _that_trains(address: str, runs: list[dict[str, Any]], region: int) -> dict[str, Any]:
     """The run that trains, which the region can leave. Raises InputError if there is none, or several."""
-    if len(found) > 1:
-        names = ", ".join(each["name"] for each in found)
+    if len(runs) > 1:
+        names = ", ".join(each["name"] for each in runs)
         raise InputError(f"several runs train at {address}: {names}. Name one with --run.")
-    [state] = found
+    [state] = runs
     name, regions = state["name"], [member["region"] for member in state["members"]]
     if region not in regions:
         shown = ", ".join(map(str, regions)) or "none yet"

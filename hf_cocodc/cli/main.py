@@ -93,10 +93,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command and its options. The arguments after the first -- become `launcher`.
-
-    argparse itself accepts -- only directly after the recipe, not after options that follow the recipe.
-    """
+    """Parse the command and its options; the arguments after the first -- become `launcher`. argparse itself accepts -- only
+    directly after the recipe, not after options that follow it."""
     if argv[:1] == ["store"]:
         raise InputError("hf-cocodc store is called hf-cocodc coordinator now.")
     dashes = argv.index("--") if "--" in argv else len(argv)
@@ -121,10 +119,8 @@ def _split_override(argv: Sequence[str]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. An error of this package becomes one paragraph and an exit code (see errors.py).
-
-    So does an error of the operating system, for example about a full disk or an output that no one reads.
-    """
+    """Run one command. An error of this package, or of the operating system (a full disk, an output that no one reads), becomes
+    one paragraph and an exit code (see errors.py)."""
     try:
         try:
             options = parse(sys.argv[1:] if argv is None else argv)
@@ -170,7 +166,7 @@ def _reason(error: OSError) -> str:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Send to nowhere what is left of a stream that cannot be written, or Python would fail at its end as well."""
+    """Discard what is left of a stream that cannot be written, or Python would fail at its end as well."""
     try:
         stream.flush()
     except OSError:

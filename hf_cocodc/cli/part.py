@@ -1,4 +1,4 @@
-"""Which part of a run a machine has: `hf-cocodc train` and `hf-cocodc doctor` read and check it alike."""
+"""Which part of a run a machine has, as both `hf-cocodc train` and `hf-cocodc doctor` read and check it."""
 
 import argparse
 import dataclasses
@@ -11,13 +11,8 @@ from ..settings.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class MachinePart:
-    """The part of a run that this machine has.
-
-    Attributes:
-        recipe: the run; its regions section has what the options and the environment say.
-        region: that trains here; None if all do.
-        is_told: whether something says how many regions there are.
-    """
+    """The part of a run that this machine has. `recipe.regions` has what the options and the environment say; `region` trains
+    here, or all do if it is None; `is_told`: something says how many regions there are."""
 
     recipe: Recipe
     region: int | None
@@ -34,14 +29,8 @@ class MachinePart:
         return max(self.count, self.recipe.regions.max or 1) > 1
 
     def check(self, may_join: bool) -> None:
-        """Check that the region exists and can find the others.
-
-        Args:
-            may_join: it may have a number that only regions have that join.
-
-        Raises:
-            InputError: it does not exist, or there is no coordinator.
-        """
+        """Raise InputError if the region does not exist, or cannot find the others. If it `may_join`, it may have any number
+        below regions.max."""
         if self.region is None:
             return
         largest = self.recipe.regions.max if may_join else None
@@ -60,11 +49,8 @@ class MachinePart:
 
 
 def part_of(recipe: Recipe, options: argparse.Namespace, join: bool = False) -> MachinePart:
-    """The part that --region, --coordinator, --run and --secret-file give this machine; the environment says what they leave out.
-
-    Raises:
-        InputError: they contradict the recipe or the environment.
-    """
+    """The part that --region, --coordinator, --run and --secret-file, or else the environment, give this machine. Raises
+    InputError if they contradict the recipe or the environment."""
     here = recipe.regions
     refuse_old_names(os.environ)
     coordinator = options.coordinator or here.coordinator or os.environ.get(ENV_COORDINATOR)

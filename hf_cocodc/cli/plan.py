@@ -79,12 +79,12 @@ def run(options: argparse.Namespace) -> int:
     from ..training.preflight import on_meta
 
     logging.getLogger("hf_cocodc.parts.schedules").setLevel(logging.ERROR)  # of settings that are only tried
-    found = {} if options.link is None else written.link_of(options.link)
-    for name, value in found.items():
+    figures = {} if options.link is None else written.link_of(options.link)
+    for name, value in figures.items():
         check(f"--link {short(options.link)}: {name}", value, *_BOUNDS[name])
     link = LinkFigures(
-        rtt_s=(found["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
-        rate=(found["rate_mbit"] if options.rate_mbit is None else options.rate_mbit) * 1e6,
+        rtt_s=(figures["rtt_ms"] if options.rtt_ms is None else options.rtt_ms) / 1e3,
+        rate=(figures["rate_mbit"] if options.rate_mbit is None else options.rate_mbit) * 1e6,
         loss=options.loss,
         congestion=options.congestion or _congestion(),
     )
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _counted(configs: Sequence[T]) -> Iterator[T]:
-    """The same, one after the other; a terminal shows how far it is."""
+    """The same, one after the other, while a terminal shows how far it is."""
     shows = sys.stderr.isatty()
     for number, config in enumerate(configs, start=1):
         if shows:
@@ -136,8 +136,8 @@ def _congestion() -> str:
     """The congestion control that regions would have here; cubic, Linux's default, where another one is not modelled."""
     if (chosen := congestion_of("auto")) is not None:
         return chosen
-    found = TCP.read_text().strip() if TCP.is_file() else "cubic"
-    return found if found in CONGESTIONS else "cubic"
+    current = TCP.read_text().strip() if TCP.is_file() else "cubic"
+    return current if current in CONGESTIONS else "cubic"
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from ..errors import InputError, short
 from .checks import check_writable
 
 _MOST_NAMED = 5
-"""So many damaged lines are named on the terminal; the page has more."""
+"""Damaged lines that are named on the terminal; the page has more."""
 
 
 def register(subparsers: Any) -> None:

@@ -93,10 +93,8 @@ def _labelled_output() -> Iterator[None]:
 
 
 class Labelled(io.TextIOBase):
-    """A stream that puts the name of a region in front of each line that the region's thread writes.
-
-    The lines of other threads pass unchanged. A line is passed on when it is complete; of a progress bar only its last state.
-    """
+    """A stream that puts the name of a region in front of each complete line that its thread writes; of a progress bar only the
+    last state passes. The lines of other threads pass unchanged."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         check_writable("--json", options.json)
     keys = keys_of(options.coordinator, options.secret_file)
-    found = running(options.coordinator, keys, options.run_name)
-    for each in found:
+    runs = running(options.coordinator, keys, options.run_name)
+    for each in runs:
         print("\n".join(lines(each)))
-    write_json(options, found)
+    write_json(options, runs)
     return 0
 
 
@@ -59,11 +59,8 @@ def keys_of(address: str, secret_file: str | None) -> "Keys | None":
 
 
 def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dict[str, Any]]:
-    """The runs at a coordinator, or the one of this name: see `coordinator/runs.py`.
-
-    Raises:
-        MeetingError: no coordinator answers there, or one with another secret.
-    """
+    """The runs at a coordinator, or the one of this name: see `coordinator/runs.py`. Raises MeetingError if no coordinator
+    answers there, or one with another secret."""
     from ..coordinator.caller import NobodyAnswers
     from ..coordinator.client import status
 
@@ -78,16 +75,12 @@ def look(address: str, keys: "Keys | None", name: str | None = None) -> list[dic
 
 
 def running(address: str, keys: "Keys | None", name: str | None) -> list[dict[str, Any]]:
-    """The runs that train, or wait for their regions; the one of this name, if there is a name.
-
-    Raises:
-        InputError: there is none.
-        MeetingError: see `look`.
-    """
+    """The runs that train, or wait for their regions; the one of this name, if there is a name. Raises InputError if there is
+    none, and MeetingError like `look`."""
     known = look(address, keys, name)
-    found = [each for each in known if each["phase"] in ("gathering", "trains", "recovering")]
-    if found:
-        return found
+    active = [each for each in known if each["phase"] in ("gathering", "trains", "recovering")]
+    if active:
+        return active
     which = "no run" if name is None else f"no run named {name!r}"
     words = f"{which} trains at {address}."
     over = [ending(each) for each in known if each["phase"] == "ended"]

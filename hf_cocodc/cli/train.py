@@ -25,11 +25,7 @@ from .part import part_of
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asks the command to end.
-
-    Attributes:
-        exit_code: 128 and the number of the signal, as for a process that the signal itself has ended.
-    """
+    """A signal asks the command to end. `exit_code` is 128 plus its number, as for a process that the signal has ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -160,10 +156,8 @@ def _train(
     machine: int,
     give_away: Callable[[Path], None],
 ) -> int:
-    """Start `regions`, or this machine's part of one, show their progress, and report.
-
-    The folder of a region that is lost is given away: another command may bring it back.
-    """
+    """Start `regions`, or this machine's part of one, show their progress, and report. The folder of a lost region is given
+    away, because another command may bring it back."""
     from ..training import launch
     from ..training.building import output_dir
 
@@ -237,7 +231,7 @@ def _train(
 
 
 def _on_signals(handle: Callable[[int, Any], None]) -> None:
-    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) in the same way. The exit code tells them apart."""
+    """Handle Ctrl-C, SIGTERM (from a scheduler) and SIGHUP (from a terminal) alike. The exit code tells them apart."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, handle)
@@ -301,11 +295,8 @@ def _saved(folder: Path, processes: Sequence[Any]) -> str:
 
 
 def _report_failure(failed: Sequence[Any], processes: Sequence[Any], elastic: bool) -> int:
-    """Print which region failed first and why, then the errors of the other regions, each message once.
-
-    The exit code is the first region's. Where others have gone on without it until all of them stopped, they come first: of the
-    loss the command has told before.
-    """
+    """Print which region failed first and why, then the errors of the others, each message once; returns the first one's exit
+    code. In an elastic run that is one that stopped with the others: the command has told of lost ones before."""
     stopped = [each for each in failed if each.has_stopped]
     first = (stopped if elastic and stopped else failed)[0]
     regions_by_error: dict[str, list[int]] = {}

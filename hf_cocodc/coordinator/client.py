@@ -50,10 +50,7 @@ _LOOK_S = 0.2
 def status(
     address: str, keys: Keys | None, run: str | None = None, timeout_s: float = 5.0
 ) -> list[dict[str, Any]]:
-    """The runs at a coordinator that these keys may see, or the one of this name (see `runs.overview`).
-
-    Raises like CoordinatorConnection.
-    """
+    """The runs that these keys may see, or the one of this name (see `runs.overview`). Raises like CoordinatorConnection."""
     answer = _answer(
         CoordinatorConnection(address, run or "", "status", keys, timeout_s=timeout_s), timeout_s
     )
@@ -67,11 +64,11 @@ def relay_at(address: str, keys: Keys | None, timeout_s: float = 5.0) -> int | N
 
 
 def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout_s: float) -> Any:
-    """The answer to one message of a command.
+    """The coordinator's answer to one message of a command.
 
     Raises:
-        MeetingError: like CoordinatorConnection; or there is no answer within `timeout_s`.
-        CocodcError: the coordinator refuses, with the error that it names.
+        MeetingError: like CoordinatorConnection; or no answer comes within `timeout_s`.
+        CocodcError: the error that the coordinator's refusal names.
     """
     connection = CoordinatorConnection(address, run, "command", keys, timeout_s=timeout_s)
     answer = from_plain(_answer(connection, timeout_s, to_plain(message)))
@@ -81,14 +78,11 @@ def ask(address: str, keys: Keys | None, run: str, message: FromCommand, timeout
 
 
 def told_by_doctors(
-    address: str, keys: Keys | None, run: str, region: int, told: dict[str, Any], timeout_s: float = 5.0
+    address: str, keys: Keys | None, run: str, region: int, report: dict[str, Any], timeout_s: float = 5.0
 ) -> dict[int, dict[str, Any]]:
-    """Tell what the doctor of a region has found, and return what those of all regions have told.
-
-    Raises like CoordinatorConnection.
-    """
+    """Report what the doctor of a region has found; return the reports of all regions. Raises like CoordinatorConnection."""
     connection = CoordinatorConnection(address, run, "doctor", keys, timeout_s=timeout_s)
-    answer = _answer(connection, timeout_s, {"region": region, "told": told})
+    answer = _answer(connection, timeout_s, {"region": region, "told": report})
     return {int(each): content for each, content in answer["told"].items()}
 
 
@@ -108,15 +102,9 @@ def _answer(
 
 
 class Client:
-    """A region's one connection to the coordinator, which it makes again when it ends.
+    """A region's one connection to the coordinator, remade whenever it ends. `meet` sets `me` and `welcome`.
 
-    Args:
-        period_s: seconds between two heartbeats.
-
-    Attributes:
-        me, welcome: this process and its run, after `meet`.
-        is_connected: whether messages reach the coordinator now.
-        heard_at: when it has said something last, by the monotonic clock.
+    `period_s`: seconds between two heartbeats. `heard_at`: when the coordinator last said something, by the monotonic clock.
     """
 
     me: Member
@@ -155,14 +143,14 @@ class Client:
         waiting: Callable[[Waiting], None] = lambda news: None,
         look: Callable[[], None] = lambda: None,
     ) -> Welcome:
-        """Meet the other regions, or join the run that trains. A client that has failed to is closed.
+        """Meet the other regions, or join the run that trains. If this fails, the client is closed.
 
         Args:
             waiting: called with what the region waits for, whenever that changes.
             look: called several times a second; what it raises goes to the caller.
 
         Raises:
-            CocodcError: the coordinator refuses, with the error that it names.
+            CocodcError: the error that the coordinator's refusal names.
             RegionLostError: regions have not come within `wait_s`.
             MeetingError: there is no run to join; or the coordinator cannot be reached, or fails.
         """
@@ -236,7 +224,7 @@ class Client:
     def start(
         self, on: Callable[[ToRegion], None], beat: Callable[[], Beat], back: Callable[[], Back]
     ) -> None:
-        """From now on, hear the coordinator in a thread of its own, and call it again whenever the connection has ended.
+        """From now on, hear the coordinator in a thread of its own; call it again whenever the connection has ended.
 
         Args:
             on: called in the thread with each message after `Welcome`, in order.
@@ -248,13 +236,13 @@ class Client:
         self._thread.start()
 
     def send(self, message: FromRegion) -> None:
-        """Send a message soon. It is dropped while there is no connection. Any thread, and a signal's handler, may call this."""
+        """Send a message soon; it is dropped while there is no connection. Any thread or signal handler may call this."""
         if self.is_connected:
             self._messages.put(message)
             self._wake_up()
 
     def close(self, bye: Bye | None = None) -> None:
-        """Say `bye`, and end the connection and the thread; within about a second."""
+        """Say `bye`, then end the connection and the thread, within about a second."""
         if bye is not None:
             self.send(bye)
         self._closes.set()
@@ -310,7 +298,7 @@ class Client:
 
     @contextlib.contextmanager
     def _waiting(self, connection: CoordinatorConnection) -> Iterator[Callable[[float], bool]]:
-        """A function that waits for the connection or a call for the thread; returns whether something has come to be read."""
+        """A function that waits for the connection or a call for the thread; it returns whether there is something to read."""
         channel = connection.channel
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)

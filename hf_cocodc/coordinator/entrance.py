@@ -1,4 +1,4 @@
-"""Callers that have not yet proven that they have a secret of the coordinator. What they can cost, one and all, is bounded."""
+"""Callers that have not yet proven that they have a secret of the coordinator. What they may cost together is bounded."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ HERE = {"kind": "here"}
 """The coordinator's first message on a connection with a secret: the caller has proven itself, too."""
 _FAREWELL_S = 1.0
 _AT_ONCE = 32
-"""Callers that are accepted before others are heard again."""
+"""Callers that are accepted before others have their turn."""
 _GIVE = f"give every region and the coordinator the same (regions.secret_file, --secret-file, {ENV_SECRET})"
 
 
@@ -30,10 +30,9 @@ class Limits:
     """What callers may cost before they have proven anything.
 
     Attributes:
-        line_bytes: of the only line that a caller may say, and of what is read of it at a time.
-        reads: how often a caller is read for the line, which may come in pieces, and for the handshake of TLS that follows.
+        line_bytes: of a caller's only line, and of what is read of it at a time.
+        reads: how often a caller is read for that line, and then for the TLS handshake.
         proof_s: seconds until a caller must have proven itself.
-        callers: how many there are at a time.
     """
 
     line_bytes: int = 4 << 10
@@ -44,13 +43,7 @@ class Limits:
 
 @dataclass(eq=False)
 class _Caller:
-    """A connection that has not proven itself.
-
-    Attributes:
-        until: when it is closed.
-        key: the id of its secret, once it has said a valid first line.
-        leaves: whether it was refused; it is closed as soon as it may have heard why.
-    """
+    """A connection that has not proven itself. `key`: id of its secret, after a valid first line; `leaves`: it was refused."""
 
     channel: Channel
     address: str
@@ -70,11 +63,13 @@ def versions() -> dict[str, Any]:
     return {"hf_cocodc": PROTOCOL, "version": __version__}
 
 
-def other_version(said: Mapping[str, Any], they: str, we: str) -> str | None:
+def other_version(first_line: Mapping[str, Any], they: str, we: str) -> str | None:
     """Why two ends do not understand each other; None if they do."""
-    if said.get("hf_cocodc") == PROTOCOL:
+    if first_line.get("hf_cocodc") == PROTOCOL:
         return None
-    theirs = f"{short(said.get('version', '?'), 30)} (protocol {short(said.get('hf_cocodc'), 30)})"
+    theirs = (
+        f"{short(first_line.get('version', '?'), 30)} (protocol {short(first_line.get('hf_cocodc'), 30)})"
+    )
     return (
         f"{they} runs hf-cocodc {theirs}, {we} hf-cocodc {__version__} (protocol {PROTOCOL}): install the same version "
         "everywhere"
@@ -82,12 +77,7 @@ def other_version(said: Mapping[str, Any], they: str, we: str) -> str | None:
 
 
 class Entrance:
-    """Accepts callers, and hands on those that have proven themselves.
-
-    Args:
-        secrets: of the callers; empty if callers must have none.
-        adopt: called with the connection, and the id of its secret.
-    """
+    """Hands callers that have proven themselves to `adopt`, with the id of their secret. No `secrets`: they must have none."""
 
     def __init__(
         self,
@@ -106,7 +96,7 @@ class Entrance:
         self._listen()
 
     def look_after(self) -> None:
-        """Close callers whose time is up, and say how many were turned away; several times a second."""
+        """Close callers whose time is up, and say how many were turned away. Call this several times a second."""
         now = self._loop.time()
         for caller in [each for each in self._callers if each.until <= now]:
             self._turn_away(caller)
@@ -142,7 +132,7 @@ class Entrance:
             self._loop.add_reader(connection, self._read, caller)
 
     def _make_room(self) -> None:
-        """Close a caller if there are too many: of the address with the most of them, the oldest that has said nothing valid."""
+        """If there are too many, close one: of the address with the most callers, the oldest that has said nothing valid."""
         if len(self._callers) < self._limits.callers:
             return
         counts = Counter(caller.address for caller in self._callers)

@@ -12,7 +12,7 @@ from ..settings import OuterConfig, RegionConfig
 
 _ONLY_SHOWN = ("host", "versions", "first samples")
 _SEVERAL = ("model", "facts")
-"""Fields that hold several, by the names that messages call them."""
+"""Fields that hold several values, each of which messages name."""
 
 
 class Difference(NamedTuple):
@@ -31,11 +31,7 @@ def may_differ(fact: str, allowed: Collection[str]) -> bool:
 
 
 def compare(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Check that all hellos, in the order of regions, agree in all that must be equal.
-
-    Raises:
-        HandshakeError: two hellos differ; the message names the two regions, the field and both values.
-    """
+    """Compare all hellos, in the order of regions. Raises HandshakeError that names two regions, the field and both values."""
     for region, other in enumerate(hellos[1:], start=1):
         wrong = first_difference(0, hellos[0], region, other)
         if wrong is not None:
@@ -66,23 +62,23 @@ def first_difference(
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
     """What must be equal in two hellos, or allowed to differ, and is not."""
-    found = []
+    differing = []
     same_versions = mine.get("versions") == theirs.get("versions")
     for name in {**mine, **theirs}:
         ours, other = mine.get(name), theirs.get(name)
         if name in _ONLY_SHOWN or ours == other:
             continue
         if name not in _SEVERAL or not (isinstance(ours, Mapping) and isinstance(other, Mapping)):
-            found.append(Difference(name, *_show(ours, other), free=False))
+            differing.append(Difference(name, *_show(ours, other), free=False))
             continue
         # another version of Transformers may know more fields of a config
         fields = {**ours, **other} if same_versions else [field for field in ours if field in other]
-        found += [
+        differing += [
             Difference(field, *_show(ours.get(field), other.get(field)), free=name == "facts")
             for field in fields
             if ours.get(field) != other.get(field)
         ]
-    return found
+    return differing
 
 
 def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -110,7 +106,7 @@ def side_by_side(hellos: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _versions(hello: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What another region may have written in any way: regions need not agree in it."""
+    """The versions of a region; empty if it has written anything else: regions need not agree in them."""
     versions = hello.get("versions")
     return versions if isinstance(versions, Mapping) else {}
 

@@ -18,7 +18,7 @@ from ..net.validation import MOST, whole
 from ..settings.regions import MOST_REGIONS
 
 _MOST_GENERATIONS = 1_000_000_000
-"""Tickets follow from them, and must stay below `MOST`."""
+"""Tickets are computed from generations, and must stay below `MOST`."""
 PROTOCOL = 18
 """Version of the data between regions. Raise it when two versions of this package could misunderstand each other."""
 LONGEST_TEXT = 100_000
@@ -34,17 +34,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is equal in all regions of a run, as far as membership needs it.
+    """What membership needs of the settings that all regions share. Raises ValueError if no run has so many regions.
 
     Attributes:
         count: regions with which the run begins.
         elastic: whether the run goes on without a lost region.
-        least, most: `regions.min` and `regions.max`.
-        timeout_s, stuck_timeout_s, grace_s: see RegionConfig; None for no limit.
+        least, most: `regions.min` and `regions.max`; for the times, see RegionConfig.
         grace_is_auto: whether `grace_s` counts from the moment when training began to wait.
-
-    Raises:
-        ValueError: no run has so many regions.
     """
 
     count: int
@@ -69,10 +65,8 @@ class Hello:
     """A new process of a region.
 
     Attributes:
-        region: its number.
         join: whether it is to enter a run that trains.
-        host: address of its machine that others reach.
-        machine: name of its machine, for messages.
+        host: address of its machine that others reach; `machine` is its name, for messages.
         token: random; no other process has it.
         compared: what must be equal in all regions (`hello.py`).
     """
@@ -88,12 +82,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A region comes in or leaves; it counts once all members know it (`link/rules.py`).
-
-    Attributes:
-        number: changes are numbered from 1, without gaps.
-        kind: "join" or "leave".
-    """
+    """A "join" or a "leave", numbered from 1 without gaps; it counts once all members know it (`link/rules.py`)."""
 
     number: int
     kind: str
@@ -119,11 +108,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A decision counts.
-
-    Attributes:
-        whys: the reason for the loss of each of `decision.lost`, in words.
-    """
+    """A decision counts. `whys` has the reason for the loss of each of `decision.lost`, in words."""
 
     generation: int
     decision: Decision
@@ -132,18 +117,13 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Back:
-    """A process that was connected before: its connection or the coordinator had gone.
+    """A process that was connected before: its connection or the coordinator had gone. It tells what it knows.
 
     Attributes:
-        run: unique to the run.
-        member: this process.
-        is_member: whether it takes part; a newcomer does not yet.
+        is_member: False while it is a newcomer.
         generation: the highest of a coordinator that it has heeded.
-        losses: decisions on losses that it knows.
-        changes: changes that it has applied.
-        announced: changes that it knows, and has not applied.
-        decisions: the newest decisions that it knows.
-        members: who takes part, as far as it knows.
+        losses: decisions on losses; `decisions` has the newest.
+        changes: changes that it has applied; `announced` has those that it has not.
     """
 
     run: str
@@ -172,15 +152,13 @@ class Beat:
     Attributes:
         step: inner steps made.
         op: number of the transfer in hand; 0 for none.
-        awaits: the region for which the link waits; None for none.
-        waited_s: for how long.
+        awaits: the region for which the link has waited for `waited_s`; None for none.
         idle_s: seconds since anything of this transfer moved.
         blocked_s: seconds for which training has waited; None if it does not.
         doing: what it does besides training, in words.
         changes, losses: how many it has applied.
         members: who takes part, as it knows; empty while it is a newcomer.
-        landed_at: inner step of the last landing; -1 before.
-        landed_s: seconds since.
+        landed_at: inner step of the last landing, `landed_s` seconds ago; -1 before.
         max_steps: inner steps of the run; 0 if unknown.
     """
 
@@ -205,13 +183,10 @@ class Report:
 
     Attributes:
         number: how many decisions on losses there were before.
-        member: who reports.
         first: the first operation that it takes part in; 0 if it follows, and takes part in none yet.
         last: the last operation that it takes part in, if it is about to leave; None otherwise.
-        done: the last operation that it has completed.
-        has: whether it holds the result of the next one.
-        lost: the members that it misses.
-        whys: the reason for each of `lost`, in words.
+        done: the last operation that it has completed; `has`: whether it holds the result of the next one.
+        lost: the members that it misses; `whys` has the reasons, in words.
         members: the members as it knows them, with itself; empty if it is none yet.
     """
 
@@ -292,13 +267,7 @@ class Post:
 
 @dataclass(frozen=True, kw_only=True)
 class Bye:
-    """A region ends.
-
-    Attributes:
-        how: "finished", "stopped" (all did), "left" or "failed".
-        step: inner steps made.
-        place: where the model lies, for people.
-    """
+    """A region ends: it has "finished", "stopped" (all did), "left" or "failed". `place`: where its model lies, for people."""
 
     how: str
     step: int = 0
@@ -318,14 +287,11 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome:
-    """A region is in a run.
+    """A region is in a run. `run` is unique to it.
 
     Attributes:
-        run: unique to the run.
-        me: this process.
         joins: whether the run trains already: this is a newcomer.
-        members: with whom the run begins, or who takes part.
-        others: other newcomers.
+        members: with whom the run begins, or who takes part; `others` are other newcomers.
         compared: what the regions are, in the order of `members`; of the first one if it joins.
         losses, changes: decisions on losses, and changes announced so far.
         step: the furthest inner step known.
@@ -354,11 +320,7 @@ class Resumed:
 
 @dataclass(frozen=True, kw_only=True)
 class Refuse:
-    """The coordinator refuses a process.
-
-    Attributes:
-        error: name of the error that it raises: "HandshakeError", "InputError", "MeetingError", "LeftBehind" or "RunOver".
-    """
+    """The coordinator refuses a process, which raises `error`: one of those that `caller.error_of` knows."""
 
     error: str
     why: str
@@ -427,11 +389,7 @@ class AskStop:
 
 @dataclass(frozen=True, kw_only=True)
 class StopAt:
-    """The answer to question `number`: all stop at the inner step `step`, or, if it is 0, do not.
-
-    Attributes:
-        whys: for each region, why it must stop; empty if it need not.
-    """
+    """The answer to question `number`: all stop at inner step `step`; nobody, if it is 0. `whys`: why each region must stop."""
 
     number: int
     step: int
@@ -538,11 +496,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(plain: Any, kinds: Mapping[str, type] = KINDS) -> Any:
-    """The message that `to_plain` made, of one of these kinds. Every value is of its type, and in its range.
-
-    Raises:
-        LinkError: it is none.
-    """
+    """The message that `to_plain` made, of one of these kinds, each value of its type and range. Raises LinkError otherwise."""
     try:
         given = dict(plain)
         kind = kinds[given.pop("kind")]

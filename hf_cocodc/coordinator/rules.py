@@ -1,13 +1,13 @@
 """What the coordinator of a run decides: a pure function. No sockets, threads, clocks or randomness.
 
-`step` takes the state of one run, an event, and the time, and returns the next state and what is to be done. Events are the
-messages of connections (`Came`), connections that have ended (`Ended`), and `Tick`, several times a second. Effects are
-messages to connections (`SendTo`), and `Persist`: the durable part of the state is to lie on the disk before what follows it.
+`step` takes the state of one run, an event and the time, and returns the next state and the effects. Events are messages
+(`Came`), connections that have ended (`Ended`), and `Tick`, several times a second. Effects are messages (`SendTo`), and
+`Persist`: the durable part of the state must be on the disk before what follows it.
 
 A run first gathers its regions. Then it trains, with members. Who is lost is decided here, from the members' reports
 (`verdict.settle`). Regions that come in or leave are announced here, in one order; a change counts once the trailers of a
-transfer show that all members know it. So members need no coordinator at the moment of a change, and none can miss it.
-Times are seconds of a clock that stands still while the coordinator does.
+transfer show that all members know it. So members need no coordinator at the moment of a change, and none can miss it. Times
+are seconds of a clock that stands still while the coordinator does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -62,7 +62,7 @@ from .messages import (
 from .verdict import settle
 
 VOID_S = 3.0
-"""When a run has had no connected member for so long, the next regions of its name may begin a new one."""
+"""After so long without a connected member of a run, the next regions of its name may begin a new one."""
 REPORT_S = 10.0
 """How long a loss waits for the report of a member that is connected and that nobody misses: it is busy."""
 RETURN_S = 5.0
@@ -122,15 +122,7 @@ Effect = SendTo | Persist
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A connected process of the run that trains: a member or a newcomer. Times are when something happened.
-
-    Attributes:
-        since: it was seated.
-        heard_at: anything came.
-        beat, beat_at: its last heartbeat.
-        moved_at: its inner step changed.
-        op_at: its transfer in hand changed.
-    """
+    """A connected member or newcomer of the run that trains. `moved_at`: its step has changed; `op_at`: its transfer has."""
 
     member: Member
     host: str
@@ -144,12 +136,9 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """A process that is to come in.
+    """A process that is to come in. `ready`: it is less than one interval behind.
 
-    Attributes:
-        ready: whether it is less than one interval behind.
-        announced: whether its coming in is announced.
-        losses: decisions on losses that it knew when this coordinator knew none.
+    `losses`: decisions on losses that it knew when this coordinator knew none.
     """
 
     ready: bool = False
@@ -172,32 +161,21 @@ class Run:
     """One run. Everything from `run` to `known` is durable.
 
     Attributes:
-        name: of the run.
         run: unique to what trains now; empty if nothing does.
         generation: of the coordinator, for this run: members heed no lower one.
         terms, compared: equal in all regions.
         members: who takes part, as far as the members have shown.
-        hosts: addresses of members and newcomers.
-        losses: decisions on losses so far.
+        losses: decisions on losses so far; `decisions` has the newest.
         lost: tickets of all that were lost.
-        decisions: the newest of them.
-        changes: changes announced so far.
+        changes: changes announced so far; those in `announced` may not be applied yet.
         applied: changes that members are known to have applied.
-        announced: those that may not be applied yet.
-        tickets: tickets given out.
-        ended: how it ended; None while it trains.
         recovers: whether this coordinator has forgotten the run: it decides nothing before all members are here.
         known: while it recovers, all members that any caller knows.
         assumed_lost: regions that an operator declares lost.
-        hellos: connections that wait, with what they have said.
-        seats: connections of members and newcomers.
-        newcomers: processes that are to come in.
+        hellos: connections that wait, with what they have said; `told` has what they wait for.
         pairs: (a, b): process a says that it is connected to process b.
-        reports: of the loss in hand.
         missed: members whose place another process claims, with the reason.
         asked_at: when the reports were asked for; None if no loss is in hand.
-        question: the question in hand.
-        questions: questions so far.
         claims: numbers that commands have claimed, by connection.
         leave_asks: commands that wait for a region to hear that it is to leave.
         alone_since: since when no member is connected.
@@ -493,9 +471,9 @@ class _Work:
             other = next((each for each in state.expected if each.region == seat.beat.awaits), None)
             if other is None or other == seat.member:
                 continue
-            found = self.doubt(seat, other)
-            if found is not None:
-                how, why = found
+            doubt = self.doubt(seat, other)
+            if doubt is not None:
+                how, why = doubt
                 self.send(who, Suspect(member=other, op=seat.beat.op, how=how, why=why))
                 # not again before its next heartbeat
                 self.change(
@@ -800,10 +778,7 @@ class _Work:
             self.change(alone_since=self.now)
 
     def is_void(self) -> bool:
-        """Whether a new run may begin in place of the one that trains: no member has been connected for a while.
-
-        Until one begins, the members may come back: perhaps only the network to this coordinator was down.
-        """
+        """Whether a new run may take its place: no member is connected for a while. Until one begins, members may come back."""
         alone_since = self.state.alone_since
         return alone_since is not None and self.now - alone_since >= VOID_S
 
@@ -899,7 +874,7 @@ class _Work:
             )
 
     def why_anew(self) -> str:
-        """What regions should know that wait for each other where a run has ended; a supervisor may have started one again."""
+        """How a run has ended, for regions that wait for each other in its place: a supervisor may have started one again."""
         ended = self.state.ended
         if ended is None:
             return ""
@@ -1037,8 +1012,8 @@ class _Work:
         state = self.state
         announced = {each.number: each for each in (*state.announced, *back.announced)}
         # a decision of which newcomers alone have heard has no effect yet: another one may be made in its place
-        told = back.decisions if back.is_member else ()
-        decisions = {each.decision.number: each for each in (*state.decisions, *told)}
+        in_effect = back.decisions if back.is_member else ()
+        decisions = {each.decision.number: each for each in (*state.decisions, *in_effect)}
         newest = (_decisions(back), back.changes) >= (state.losses, state.applied)
         members = tuple(sorted(place.member for place in back.members))
         known = set(state.known) | {each.member for each in announced.values() if each.kind == "join"}

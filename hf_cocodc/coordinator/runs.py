@@ -35,7 +35,7 @@ _LONGEST = 600
 _UNHEARD_S = 2.0
 """A process that has sent nothing for so long is compared as it was."""
 _FROZEN_S = 1.0
-"""Nobody looks at the clock for so long: the process stood still."""
+"""If nobody looks at the clock for so long, the process stood still."""
 _KEPT_S = 24 * 3600.0
 _MOST_KEPT = 1000
 """Runs without a connection that are remembered."""
@@ -152,12 +152,7 @@ def _messages(after: Run, effects: Iterable[Effect]) -> Iterator[str]:
 def overview(
     state: Run, now: float, gone: Mapping[Member, Seat], ways: Mapping[Member, Mapping[int, str]]
 ) -> dict[str, Any]:
-    """A run as JSON can express it.
-
-    Args:
-        gone: members without a connection, as they were heard of last.
-        ways: by which way each process is connected to each region.
-    """
+    """A run as JSON can express it. `gone`: members without a connection, as they were heard of last."""
     seats = {member: seat for member, seat in gone.items() if member in state.members}
     seats.update({seat.member: seat for seat in state.seats.values()})
     newest = max((seat for seat in seats.values()), key=lambda seat: seat.beat.landed_at, default=None)
@@ -240,11 +235,7 @@ def _behind(seat: Seat, seats: Mapping[Member, Seat], now: float) -> int:
 
 
 class Clock:
-    """Seconds of a clock that stands still while this process does.
-
-    Attributes:
-        has_jumped: whether the process stood still since somebody set this to False.
-    """
+    """Seconds of a clock that stands still while this process does. `has_jumped`: it did since somebody set this to False."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -266,10 +257,8 @@ class Hosted:
 
     Attributes:
         key: the id of its secret; runs of different secrets never see each other.
-        connections: of regions and commands.
-        idle_since: since when there is none.
+        idle_since: since when it has no connection.
         gone: members without a connection, as they were heard of last.
-        waits_since: since when regions wait for each other.
         told_apart: pairs (connection, name of another run) that have heard that they may mean the same run.
         ways: by which way each process is connected to each region.
     """
@@ -283,14 +272,14 @@ class Hosted:
     told_apart: set[tuple[int, str]] = field(default_factory=set)
     ways: dict[Member, dict[int, str]] = field(default_factory=dict)
 
-    def note_ways(self, who: int, told: Ways) -> None:
-        """A process has told by which ways it is connected."""
+    def note_ways(self, who: int, message: Ways) -> None:
+        """A process tells by which ways it is connected."""
         seat = self.state.seats.get(who)
         if seat is not None:
             there = {seat.member, *self.state.members}
             self.ways = {member: ways for member, ways in self.ways.items() if member in there}
             self.ways[seat.member] = dict(
-                zip(told.regions, (short(each, 20) for each in told.ways), strict=False)
+                zip(message.regions, (short(each, 20) for each in message.ways), strict=False)
             )
 
     @property
@@ -300,12 +289,13 @@ class Hosted:
 
 
 class Runs:
-    """Args:
-    send: sends a message to connections.
-    say: takes a line for the log.
-    fail: called with the error if the state cannot be written. Nothing may be sent after that.
-    file: keeps what must survive this process, and what did; None if nothing shall.
-    assumed_lost: regions that an operator declares lost.
+    """The runs of one coordinator, by the id of their secret and their name.
+
+    Args:
+        say: takes a line for the log.
+        fail: called with the error if the state cannot be written. Nothing may be sent after that.
+        file: keeps what must survive this process; None if nothing must.
+        assumed_lost: regions that an operator declares lost.
     """
 
     def __init__(
@@ -324,8 +314,8 @@ class Runs:
         self._has_failed = False
         now = self.clock()
         for key, state in [] if file is None else file.runs:
-            found = replace(with_time_to_return(state, now), assumed_lost=self._assumed_lost)
-            self._hosted[key, state.name] = Hosted(key, found, idle_since=now)
+            restored = replace(with_time_to_return(state, now), assumed_lost=self._assumed_lost)
+            self._hosted[key, state.name] = Hosted(key, restored, idle_since=now)
 
     def come_in(self, key: str, name: str, who: int) -> Hosted:
         """The run of this name, with one more connection."""
@@ -348,7 +338,7 @@ class Runs:
             self._forget(hosted)
 
     def tick(self) -> None:
-        """Time has passed: several times a second."""
+        """Time has passed. Call this several times a second."""
         now = self.clock()
         if self.clock.has_jumped:  # what has arrived meanwhile is read first
             self.clock.has_jumped = False
@@ -360,7 +350,7 @@ class Runs:
         self._tell_apart(now)
 
     def expire(self) -> None:
-        """Forget runs that nobody has asked for in a long time; about once a minute."""
+        """Forget runs that nobody has asked for in a long time. Call this about once a minute."""
         now = self.clock()
         idle = [each for each in self._hosted.values() if not each.connections]
         idle.sort(key=lambda each: each.idle_since, reverse=True)
@@ -377,11 +367,11 @@ class Runs:
             if each.key == key and name in ("", each.state.name) and (each.state.run or each.state.hellos)
         ]
 
-    def on_board(self, key: str, name: str, region: int, told: dict[str, Any]) -> dict[int, Any]:
-        """Keep what a region's doctor tells, and return what all of this run have told."""
+    def on_board(self, key: str, name: str, region: int, report: dict[str, Any]) -> dict[int, Any]:
+        """Keep what a region's doctor reports, and return the reports of all regions of this run."""
         board = self._boards.pop((key, name), {})
         board.pop(region, None)
-        self._boards[key, name] = board = dict([*board.items(), (region, told)][-_MOST_ON_BOARD:])
+        self._boards[key, name] = board = dict([*board.items(), (region, report)][-_MOST_ON_BOARD:])
         while len(self._boards) > _MOST_BOARDS:
             del self._boards[next(iter(self._boards))]
         return board
@@ -466,9 +456,9 @@ def _absent(state: Run, hello: Hello) -> tuple[int, ...]:
 
 def _other_run(name: str, mine: Hello, other: str, theirs: Hello) -> str:
     """What another run at this coordinator has other than this one."""
-    found = differences(mine.compared, theirs.compared)
-    shown = "; ".join(f"{field} ({own} here, {there} there)" for field, own, there, _ in found[:3])
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    differing = differences(mine.compared, theirs.compared)
+    shown = "; ".join(f"{field} ({own} here, {there} there)" for field, own, there, _ in differing[:3])
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return (
         f"Region {theirs.region} of {theirs.terms.count} of run {other!r} waits at this coordinator too, on host "
         f"{theirs.machine}; this is run {name!r}. It differs in {shown or 'nothing else'}{more}. If both belong to one run, "

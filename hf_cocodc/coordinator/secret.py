@@ -24,11 +24,11 @@ def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Ke
     """
     env = os.environ if env is None else env
     from_environment = env.get(ENV_SECRET)
-    found = {} if from_environment is None else {ENV_SECRET: from_environment.strip()}
+    secrets = {} if from_environment is None else {ENV_SECRET: from_environment.strip()}
     if regions.secret_file is not None:
-        found[f"regions.secret_file={shown(regions.secret_file)}"] = _read(regions.secret_file)
+        secrets[f"regions.secret_file={shown(regions.secret_file)}"] = _read(regions.secret_file)
     keys = None
-    for where, secret in found.items():
+    for where, secret in secrets.items():
         try:
             keys = Keys.from_secret(secret)
         except ValueError:
@@ -36,8 +36,8 @@ def secret_of(regions: RegionConfig, env: Mapping[str, str] | None = None) -> Ke
                 f"{where}: a secret is {SECRET_BYTES} random bytes, written as {2 * SECRET_BYTES} hex digits, and this one "
                 f"is not (it has {len(secret)} characters). {_WAY_OUT}."
             ) from None
-    if len({secret.lower() for secret in found.values()}) > 1:
-        raise InputError(f"{' and '.join(found)} hold different secrets. Make them equal, or remove one.")
+    if len({secret.lower() for secret in secrets.values()}) > 1:
+        raise InputError(f"{' and '.join(secrets)} hold different secrets. Make them equal, or remove one.")
     return keys
 
 

@@ -21,12 +21,7 @@ _BACKLOG = 1024
 
 
 class Served:
-    """A coordinator in a thread of this process.
-
-    Attributes:
-        address: HOST:PORT at which this machine reaches it.
-        port: the port on which it listens.
-    """
+    """A coordinator in a thread of this process. This machine reaches it at `address` (HOST:PORT)."""
 
     def __init__(
         self,
@@ -80,7 +75,7 @@ def serve_in_thread(
     """Start a coordinator in a thread, until its `close` or the end of this process. Port 0 takes a free port.
 
     Raises:
-        InputError: this machine cannot listen on the address; or the file of the state cannot be used.
+        InputError: this machine cannot listen on the address, or the state file cannot be used.
     """
     listener = listen(host, port)
     try:
@@ -99,11 +94,9 @@ def serve(
     say: Callable[[str], None],
     relay: int | None = None,
 ) -> None:
-    """Run a coordinator in this thread, the main one, until SIGINT or SIGTERM. `say` takes the lines of its log; `relay` is the
-    port of a relay beside it.
+    """Run a coordinator in the main thread until SIGINT or SIGTERM. Raises like `serve_in_thread`.
 
-    Raises:
-        InputError: this machine cannot listen on the address; or the file of the state cannot be used.
+    `say` takes the lines of its log. `relay` is the port of a relay beside it.
     """
     listener = listen(host, port)
     file = coordinator = None
@@ -133,11 +126,7 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
-
-    Raises:
-        InputError: this machine cannot listen on the address.
-    """
+    """A socket that listens, and does not block. Raises InputError if this machine cannot listen on the address."""
     try:
         listener = listen_at(host, port, _BACKLOG)
     except OSError as error:

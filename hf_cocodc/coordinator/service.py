@@ -1,4 +1,4 @@
-"""Callers that have proven themselves: what they say is heard, in turns, and what the rules send is written."""
+"""Serves callers that have proven themselves: hears them in turns, and writes what the rules send."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ from .runs import Hosted, Runs
 from .state import StateFile
 
 _MOST_TOLD = 256 << 10
-"""Bytes of what a doctor tells."""
+"""Bytes of a doctor's report."""
 _TICK_S = 0.2
 _ALIVE_S = 1.0
 _EXPIRE_S = 60.0
@@ -59,16 +59,7 @@ class _Allowance:
 
 @dataclass(eq=False)
 class _Connection:
-    """A caller that has proven itself.
-
-    Attributes:
-        key: the id of its secret.
-        purpose: what it is for; empty before it has said so.
-        hosted: its run, if it is a region or a command.
-        greets: whether its next message is its first.
-        num_bad: messages that were none.
-        is_due: whether lines wait to be heard in the loop's next turn.
-    """
+    """A caller that has proven itself. `greets`: its next message is its first; `is_due`: lines wait for the next turn."""
 
     who: int
     channel: Channel
@@ -86,13 +77,9 @@ class _Connection:
 
 
 class Coordinator:
-    """Serves callers in a loop, in its thread, until `close`.
+    """Serves callers in the loop's thread, until `close`. Without `secrets`, callers must have none.
 
-    Args:
-        secrets: callers have one of them; none if empty.
-        state: file to keep what has been decided; None for none.
-        fail: called with the error if the file cannot be written.
-        relay: port of the relay on this machine; None if there is none.
+    `fail` is called with the error if the state file cannot be written. `relay`: port of the relay on this machine, if any.
     """
 
     def __init__(
@@ -176,7 +163,7 @@ class Coordinator:
         self._watch(connection)
 
     def _is_paused(self, connection: _Connection) -> bool:
-        """Whether its run has said too much. Then none of its connections is heard for a moment."""
+        """Whether its run has said too much: then none of the run's connections is heard for a moment."""
         allowance = connection.allowance
         if allowance.left < 1:
             allowance.refill()
@@ -310,16 +297,16 @@ class Coordinator:
         self._runs.came(hosted, connection.who, message)
 
     def _hear_doctor(self, connection: _Connection, message: dict[str, Any]) -> None:
-        region, told = message.get("region"), message.get("told")
-        if type(region) is not int or not isinstance(told, dict) or len(str(told)) > _MOST_TOLD:
+        region, report = message.get("region"), message.get("told")
+        if type(region) is not int or not isinstance(report, dict) or len(str(report)) > _MOST_TOLD:
             self._note_bad(connection, shown(message))
             return
-        board = self._runs.on_board(connection.key, connection.name, region, told)
+        board = self._runs.on_board(connection.key, connection.name, region, report)
         answer = {"told": {str(each): content for each, content in board.items()}}
         self._write(connection, line_of(answer, 1 << 30))
 
     def _note_bad(self, connection: _Connection, what: str) -> None:
-        """A message is none of ours. Somebody who sends many is not heard any longer."""
+        """A message is none of ours. A connection that sends many is closed."""
         connection.num_bad += 1
         if connection.num_bad == 1:
             self._say(f"run {short(connection.name)!r}: ignored a message: {short(what, 200)}")

@@ -19,7 +19,7 @@ _RETURN_S = 20.0
 """How long the members of a run that was read have to call: they notice within 15 s that the coordinator was away."""
 _MOST_RUNS = 1000
 _LEAST_FULL = 64 << 20
-"""Bytes from which the file is rewritten, if it has doubled since it was written anew."""
+"""From so many bytes on, the file is rewritten whenever it has doubled."""
 _WAY_OUT = (
     "Put back a good copy of the file, or move the file away and start the coordinator without what it held: it then decides "
     "nothing about a run before all its members have called, or are declared lost (--assume-lost)"
@@ -56,8 +56,7 @@ _KINDS = {"SavedRun": SavedRun}
 
 
 class StateFile:
-    """Args:
-    path: of the file; it is made if it does not exist. It is rewritten now and then, with one line for each run.
+    """The file of a coordinator, made if it does not exist. It is rewritten now and then, with one line for each run.
 
     Attributes:
         runs: what was read: (id of the secret, state). Those that have not ended have a higher generation than before.
@@ -87,11 +86,7 @@ class StateFile:
             self.news.append(f"remembered {len(self.runs)} runs from {path}; not ended: {names or 'none'}")
 
     def write(self, key: str, state: Run) -> None:
-        """Write a state. Once this returns, it survives.
-
-        Raises:
-            OSError: it may not.
-        """
+        """Write a state. Once this returns, it survives; if it raises OSError, it may not."""
         self._newest.pop((key, state.name), None)
         self._newest[key, state.name] = state
         self._file.write(self._line(key, state))
@@ -135,7 +130,7 @@ class StateFile:
 
     def _read(self, file: BinaryIO) -> dict[tuple[str, str], Run]:
         """The newest state of each run."""
-        found: dict[tuple[str, str], Run] = {}
+        states: dict[tuple[str, str], Run] = {}
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):  # it was never finished, so nobody has heard of what it says
                 self.news.append(f"ignored the unfinished line {number} of {self._path}")
@@ -148,11 +143,11 @@ class StateFile:
                 saved = from_plain(content, _KINDS)
             except (ValueError, LinkError) as error:
                 raise self._damaged(number, error) from error
-            before = found.pop((saved.key, saved.name), None)
+            before = states.pop((saved.key, saved.name), None)
             if before is None and saved.compared is None:
                 raise self._damaged(number, "an earlier line of this run is missing")
-            found[saved.key, saved.name] = _state_of(saved, before)
-        return found
+            states[saved.key, saved.name] = _state_of(saved, before)
+        return states
 
     def _check_head(self, content: Any) -> None:
         if not isinstance(content, dict) or content.keys() != _HEAD.keys():
@@ -198,11 +193,7 @@ class StateFile:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Any:
-    """The file, which nobody else uses.
-
-    Raises:
-        InputError: another process does.
-    """
+    """The file, which nobody else uses. Raises InputError if another process does."""
     while True:
         with path.open("a+b") as file:
             try:

@@ -12,14 +12,11 @@ from .messages import Decision, Report
 
 
 def settle(reports: Collection[Report]) -> Decision:
-    """The decision that follows from these reports, whatever their order.
+    """The decision that follows from these reports, whatever their order. Raises ValueError if no member reports.
 
     A member goes on if it reports and nobody who goes on misses it. Where reporters miss each other, the one that most of the
     others miss is dropped, of several the one with the highest region. The last operation that stands is the last that anyone
     has completed; or the next one, if all who go on and take part in it hold its result.
-
-    Raises:
-        ValueError: nobody who is a member reports.
     """
     known = {member for report in reports for member in report.members}
     going_on = {report.member: report for report in reports if report.member in known}

@@ -39,18 +39,13 @@ _VOID = {
 
 
 class Measurements:
-    """What one region measures while it trains.
-
-    Args:
-        now: seconds, by the link's clock.
+    """What one region measures while it trains; `now` is always in seconds by the link's clock.
 
     Attributes:
-        lr: learning rate of the last inner step.
-        lr_sum: sum of learning rates of all inner steps.
-        step_time_s: median seconds of the inner steps before the last event, without time at events; 0 if unknown.
-        sync_time_s: seconds from the last region's send to the end of the outer step, for the last transfer; 0 if unknown.
         change: for each fragment ||mean outer gradient||_2 / its length, at its last landing.
-        agreed: measurements from the trailers of landed transfers, equal in all regions.
+        agreed: from the trailers of landed transfers; equal in all regions.
+        step_time_s: median seconds of the inner steps before the last event, without time at events; 0 if unknown.
+        sync_time_s: seconds from the last region's send to the end of the outer step of the last transfer; 0 if unknown.
     """
 
     def __init__(self, now: float) -> None:
@@ -62,34 +57,34 @@ class Measurements:
         self._durations: deque[float] = deque(maxlen=_STEPS_TIMED)
 
     def begin(self, lengths: Sequence[float]) -> None:
-        """From now on there are fragments with these numbers of values, over all lanes of the region; none has landed yet."""
+        """Start anew, with fragments of these lengths: numbers of values over all lanes of the region."""
         self._lengths = lengths
         self.change = [0.0] * len(lengths)
         self.agreed = self.agreed._replace(change=(), compression=1.0)
 
     def note_step(self, inner_lr: float, now: float) -> None:
-        """An inner step with this learning rate has ended."""
+        """Count an inner step that has ended."""
         self._durations.append(now - self._left_at)
         self._left_at = now
         self.lr = inner_lr
         self.lr_sum += inner_lr
 
     def mean_lr(self, lr_sum: float, steps: int) -> float:
-        """Mean learning rate of the last `steps` inner steps, before which the sum was `lr_sum`."""
+        """Mean learning rate of the last `steps` inner steps; `lr_sum` is the sum before them."""
         return (self.lr_sum - lr_sum) / max(steps, 1)
 
     def note_event(self) -> None:
-        """A transfer is about to be sent or landed."""
+        """Call before a transfer is sent or landed."""
         # not the mean: one evaluation among the steps must not count
         self.step_time_s = median(self._durations)
         self._durations.clear()
 
     def leave_events(self, now: float) -> None:
-        """From now on, time counts as training again."""
+        """Call after events: from now on, time counts as training again."""
         self._left_at = now
 
     def hear(self, fragment: int, arrival: Arrival, outer_step_s: float) -> None:
-        """Take in the measurements of a transfer: those of this region, and those of all regions from the trailers."""
+        """Take in this region's measurements of a transfer, and those of all regions from its trailers."""
         # a link without time of its own (lockstep) measures nothing; schedules must not follow this machine's speed there
         self.sync_time_s = arrival.seconds and arrival.seconds + outer_step_s
         if arrival.is_finite:
@@ -107,15 +102,11 @@ class Measurements:
         self.agreed = self.agreed._replace(change=tuple(self.change))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs, under the names in checkpoints."""
+        """What a resumed run needs, under the names in checkpoints."""
         return {name: getattr(self, name) for name in _SAVED} | {"stats": self.agreed._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: nobody has saved it.
-        """
+        """Continue from what `state_dict` returned. Raises KeyError, TypeError or ValueError if `state` is damaged."""
         change = state["change"]
         stats = AgreedStats(**state["stats"] | {"change": tuple(state["stats"]["change"])})
         sound_numbers(state["lr"], state["lr_sum"], signed=True)
@@ -136,14 +127,10 @@ Record = Callable[..., None]
 class Totals:
     """Counters of a run on this rank.
 
-    Attributes:
-        sends: transfers sent.
-        landings: transfers landed.
-        bytes_sent: payload bytes that this region has sent, to all other regions together, over all its lanes: transfers,
-            means of global params for evaluations and exports, and broadcasts: of the first parameters, of global params that
-            had come apart, and of a checkpoint that another region takes over; those that lack them pass them on. Of a region
-            of DDP ranks only the leader sends.
-        blocked_s: seconds that training waited for the link.
+    `bytes_sent` counts payload bytes that this region has sent to all others together, over all its lanes: transfers, means of
+    global params, and broadcasts (first parameters, global params that had come apart, a checkpoint that another region takes
+    over), passed on by regions that receive them. In a region of DDP ranks only the leader sends. `blocked_s` is the time that
+    training waited for the link.
     """
 
     sends: int = 0
@@ -153,21 +140,15 @@ class Totals:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Totals":
-        """As `dataclasses.asdict` gave them. Raises TypeError or ValueError if nobody has saved them."""
-        found = cls(**saved)
-        sound_counts([found.sends, found.landings, found.bytes_sent], 1)
-        sound_numbers(found.blocked_s)
-        return found
+        """From what `dataclasses.asdict` gave. Raises TypeError or ValueError if it is damaged."""
+        totals = cls(**saved)
+        sound_counts([totals.sends, totals.landings, totals.bytes_sent], 1)
+        sound_numbers(totals.blocked_s)
+        return totals
 
 
 class Seconds(NamedTuple):
-    """What a landing took.
-
-    Attributes:
-        blocked: training waited for the mean.
-        took: all of the landing held training, waiting included.
-        rested: since the mean was here; None if unknown.
-    """
+    """Seconds of a landing: `blocked` until the mean came, `took` in all; `rested` since the mean came, None if unknown."""
 
     blocked: float
     took: float
@@ -175,19 +156,13 @@ class Seconds(NamedTuple):
 
     @classmethod
     def of(cls, arrival: Arrival, blocked_s: float, began: float, now: float) -> "Seconds":
-        """Of a landing that began and ends at these times of the link's clock."""
+        """For a landing that began and ends at these times of the link's clock."""
         ended_at = arrival.ended_at
         return cls(blocked_s, now - began, None if ended_at is None else max(now - ended_at, 0.0))
 
 
 class Account:
-    """Counts and records what one region does.
-
-    Attributes:
-        num_fragments: number of fragments; this many landings are a round.
-        totals: counters since the start of the run.
-        report: figures at the last landing, most of them since the start of the run, for people and for trackers.
-    """
+    """Counts and records what one region does; `report` holds the figures at the last landing, for logs and trackers."""
 
     def __init__(self, record: Record, region: int = 0) -> None:
         self.num_fragments = 1
@@ -197,18 +172,18 @@ class Account:
         self._is_told = False
 
     def go_on(self, own: Totals) -> None:
-        """Count sends and landings as the region does whose state this one has taken over, and its `own` bytes and seconds."""
+        """Keep this region's `own` bytes and seconds, in a state that it has taken over from another region."""
         self.totals.bytes_sent, self.totals.blocked_s = own.bytes_sent, own.blocked_s
 
     def count_broadcasts(self, link: Link) -> None:
-        """Count what broadcasts have sent since the last call. A collective call of the region's ranks."""
+        """Count the bytes of broadcasts since the last call. A collective call of the region's ranks."""
         sent = link.total(torch.tensor([float(link.count_broadcasts())], dtype=torch.float64))
         self.totals.bytes_sent += round(sent.item())
 
     def sent(
         self, step: int, fragment: int, numel: int, blocked_s: float, took_s: float, norm: float
     ) -> None:
-        """A transfer has left. It held training for `took_s` seconds, of which training was blocked for `blocked_s`."""
+        """Record a send, which held training for `took_s` seconds; the link blocked it for `blocked_s` of them."""
         self.totals.sends += 1
         self._record(
             "send",
@@ -221,7 +196,7 @@ class Account:
         )
 
     def sat_out(self, step: int, fragment: int, region: int) -> None:
-        """This region sits a transfer out: its outer gradient is not finite."""
+        """Warn that this region is excluded from a transfer, because its outer gradient is not finite."""
         logger.warning(
             "the outer gradient of fragment %d at step %d is not finite in region %d: this region sits the transfer out, and "
             "the others continue without it. Look at its loss; a lower learning rate or gradient clipping (max_grad_norm) "
@@ -233,7 +208,7 @@ class Account:
     def landed(
         self, step: int, fragment: int, sent_at: int, arrival: Arrival, seconds: Seconds, verdict: Verdict
     ) -> None:
-        """A transfer has landed. A mean that is not finite is void."""
+        """Record a landing. A mean that is not finite is void."""
         if any(verdict.fates):
             self._guarded(step, fragment, sent_at, arrival, verdict)
         if verdict.outside and not self._is_told:
@@ -281,7 +256,7 @@ class Account:
         )
 
     def _guarded(self, step: int, fragment: int, sent_at: int, arrival: Arrival, verdict: Verdict) -> None:
-        """Outer gradients were out of the ordinary, and counted less than their regions said."""
+        """Record outer gradients that counted less because they were out of the ordinary."""
         fates = {
             str(region): fate for region, fate in zip(arrival.members, verdict.fates, strict=True) if fate
         }
@@ -297,7 +272,7 @@ class Account:
         self._record("guard", step=step, fragment=fragment, sent_at=sent_at, **facts)
 
     def _not_judged(self, step: int, arrival: Arrival, verdict: Verdict) -> None:
-        """The norm guard cannot compare the regions of this run."""
+        """Record that the norm guard cannot compare the regions of this run."""
         pairs = list(zip(arrival.members, arrival.trailers, strict=True))
         rates = ", ".join(f"region {region}: {each.round_lr:.3g}" for region, each in pairs)
         why = f"regions have different learning rates ({rates}), and norms follow them"
@@ -316,7 +291,7 @@ class Account:
         self._record("note", step=step, message=message)
 
     def counts_less(self, step: int, fragment: int, region: int, norm: float, ordinary: float) -> None:
-        """The outer gradient that this region takes into its own global params at once is out of the ordinary."""
+        """Record that this region's own outer step scales down its fresh outer gradient."""
         message = (
             f"outer.guard: at step {step} the fresh outer gradient of region {region} for fragment {fragment} counts less in its "
             f"own outer step: its norm of {norm:.3g} is {norm / ordinary:.3g} times the ordinary one. Look at its loss and "
@@ -328,7 +303,7 @@ class Account:
     def adopted(
         self, step: int, num_params: int, num_fragments: int, averaged: Sequence[str], created: Sequence[str]
     ) -> None:
-        """More parameters are synchronised from now on."""
+        """Record that more parameters are synchronised from now on."""
         for names, source in ((averaged, "the mean of the regions"), (created, "region 0's values")):
             if names:
                 logger.info(
@@ -345,7 +320,7 @@ class Account:
         )
 
     def finished(self, step: int, digest: int) -> None:
-        """The run has ended, with weights of this checksum."""
+        """Record the end of the run, with a checksum of the weights."""
         totals = self.totals
         self._record(
             "finish",
@@ -358,19 +333,19 @@ class Account:
 
 
 def _shown(norms: Sequence[float]) -> list[float | None]:
-    """Norms as a journal has them: six digits, and None for what JSON cannot express."""
+    """Norms for the journal: six digits, and None for what JSON cannot express."""
     return [float(f"{norm:.6g}") if math.isfinite(norm) else None for norm in norms]
 
 
 def _coasted(sent_at: int, arrival: Arrival) -> dict[str, dict[str, int]]:
-    """The last inner step of each region that has only kept step with the others since, if there are such regions."""
+    """For each region that has only kept step with the others since: its last inner step that trained."""
     pairs = zip(arrival.members, arrival.trailers, strict=True)
-    found = {str(region): each.trained_at for region, each in pairs if 0 <= each.trained_at < sent_at}
-    return {"coasted": found} if found else {}
+    last_steps = {str(region): each.trained_at for region, each in pairs if 0 <= each.trained_at < sent_at}
+    return {"coasted": last_steps} if last_steps else {}
 
 
 def _common_digest(arrival: Arrival) -> dict[str, int]:
-    """Where regions come and go: the checksum of the global params that all of them had at the send, if they compared it."""
+    """In elastic runs: the checksum of the global params at the send, if regions compared it and agree."""
     digests = {trailer.digest for trailer in arrival.trailers}
     return (
         {"digest": digests.pop()} if arrival.changes >= 0 and len(digests) == 1 and min(digests) >= 0 else {}

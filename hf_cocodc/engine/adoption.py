@@ -35,7 +35,7 @@ def names_of(fragments: Sequence[Fragment]) -> frozenset[str]:
 def fragments_of(
     model: nn.Module, method: Method, names: Collection[str] | None = None
 ) -> tuple[Fragment, ...]:
-    """The method's fragments of these parameters; None for those that are trainable now."""
+    """The method's fragments of these parameters; by default of those that are trainable now."""
     if names is None:
         return method.fragments(model)
     with _trainable(model, names):
@@ -44,7 +44,7 @@ def fragments_of(
 
 @contextmanager
 def _trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Inside the block these parameters are trainable, and no other."""
+    """Inside the block exactly these parameters are trainable."""
     changed = [param for name, param in model.named_parameters() if param.requires_grad != (name in names)]
     for param in changed:
         param.requires_grad_(not param.requires_grad)
@@ -59,18 +59,11 @@ def _trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 def make_equal(
     model: nn.Module, averaged: Sequence[str], created: Sequence[str], link: Link, step: int, totals: Totals
 ) -> None:
-    """Give parameters that are adopted in the middle of a run the same values in all regions. A collective call.
+    """Give parameters that are adopted during a run the same values in all regions. A collective call.
 
-    Args:
-        model: unwrapped.
-        averaged: parameters that were equal in all regions until they became trainable: they take the mean over the
-            regions, and no inner step is lost.
-        created: parameters that the model did not have: regions may have begun from different random numbers, and the mean
-            of two adapters is none; they take region 0's values.
-        totals: counts bytes and seconds.
-
-    Raises:
-        InputError: nothing can be trained from the values, because they are not finite.
+    `averaged` ones were equal in all regions until they became trainable: their mean loses no inner step. `created` ones are
+    new in the model, perhaps from different random numbers, and a mean of two adapters is none: they take region 0's values.
+    Raises InputError if the values are not finite.
     """
     params = dict(model.named_parameters())
     for names, is_mean in ((averaged, True), (created, False)):
@@ -92,10 +85,7 @@ def make_equal(
 
 
 def carry_over(old: Sequence[FragmentState], new: Sequence[FragmentState], with_global: bool) -> None:
-    """Copy what belongs to single values from old fragments into new ones: outer momentum and, if asked, global params.
-
-    What belongs to a whole fragment (the numbers of an outer transform, codecs' states) begins anew.
-    """
+    """Copy outer momentum and, if asked, global params to new fragments; states of whole fragments begin anew."""
     sources = _pieces(old, with_global)
     for key, targets in _pieces(new, with_global).items():
         for name, pieces in targets.items():
@@ -105,21 +95,21 @@ def carry_over(old: Sequence[FragmentState], new: Sequence[FragmentState], with_
 
 
 Pieces = dict[str, list[tuple[int, Tensor]]]
-"""For each parameter its pieces: first row, and a view of a flat tensor."""
+"""For each parameter its pieces: the first row, and a view of a flat tensor."""
 
 
 def _pieces(fragments: Sequence[FragmentState], with_global: bool) -> dict[str, Pieces]:
-    """The pieces of every flat tensor of the fragments, by the name of the tensor."""
-    found: dict[str, Pieces] = {}
+    """The pieces in every flat tensor of the fragments, by the name of the tensor."""
+    pieces: dict[str, Pieces] = {}
     for each in fragments:
         flats = dict(_flats(each.outer, each.fragment.numel))
         if with_global:
             flats["global_params"] = each.global_params
         for key, flat in flats.items():
-            of_key = found.setdefault(key, {})
+            of_key = pieces.setdefault(key, {})
             for name, piece in _views(each.fragment, flat):
                 of_key.setdefault(name, []).append(piece)
-    return found
+    return pieces
 
 
 def _views(fragment: Fragment, flat: Tensor) -> Iterator[tuple[str, tuple[int, Tensor]]]:
@@ -137,11 +127,11 @@ def _flats(state: Mapping[str, Any], numel: int, prefix: str = "outer") -> Itera
 
 
 def copy_rows(into: Fragment, target: Tensor, other: Fragment, source: Tensor) -> None:
-    """Copy what two flat tensors have in common, by the names of their fragments' parameters."""
-    found = dict(_views(other, source))
+    """Copy the rows that two flat tensors share, by the names of their fragments' parameters."""
+    views = dict(_views(other, source))
     for name, (start, view) in _views(into, target):
-        if name in found:
-            _copy_overlap(start, view, *found[name])
+        if name in views:
+            _copy_overlap(start, view, *views[name])
 
 
 def _copy_overlap(start: int, target: Tensor, other: int, source: Tensor) -> None:
@@ -156,13 +146,7 @@ def _copy_overlap(start: int, target: Tensor, other: int, source: Tensor) -> Non
 
 @dataclass(frozen=True)
 class Unsent:
-    """Inner steps of one fragment that no landed transfer carries.
-
-    Attributes:
-        fragment: its layout.
-        outer_grad: minus the sum of these steps, flat.
-        trained: what the region had trained before them.
-    """
+    """Inner steps of a fragment in no landed transfer: minus their sum, flat, and what was `trained` before them."""
 
     fragment: Fragment
     outer_grad: Tensor
@@ -171,13 +155,10 @@ class Unsent:
 
 @torch.no_grad()
 def give_up(fragments: Sequence[FragmentState], link: Link, merge: Merge) -> list[Unsent]:
-    """Give up all transfers in flight, because the others have gone on without this region.
+    """Drop all transfers in flight, because the others have gone on without this region; returns its unsent steps.
 
-    No handle is waited for: those of such a link have ended. A transfer that has its mean has brought this region's steps to the
-    others, and lands there. Any other one was sent again without this region.
-
-    Returns:
-        What this region keeps: what its next sends would carry, and what has not arrived.
+    A transfer that has its mean has brought this region's steps to the others, and lands there; any other was sent again
+    without this region. Waiting for a handle cannot block: the link has failed.
     """
     kept = [_unsent(fragment, link, merge) for fragment in fragments]
     for fragment in fragments:
@@ -211,15 +192,13 @@ def _has_arrived(transfer: Transfer, link: Link) -> bool:
 
 @torch.no_grad()
 def bring_back(fragments: Sequence[FragmentState], kept: Sequence[Unsent]) -> None:
-    """Add the steps of `kept` to the local params, which are the global ones. The next sends carry them.
-
-    Parameters may have been adopted meanwhile: fragments then have other layouts, and steps are found by name.
-    """
+    """Add the steps of `kept` to the local params, which are the global ones. The next sends carry them."""
     if layout([each.fragment for each in fragments]) == layout([each.fragment for each in kept]):
         for fragment, each in zip(fragments, kept, strict=True):
             _add(fragment, each.outer_grad)
             fragment.trained = each.trained
         return
+    # parameters were adopted meanwhile: fragments have other layouts, and the steps are matched by name
     for fragment in fragments:
         outer_grad = torch.zeros_like(fragment.global_params)
         for each in kept:

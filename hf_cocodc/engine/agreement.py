@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 _AVERAGED, _LOWEST, _ADOPTED, _FIXED = "averaged", "the lowest region's", "synchronised", "fixed"
 _OWN = "each region's own"
 _EXTRA_STATE = "_extra_state"
-"""Last part of the name of what a module saves beside its tensors (`torch.nn.Module.get_extra_state`)."""
+"""Ends the names of what modules save beside their tensors (`torch.nn.Module.get_extra_state`)."""
 
 
 class StepChecksum(NamedTuple):
-    """Where a region stands: an inner step, and a checksum of weights (-1 if regions need not agree on them)."""
+    """An inner step, and a checksum of weights there (-1 if regions need not agree on them)."""
 
     inner_step: int
     digest: int
@@ -37,11 +37,7 @@ class Layout(NamedTuple):
 
 
 def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) -> None:
-    """Check that the transfer that arrived is the same one in every region; warn of regions that sat it out.
-
-    Raises:
-        LinkError: it is not the same.
-    """
+    """Check that every region landed the same transfer; warn of regions that did not count. Raises LinkError if not."""
     for other, trailer in zip(arrival.members, arrival.trailers, strict=True):
         if (trailer.fragment, trailer.inner_step) != (fragment, sent_at):
             raise LinkError(
@@ -57,11 +53,7 @@ def check_in_step(region: int, arrival: Arrival, fragment: int, sent_at: int) ->
 
 
 def check_same_start(link: Link, own: StepChecksum) -> None:
-    """Check that all regions resume from the same step of the same run.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """Check that all regions resume from the same step of the same run. Raises CheckpointError if not."""
     standings = link.gather(own, "the checkpoint to resume from")
     first, lowest = standings[0], link.parties[0]
     for region, other in zip(link.parties, standings, strict=True):
@@ -78,37 +70,32 @@ def check_same_start(link: Link, own: StepChecksum) -> None:
 
 
 def common_layout(link: Link, own: int) -> int | None:
-    """The layout that all regions want now; None if they want different ones. A collective call."""
+    """The layout that all regions want now; None if they differ. A collective call."""
     layouts = {other.number for other in link.gather(Layout(own), "trained parameters")}
     return layouts.pop() if len(layouts) == 1 else None
 
 
 def agreed_layout(
-    link: Link, heard: Sequence[Arrival], lines_of: Callable[[int], Sequence[str]]
+    link: Link, arrivals: Sequence[Arrival], lines_of: Callable[[int], Sequence[str]]
 ) -> int | None:
-    """The layout that all regions want, by the newest of the transfers that have just landed; None if there is none.
+    """The layout that all regions want, by the newest transfer that has just landed; None if there is none.
 
-    A region that is about to end has no say: it trains no more, and changes no parameters.
-
-    Args:
-        lines_of: what this region has called by the number of a layout: one line for each parameter.
-
-    Raises:
-        HandshakeError: regions want different ones.
+    A region that is about to end does not count. `lines_of` describes a layout of this region, one line for each parameter.
+    Raises HandshakeError if regions want different ones.
     """
-    unended = [each for each in heard if all(trailer.ending is Ending.NO for trailer in each.trailers)]
+    unended = [each for each in arrivals if all(trailer.ending is Ending.NO for trailer in each.trailers)]
     for each in unended:
         if len({trailer.layout for trailer in each.trailers}) > 1:
-            said_here = dict(zip(each.members, each.trailers, strict=True)).get(link.region)
-            own = () if said_here is None else lines_of(said_here.layout)
+            own_trailer = dict(zip(each.members, each.trailers, strict=True)).get(link.region)
+            own = () if own_trailer is None else lines_of(own_trailer.layout)
             _refuse_layouts(link, each.trailers[0].inner_step, own)
     newest = max(unended, key=lambda each: each.trailers[0].inner_step, default=None)
     return newest.trailers[0].layout if newest else None
 
 
 def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
-    found = texts(link, "\n".join(own), "the names of trained parameters")
-    answers = {region: text.split("\n") for region, text in found.items()}
+    listings = texts(link, "\n".join(own), "the names of trained parameters")
+    answers = {region: text.split("\n") for region, text in listings.items()}
     lowest = min(answers)
     for region, lines in answers.items():
         if lines == answers[lowest]:
@@ -117,10 +104,10 @@ def _refuse_layouts(link: Link, step: int, own: Sequence[str]) -> None:
         raise HandshakeError(
             f"region {lowest} and region {region} do not train the same parameters at step {step}: "
             + " and ".join(
-                f"only region {who} has {', '.join(found[:3])}"
-                + (f" and {len(found) - 3} more" if found[3:] else "")
-                for who, found in ((lowest, ours), (region, theirs))
-                if found
+                f"only region {who} has {', '.join(extra[:3])}"
+                + (f" and {len(extra) - 3} more" if extra[3:] else "")
+                for who, extra in ((lowest, ours), (region, theirs))
+                if extra
             )
             + ". Unfreeze or add parameters in all regions at the same inner step: let the step decide, or a number that is "
             "equal in all regions, but not a region's own loss, epoch or random numbers."
@@ -134,36 +121,26 @@ def texts(link: Link, own: str, what: str) -> dict[int, str]:
 
 
 Told = Mapping[int, Mapping[str, list[str]]]
-"""For each region what it has said of its tensors, by name: fate, form and checksum."""
+"""For each region its tensors by name: fate, form and checksum."""
 
 
 @torch.no_grad()
 def check_same_end(link: Link, model: nn.Module, adopted: Collection[str], step: int, record: Record) -> int:
-    """Compare the model of all regions at the end of a run. A collective call.
+    """Compare the model of all regions at the end of a run; returns its checksum. A collective call, for each lane's shards.
 
     This includes frozen parameters, saved buffers and other saved tensors. Buffers may differ, because each region has seen
-    other data (running statistics of batch normalisation): floating-point ones take the mean over the regions, others the
-    lowest region's values. Synchronised parameters differ if processors round differently: they take the lowest region's
-    values. Two things stay each region's own: buffers of different shapes (tables that grow with the longest sequence), and
-    what modules save beside their tensors (`get_extra_state`, for example the scales of FP8).
-
-    Args:
-        link: reaches the other regions. Each lane compares its own shards.
-        model: unwrapped.
-
-    Returns:
-        A checksum of the model.
-
-    Raises:
-        HandshakeError: something else differs; the message names it.
+    other data (running statistics of batch normalisation): floating-point ones are averaged over the regions, others take the
+    lowest region's values. So do synchronised parameters, which differ if processors round differently. Two things stay each
+    region's own: buffers of different shapes (tables that grow with the longest sequence), and what modules save beside their
+    tensors (`get_extra_state`, for example the scales of FP8). Raises HandshakeError, which names what else differs.
     """
     held = contents(model)
     buffers = dict(model.named_buffers())
     lines, digest = _lines(held, buffers, adopted)
     wrong = ""
     if len({other.digest for other in link.gather(StepChecksum(step, digest), "the end of the run")}) > 1:
-        found = texts(link, "\n".join(lines), "the checksums of the model")
-        answers = {region: _by_name(text) for region, text in found.items()}
+        listings = texts(link, "\n".join(lines), "the checksums of the model")
+        answers = {region: _by_name(text) for region, text in listings.items()}
         differing = _differing(answers)
         wrong = _in_words(differing, answers)
         for fate, names in _fates(differing, answers).items():
@@ -208,25 +185,27 @@ def _by_name(text: str) -> dict[str, list[str]]:
 def _differing(answers: Told) -> dict[str, list[int]]:
     """For each tensor that differs from the lowest region's, the regions where it does."""
     names, first = dict.fromkeys(name for each in answers.values() for name in each), answers[min(answers)]
-    found = {name: [r for r, each in answers.items() if each.get(name) != first.get(name)] for name in names}
-    return {name: regions for name, regions in found.items() if regions}
+    differing = {
+        name: [r for r, each in answers.items() if each.get(name) != first.get(name)] for name in names
+    }
+    return {name: regions for name, regions in differing.items() if regions}
 
 
 def _fates(differing: Collection[str], answers: Told) -> dict[str, list[str]]:
-    """What is done with the tensors that may differ."""
-    found: dict[str, list[str]] = {_AVERAGED: [], _LOWEST: [], _ADOPTED: [], _OWN: []}
+    """The tensors that may differ, by what is done with them."""
+    by_fate: dict[str, list[str]] = {_AVERAGED: [], _LOWEST: [], _ADOPTED: [], _OWN: []}
     for name in differing:
         kinds = {tuple(each[name][:2]) if name in each else ("", "") for each in answers.values()}
         fates = {fate for fate, _ in kinds}
         if len(kinds) == 1 or fates <= {_AVERAGED, _LOWEST, _OWN}:
             fate = fates.pop() if len(kinds) == 1 else _OWN
-            if fate in found:
-                found[fate].append(name)
-    return found
+            if fate in by_fate:
+                by_fate[fate].append(name)
+    return by_fate
 
 
 def _in_words(differing: Mapping[str, list[int]], answers: Told) -> str:
-    """What differs and must not."""
+    """A message about what differs and must not; empty if there is nothing."""
     mended = {name for names in _fates(differing, answers).values() for name in names}
     wrong = [name for name in differing if name not in mended]
     if not wrong:

@@ -22,7 +22,7 @@ HISTORIES = ("norms", "paces", "losses")
 
 
 def loading(load: Callable[[T, dict[str, Any]], None]) -> Callable[[T, dict[str, Any]], None]:
-    """Let a method load a state, without gradients. It raises CheckpointError if the state is none that an engine saves."""
+    """Wrap a method that loads a state: no gradients, and CheckpointError for a state that no engine saves."""
 
     @functools.wraps(load)
     def loads(owner: T, state: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def loading(load: Callable[[T, dict[str, Any]], None]) -> Callable[[T, dict[str,
 
 
 def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
-    """[name, shape] of every parameter, [name, shape, [first row, row after the last]] of a piece; one list per fragment."""
+    """Per fragment a list of [name, shape] for parameters, [name, shape, [first row, row after the last]] for pieces."""
     return [
         [
             [name, list(shape), *([list(f.rows[i])] if i in f.rows else [])]
@@ -51,35 +51,31 @@ def layout(fragments: Sequence[Fragment]) -> list[list[Any]]:
     ]
 
 
-def sound_counts(found: Any, levels: int = 0) -> None:
-    """Check a count, or lists of counts, in so many levels at most. Raises ValueError if something else is there."""
-    if levels and isinstance(found, list | tuple):
-        for each in found:
+def sound_counts(value: Any, levels: int = 0) -> None:
+    """Check a count, or lists of counts nested at most `levels` deep. Raises ValueError for anything else."""
+    if levels and isinstance(value, list | tuple):
+        for each in value:
             sound_counts(each, levels - 1)
-    elif type(found) is not int or found < 0:
-        raise ValueError(f"{str(found)[:80]!r} is no count")
+    elif type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:80]!r} is no count")
 
 
-def sound_numbers(*found: Any, signed: bool = False) -> None:
-    """Check finite numbers; `signed`: they may be below zero. Raises ValueError if something else is there."""
-    for each in found:
+def sound_numbers(*numbers: Any, signed: bool = False) -> None:
+    """Check finite numbers, not negative unless `signed`. Raises ValueError for anything else."""
+    for each in numbers:
         if type(each) not in (int, float) or not math.isfinite(each) or (each < 0 and not signed):
             raise ValueError(f"{str(each)[:80]!r} is no number that a run saves")
 
 
-def same_layout(found: list, fragments: Sequence[Fragment]) -> None:
-    """Check that a saved layout equals the layout of `fragments`.
-
-    Raises:
-        CheckpointError: names the first parameter that differs.
-    """
+def same_layout(saved: list, fragments: Sequence[Fragment]) -> None:
+    """Check a saved layout against `fragments`. Raises CheckpointError, which names the first parameter that differs."""
     expected = layout(fragments)
-    if len(found) != len(expected):
+    if len(saved) != len(expected):
         raise CheckpointError(
-            f"the checkpoint has {len(found)} fragments, this run {len(expected)}. Resume with the outer.num_fragments "
+            f"the checkpoint has {len(saved)} fragments, this run {len(expected)}. Resume with the outer.num_fragments "
             "and outer.fragment_pattern that wrote it."
         )
-    for index, (theirs, ours) in enumerate(zip(found, expected, strict=True)):
+    for index, (theirs, ours) in enumerate(zip(saved, expected, strict=True)):
         for their_param, our_param in zip_longest(theirs, ours):
             if their_param != our_param:
                 raise CheckpointError(
@@ -96,31 +92,27 @@ def _show(param: list | None) -> str:
 
 
 def form_of(state: Any) -> Any:
-    """The structure of a state, for `same_structure`: its tensors have shapes and types, but no memory."""
+    """The structure of a state for `same_structure`, with tensors on the meta device."""
     if isinstance(state, dict):
         return {key: form_of(value) for key, value in state.items()}
     return state.to("meta") if isinstance(state, Tensor) else state
 
 
-def same_structure(found: Any, expected: Any, what: str) -> None:
-    """Check that a saved state has the keys of a fresh one, and tensors of its shapes.
-
-    Raises:
-        CheckpointError: names the first place where they differ.
-    """
+def same_structure(saved: Any, expected: Any, what: str) -> None:
+    """Check that a saved state has the keys and tensor shapes of a fresh one. Raises CheckpointError, which names the place."""
     if isinstance(expected, dict):
-        if not isinstance(found, dict) or found.keys() != expected.keys():
-            names = sorted(found) if isinstance(found, dict) else type(found).__name__
+        if not isinstance(saved, dict) or saved.keys() != expected.keys():
+            names = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
             raise CheckpointError(
                 f"{what}: the checkpoint has {names}, this run {sorted(expected)}. Resume with the method, codec and "
                 "merge that wrote it."
             )
         for key, value in expected.items():
-            same_structure(found[key], value, f"{what}, {key}")
+            same_structure(saved[key], value, f"{what}, {key}")
     elif isinstance(expected, Tensor) and (
-        not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype
+        not isinstance(saved, Tensor) or saved.shape != expected.shape or saved.dtype != expected.dtype
     ):
-        seen = f"{list(found.shape)} {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        seen = f"{list(saved.shape)} {saved.dtype}" if isinstance(saved, Tensor) else type(saved).__name__
         raise CheckpointError(
             f"{what}: the checkpoint has {seen}, this run {list(expected.shape)} {expected.dtype}. Resume with the model "
             "and settings that wrote it."
@@ -128,28 +120,24 @@ def same_structure(found: Any, expected: Any, what: str) -> None:
 
 
 def sound_fragment(state: Mapping[str, Any], numel: int, what: str) -> None:
-    """Check the numbers of a saved fragment, and the lengths of its transfers in flight. Its keys are checked as they are read.
+    """Check the numbers of a saved fragment, and its transfers in flight. Raises CheckpointError for what no engine saves."""
 
-    Raises:
-        CheckpointError: names the first that no engine saves.
-    """
-
-    def hold(is_sound: bool, name: str, found: Any) -> None:
+    def hold(is_sound: bool, name: str, value: Any) -> None:
         if not is_sound:
             raise CheckpointError(
-                f"{what}: the checkpoint has {name}={str(found)[:80]}, which no run saves. It is damaged: use another."
+                f"{what}: the checkpoint has {name}={str(value)[:80]}, which no run saves. It is damaged: use another."
             )
 
     for name in _COUNTS:
         count = state.get(name, 0)
         hold(type(count) is int and count >= 0, name, count)
     for name in HISTORIES:
-        found = state.get(name, [])
+        history = state.get(name, [])
         hold(
-            isinstance(found, list)
-            and len(found) <= LONGEST_HISTORY
-            and all(map(_is_finite if name == "losses" else _is_norm, found)),
-            *(name, found),
+            isinstance(history, list)
+            and len(history) <= LONGEST_HISTORY
+            and all(map(_is_finite if name == "losses" else _is_norm, history)),
+            *(name, history),
         )
     lr_sum, before = state["lr_sum"], 0
     hold(isinstance(lr_sum, float | int) and math.isfinite(lr_sum), "lr_sum", lr_sum)

@@ -18,14 +18,7 @@ from .stepping import steps_ahead
 
 
 class Memory(NamedTuple):
-    """Bytes on one device.
-
-    Attributes:
-        kept: from the start of the run to its end.
-        per_transfer: at most, for each transfer that is in flight at the same time. Memory of transfers that have landed
-            serves later ones.
-        staged: while params are copied between this device and the host.
-    """
+    """Bytes on a device: `kept` all the time, at most `per_transfer` in flight, `staged` while params are copied."""
 
     kept: int
     per_transfer: int = 0
@@ -35,40 +28,30 @@ class Memory(NamedTuple):
 def memory(
     fragments: Sequence[FragmentState], method: Method, num_regions: int, steps_ahead: bool
 ) -> dict[torch.device, Memory]:
-    """The memory of the outer state and of transfers, by device.
-
-    Args:
-        method: tells what is sent, and whether two transfers of a fragment overlap.
-        num_regions: number of regions M; the largest one, if it may change.
-        steps_ahead: whether outer steps are taken before the landing, in new memory.
-    """
+    """The memory of outer state and transfers by device. `num_regions`: the most, if they may change."""
     pool, params = fragments[0].pool, fragments[0].local
-    found = {pool.device: Memory(0), HOST: Memory(0)}
+    by_device = {pool.device: Memory(0), HOST: Memory(0)}
     for each in fragments:
         length = pool.length(each.fragment.numel) if steps_ahead else each.fragment.numel
         num_flats = 1 + len(tensors_in(each.outer))
-        found[pool.device] = _add(found[pool.device], kept=4 * length * num_flats)
-        found[HOST] = _add(found[HOST], kept=_bytes(each.codec))
+        by_device[pool.device] = _add(by_device[pool.device], kept=4 * length * num_flats)
+        by_device[HOST] = _add(by_device[HOST], kept=_bytes(each.codec))
     for length in pool.lengths:
         served = [each for each in fragments if pool.length(each.fragment.numel) == length]
         flats = max(_flats(each, method, steps_ahead) for each in served)
-        found[pool.device] = _add(found[pool.device], per_transfer=4 * length * flats)
+        by_device[pool.device] = _add(by_device[pool.device], per_transfer=4 * length * flats)
         on_host = max(_for_the_link(each, method, num_regions, pool.device) for each in served)
-        found[HOST] = _add(found[HOST], per_transfer=on_host)
+        by_device[HOST] = _add(by_device[HOST], per_transfer=on_host)
     staged = max(staged_bytes(each.local, pool.device) for each in fragments)
     if staged:
-        found[params.device] = _add(found.get(params.device, Memory(0)), staged=staged)
-    return found
+        by_device[params.device] = _add(by_device.get(params.device, Memory(0)), staged=staged)
+    return by_device
 
 
 def forecast(
     model: nn.Module, fragments: Sequence[Fragment], method: Method, num_regions: int, device: torch.device
 ) -> dict[torch.device, Memory]:
-    """The memory that a run of one rank a region will take, from a model on the meta device. Nothing is allocated.
-
-    Args:
-        device: of the outer state: the host, or meta for that of the model.
-    """
+    """The memory that a run of one rank per region will take, for a model on meta. `device`: the host, or meta."""
     ahead = steps_ahead(method, device, num_lanes=1)
     with torch.device("meta"), torch.no_grad():
         shards = dict(model.named_parameters())

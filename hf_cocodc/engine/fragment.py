@@ -29,25 +29,16 @@ from .transfer import Trained, Transfer
 class FragmentState:
     """The engine's state of one fragment.
 
-    Operations on all values run on the device of the outer state. On the host they run piece by piece, so that memory is
-    read and written once. Global params that a transfer still references are never overwritten.
+    Operations on all values run on the device of the outer state. On the host they run piece by piece, so that memory is read
+    and written once. Global params that a transfer still references are never overwritten.
 
     Attributes:
-        fragment: the layout.
-        cuts: the pieces.
-        local: the local params.
-        global_params: the global params, flat fp32.
-        outer: outer state.
-        codec: state of the codec.
-        codec_form: the codec's state without values. Ranks that have no part in conversations know no more of the state.
-        pool: memory on the device of the outer state.
-        host: memory for the link.
-        threads: how many threads work on the host.
+        global_params: flat fp32.
+        codec_form: the codec's state without values: all that ranks outside the conversations know of it.
+        pool, host: memory on the device of the outer state, and for the link.
         in_flight: transfers that have not landed, oldest first.
-        num_sends: number of sends so far.
         settled_at: inner step up to which local steps have entered the global params, or were discarded by a merge.
-        sent_at: inner step of the last send.
-        lr_sum: sum of inner learning rates up to the last send.
+        sent_at, lr_sum: inner step of the last send, and the sum of inner learning rates up to it.
         norms, paces: of its last landings, oldest first: the agreed norm, and that norm / learning rate (`parts.guard.agreed`).
         losses: the median training losses of the regions, likewise.
         voids: landings in a row, up to the last one, whose mean was void.
@@ -86,7 +77,7 @@ class FragmentState:
 
     @property
     def codec_remembers(self) -> bool:
-        """Whether a transfer must start from the codec's state at the end of the transfer before."""
+        """Whether a transfer must start from the codec's state at the end of the one before."""
         return bool(self.codec_form)
 
     def take(self) -> Tensor:
@@ -98,7 +89,7 @@ class FragmentState:
         return flat.split_with_sizes(self._lengths)
 
     def move_to(self, shards: Mapping[str, Tensor]) -> None:
-        """Use other memory for the local params. `shards`: what this rank holds of each parameter now, by name."""
+        """Use other memory for the local params: `shards` is what this rank holds now, by name."""
         self.local = LocalParams(self.fragment, self.fragment.views_of(shards), self.cuts)
 
     def gather(self) -> Tensor:
@@ -108,7 +99,7 @@ class FragmentState:
     def converse(
         self, conversation: Callable[[Tensor], Conversation], flat: Tensor
     ) -> tuple[Callable[[], Conversation], Departure]:
-        """Begins conversations about a flat tensor of this fragment; and the departure that takes the tensor to the link."""
+        """A function that begins conversations about a flat tensor, and the departure that takes the tensor to the link."""
         departure = Departure(flat, self.host)
 
         def converse() -> Conversation:
@@ -117,35 +108,30 @@ class FragmentState:
         return converse, departure
 
     def checksum(self) -> Callable[[], int]:
-        """A function that computes the checksum of the present global params. It takes time: the link's thread calls it.
-
-        It is computed once: at a later call the tensor may have other values.
-        """
+        """For the link's thread: computes the checksum of the present global params, once, because the tensor may change."""
         departure = Departure(self.global_params, self.host)
 
         @functools.cache
         def compute() -> int:
-            found = digest(departure.fetch())
+            checksum = digest(departure.fetch())
             departure.end()
-            return found
+            return checksum
 
         return compute
 
     def base(self) -> Tensor:
-        """What the next outer gradient is measured from: the global params as they are, if a landing made them.
+        """What the next outer gradient is measured from: the present global params, if a landing made them.
 
         If nothing has landed since the last send (a delay of one round, at its start), local params have gone on from its
-        snapshot: measured from there, its inner steps do not count again.
+        snapshot: measured from there, inner steps do not count twice.
         """
         last = self.in_flight[-1] if self.in_flight else None
         has_gone_on = last and last.is_own and last.global_params is self.global_params
         return last.snapshot if last and has_gone_on else self.global_params
 
     def measure_own_steps(self, transfer: Transfer) -> None:
-        """Let the snapshot of a transfer without this region be what its own steps are measured from (`merges.follow`).
-
-        These are the global params as they are, rounded as the model stores its params; or the last send that carries own steps.
-        """
+        """Let this region's own steps be measured from the snapshot of a transfer without it (`merges.follow`)."""
+        # that is the last send with own steps, else the global params, rounded as the model stores its params
         sent = [other.snapshot for other in self.in_flight if other.is_own]
         base = sent[-1] if sent else self.global_params
         transfer.snapshot.copy_(base)
@@ -156,10 +142,7 @@ class FragmentState:
                 self.local.rounded(piece, index, into)
 
     def prepare(self, base: Tensor) -> tuple[Tensor, Tensor, float]:
-        """A snapshot of the local params, the outer gradient (base minus snapshot), and the sum of squares of the latter.
-
-        That sum is not finite if a value is not.
-        """
+        """A snapshot of the local params, the outer gradient (base - snapshot), and its sum of squares."""
         snapshot, outer_grad = self.take(), self.take()
         pieces = self.local.pieces if self.pool.device == HOST else None
         if pieces is None:
@@ -175,14 +158,12 @@ class FragmentState:
                 lengths.append(float(torch.linalg.vector_norm(grads[index])))
             return lengths
 
-        found = divide(work, len(self.cuts), self.threads.in_training())
-        return snapshot, outer_grad, sum(length**2 for part in found for length in part)
+        norms = divide(work, len(self.cuts), self.threads.in_training())
+        return snapshot, outer_grad, sum(length**2 for part in norms for length in part)
 
     def _subtract(self, local: Tensor, base: Tensor, index: int, into: Tensor) -> None:
-        """Outer gradient of a piece: base minus local, the base rounded as the model stores its params.
-
-        Against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift.
-        """
+        """Outer gradient of a piece: base minus local, the base rounded as the model stores its params."""
+        # against unrounded fp32, a bf16 model that stands still would seem to move, and idle regions would drift
         if self.local.is_rounded:
             base = self.local.rounded(base, index, into)
         torch.sub(base, local, out=into)
@@ -195,14 +176,10 @@ class FragmentState:
         return OuterStep(transform, here, self.outer, info, after)
 
     def land(self, transfer: Transfer, mean: Tensor, step: OuterStep, merge: Merge, info: MergeInfo) -> bool:
-        """Replace the global params with the result of an outer step, and let the local params take it in.
+        """Replace the global params with the result of an outer step, and merge it into the local params; overwrites the mean.
 
-        Args:
-            mean: the mean outer gradient; overwritten.
-            step: taken already; or from `step_now`, taken here.
-
-        Returns:
-            Whether the local params were finite, as far as the merge reads them.
+        The step was taken ahead, or is from `step_now` and taken here. Returns whether the local params that the merge reads
+        were finite.
         """
         is_ahead = step is transfer.step
         after = self.cut(step.global_params)
@@ -233,7 +210,7 @@ class FragmentState:
         return finite
 
     def drop(self, transfer: Transfer) -> None:
-        """Return the memory of a transfer that has ended and will not land; it is no longer in flight."""
+        """Return the memory of a transfer that has ended, is no longer in flight and will not land."""
         self.forget_step(transfer)
         self._retire(transfer)
 
@@ -244,10 +221,7 @@ class FragmentState:
             self.pool.give(step.global_params, *tensors_in(step.state))
 
     def transfer_of(self, sent_at: int) -> Transfer:
-        """The transfer in flight that was sent at this inner step; for step 0, one that was never sent.
-
-        Transfers of a fragment land in the order of their sends: a step ahead starts from the step of the transfer before.
-        """
+        """The transfer sent at this inner step: the oldest in flight, because they land in order. Step 0: one never sent."""
         if sent_at == 0:
             return self._nothing_sent()
         in_flight = [transfer.sent_at for transfer in self.in_flight]
@@ -290,15 +264,7 @@ def adopt(
     start: bool,
     steps_ahead: bool,
 ) -> list[FragmentState]:
-    """The engine's state of each fragment at the beginning.
-
-    Args:
-        model: unwrapped.
-        method: makes the states of codec and outer optimizer.
-        device: of global params, outer state and transfers.
-        start: whether this is the start of a run: all regions take region 0's parameters.
-        steps_ahead: whether outer steps are taken before the landing, in new memory.
-    """
+    """The engine's state of each fragment on `device`; at the `start` of a run, all regions take region 0's parameters."""
     named = dict(model.named_parameters())
     shards = {name: local_shard(named[name]) for fragment in fragments for name in fragment.names}
     longest = max(fragment.numel for fragment in fragments)

@@ -20,14 +20,9 @@ from .fragment import FragmentState
 def show_global(
     fragments: Sequence[FragmentState], link: Link, step: int, totals: Totals, mean: bool
 ) -> None:
-    """Copy the global params into the local params.
+    """Copy this region's global params into the local params, or their `mean` over the regions, in a collective call.
 
-    Args:
-        totals: counts bytes and seconds.
-        mean: whether to show the mean over the regions, which is a collective call, or this region's own.
-
-    Raises:
-        InputError: there is no mean, because no region's values are finite.
+    `totals` counts bytes and seconds. Raises InputError if there is no mean, because no region's values are finite.
     """
     for fragment in fragments:
         if mean:
@@ -55,7 +50,7 @@ def _show_mean(fragment: FragmentState, link: Link, step: int, totals: Totals) -
 
 
 def not_finite(names: Sequence[str], where: str, step: int) -> str:
-    """What is said of parameters from which nothing can be trained."""
+    """The message for parameters from which nothing can be trained."""
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return (
         f"{names[0]}{more} cannot be synchronised after step {step}: not all values are finite in {where}. Go back to an earlier "
@@ -65,10 +60,7 @@ def not_finite(names: Sequence[str], where: str, step: int) -> str:
 
 @contextmanager
 def local_kept(model: nn.Module, fragments: Sequence[FragmentState]) -> Iterator[None]:
-    """Restore the local params after the block, bit for bit.
-
-    The copies are on the device of the outer state: if that is the host, a GPU needs no memory for them.
-    """
+    """Restore the local params after the block, bit for bit, from the outer state's device: a GPU may need no memory for it."""
     with torch.no_grad():
         reshard(model)
         device = fragments[0].pool.device

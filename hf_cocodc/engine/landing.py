@@ -14,13 +14,7 @@ from ..parts.tensors.pieces import PIECE, Cut, divide, norms, squares_of
 
 
 class Flats(NamedTuple):
-    """The tensors that a landing works on, each cut into pieces.
-
-    Attributes:
-        local: the local params; None if the merge does not read them and the caller writes them.
-        snapshot: local params at the send; overwritten.
-        room: scratch memory; the mean after the outer step.
-    """
+    """The tensors of a landing, cut. `local`: None if the caller writes it. `snapshot` and `room` are overwritten."""
 
     local: Sequence[Sequence[Tensor]] | None
     snapshot: Sequence[Tensor]
@@ -28,12 +22,7 @@ class Flats(NamedTuple):
 
 
 class Landing:
-    """One landing of one fragment.
-
-    Args:
-        new_global: index -> new global params of that piece; called once for each piece.
-        num_params: parameters of the fragment, including those without a value on this rank.
-    """
+    """One landing of one fragment; `num_params` counts parameters without a value on this rank, too."""
 
     def __init__(
         self,
@@ -50,10 +39,8 @@ class Landing:
         self._num_params, self._threads = num_params, threads
 
     def run(self) -> bool:
-        """Land; returns whether the local params were finite, as far as the merge reads them.
-
-        A merge that asks for norms must see all new global params before it changes a local one: it makes a second pass.
-        """
+        """Land; returns whether the local params were finite, as far as the merge reads them."""
+        # its norms need all new global params before a local one changes: this makes a second pass
         if self._merge.measure is not None:
             return self._run_measured()
 
@@ -76,17 +63,17 @@ class Landing:
             scratch = _scratch()
             for index in part:
                 piece, params = measured[index][0], self._cuts[index].params
-                found = [totals[param] for param in params]
+                per_param = [totals[param] for param in params]
                 own = self._own(index)
                 local = own[0] if _is_plain(own) else scratch[: piece.new_global.numel()]
-                norms, numels = [each[:2] for each in found], [each[2] for each in found]
+                norms, numels = [each[:2] for each in per_param], [each[2] for each in per_param]
                 self._take_in(index, piece._replace(local=local, norms=norms, numels=numels))
 
         divide(work, len(self._cuts), self._threads)
         return all(is_fine for _, _, is_fine in measured)
 
     def _piece(self, index: int, scratch: Tensor) -> tuple[Piece, bool]:
-        """Move a piece of the global params; the piece for the merge, and whether its local params are finite."""
+        """Move a piece of the global params; returns the merge's piece, and whether its local params are finite."""
         new_global, cut = self._new_global(index), self._cuts[index]
         local, is_fine = new_global, True
         if self._merge.reads_local:
@@ -111,15 +98,15 @@ class Landing:
             copy_all_(own, self._cuts[index].views(merged) if len(own) > 1 else (merged,))
 
     def _measure(self, part: range) -> list[tuple[Piece, list[tuple[float, float]], bool]]:
-        """For each piece of the part: the piece, the squares that the merge asks for, whether local params are finite."""
+        """For each piece: the piece, the squares that the merge asks for, whether its local params are finite."""
         assert self._merge.measure is not None
-        found, scratch = [], _scratch()
+        results, scratch = [], _scratch()
         for index in part:
             piece, is_fine = self._piece(index, scratch)
             measured = self._merge.measure(piece, self._info)
             squares = (squares_of(self._cuts[index].views(each)) for each in measured)
-            found.append((piece, list(zip(*squares, strict=True)), is_fine))
-        return found
+            results.append((piece, list(zip(*squares, strict=True)), is_fine))
+        return results
 
     def _norms(self, squares: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
         """For each parameter both norms and its number of values, over all pieces and all ranks that hold shards."""
@@ -129,8 +116,8 @@ class Landing:
                 for place, value in enumerate((*pair, size)):
                     sums[param][place] += value
         flat = [row[place] for place in range(3) for row in sums]
-        found = iter(norms(flat, self._info.total))
-        first, second, roots = (list(islice(found, self._num_params)) for _ in range(3))
+        remaining = iter(norms(flat, self._info.total))
+        first, second, roots = (list(islice(remaining, self._num_params)) for _ in range(3))
         return [(one, other, root**2) for one, other, root in zip(first, second, roots, strict=True)]
 
 

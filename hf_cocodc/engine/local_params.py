@@ -11,18 +11,13 @@ from ..parts.tensors.memory import HOST
 from ..parts.tensors.pieces import Cut, cuts
 
 STAGED = 1 << 24
-"""Values that move between a device and the host at a time: 64 MiB on the device, however long the fragment is."""
+"""Values copied between a device and the host at a time: 64 MiB on the device, however long the fragment is."""
 
 
 class LocalParams:
-    """The trainable parameters of one fragment; copies them to and from flat fp32 tensors.
-
-    Args:
-        params: one tensor per parameter; of a sharded model, this rank's shards.
-        cuts: the pieces in which the host works on the fragment.
+    """The trainable parameters of one fragment (of a sharded model, this rank's shards); copies them to and from flat fp32.
 
     Attributes:
-        device: the device of the parameters.
         is_rounded: whether the model stores values with less precision than fp32.
         pieces: the parameters themselves, piece by piece; None if they are not on the host or not contiguous.
     """
@@ -71,7 +66,7 @@ class LocalParams:
 
 
 def staged_bytes(params: LocalParams, device: torch.device) -> int:
-    """Bytes that a copy to or from flat tensors on `device` needs for a while on the parameters' device."""
+    """Bytes on the parameters' device that a copy to or from flat tensors on `device` needs for a while."""
     return 0 if params.device == device else 4 * min(STAGED, sum(param.numel() for param in params.params))
 
 
@@ -87,9 +82,9 @@ def _lengths(stages: Sequence[Cut]) -> list[int]:
 def _slices(params: Sequence[Tensor], pieces: Sequence[Cut]) -> list[Sequence[Tensor]]:
     """The stretches of the parameters that form each piece."""
     rest = [param.view(-1) for param in params]
-    found: list[Sequence[Tensor]] = []
+    slices: list[Sequence[Tensor]] = []
     for piece in pieces:
-        found.append([rest[param][:size] for param, size in zip(piece.params, piece.sizes, strict=True)])
+        slices.append([rest[param][:size] for param, size in zip(piece.params, piece.sizes, strict=True)])
         for param, size in zip(piece.params, piece.sizes, strict=True):
             rest[param] = rest[param][size:]
-    return found
+    return slices

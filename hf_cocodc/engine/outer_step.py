@@ -13,25 +13,15 @@ from ..parts.tensors.memory import Pool
 from ..parts.tensors.pieces import PIECE, divide
 
 _CHUNK = 64
-"""Pieces after which the number of threads is chosen again: some 10 ms of work for one thread."""
+"""Pieces after which the number of threads is chosen again: about 10 ms of work for one thread."""
 
 
 class OuterStep:
     """Moves global params and outer state: into new memory, or in place.
 
-    In new memory, the old values and the mean stay as they are until the landing: a send, an evaluation or a checkpoint in
-    between sees nothing of the step.
-
-    Args:
-        mean: mean outer gradient; overwritten if the state moves in place.
-        info: facts of the transfer; `info.global_params` are the old global params.
-        after: the new global params go here; may be the old ones.
-        pool: memory for the new outer state; None: the state moves in place.
-
-    Attributes:
-        global_params: the new global params, once every piece has moved.
-        state: the new outer state, likewise.
-        mean: as given; overwritten if the state moves in place.
+    In new memory (from `pool`), the old values and the mean stay as they are until the landing: a send, an evaluation or a
+    checkpoint in between sees nothing of the step. In place, the mean is overwritten. `after` becomes the new global params,
+    and may be the old ones; `info` has the old ones. `global_params` and `state` are new once every piece has moved.
     """
 
     def __init__(
@@ -53,7 +43,7 @@ class OuterStep:
         self._keeps_mean = pool is not None
 
     def move(self, index: int, room: Tensor | None = None) -> Tensor:
-        """Move one piece; returns the new global params of it. `room`: scratch memory where the mean is to be kept."""
+        """Move one piece; returns its new global params. `room`: scratch memory where the mean is to be kept."""
         grad = self._mean[index]
         if room is not None:
             grad = room[: grad.numel()].copy_(grad)
@@ -77,7 +67,7 @@ class OuterStep:
 
 
 def _alike(state: dict[str, Any], pool: Pool) -> dict[str, Any]:
-    """A state with new tensors in it, their values undefined."""
+    """A copy of a state with new tensors, their values undefined."""
     made: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):

@@ -21,11 +21,7 @@ from .transfer import Transfer
 
 
 class Guarding:
-    """Judges transfers, from numbers that all regions have: what trailers say, and what transfers said that have landed.
-
-    Args:
-        guard: the limits; None: every region counts as it says.
-    """
+    """Judges transfers by their trailers and those of landed ones. Without a guard, every region counts as it says."""
 
     def __init__(self, guard: Guard | None, region: int) -> None:
         self._guard, self._region = guard, region
@@ -35,7 +31,7 @@ class Guarding:
         return Ordinary() if self._guard is None else rules.ordinary(fragment.norms, fragment.paces)
 
     def judge(self, ordinary: Ordinary) -> Callable[[Sequence[Trailer]], Verdict]:
-        """Judges the trailers of a transfer that is sent now."""
+        """A function that judges the trailers of a transfer that is sent now."""
         return lambda trailers: rules.judge(self._guard, ordinary, _said(trailers))
 
     def verdict(self, ordinary: Ordinary, arrival: Arrival) -> Verdict:
@@ -53,8 +49,8 @@ class Guarding:
     ) -> tuple[float, float]:
         """What counts of an outer gradient of this norm that no other region judges, and the norm that it is held against.
 
-        As for a transfer, that is the larger one of two: by the history, and of the regions in the transfer that lands. Those are
-        one round older: if the learning rate has grown since, so may the norm.
+        As for a transfer, that norm is the larger of two: by the history, and of the regions in the transfer that lands. Those
+        are one round older: if the learning rate has grown since, so may the norm.
         """
         verdict = self.verdict(landing.ordinary, arrival)
         rates = [each.round_lr for each in arrival.trailers if each.round_lr]
@@ -65,7 +61,7 @@ class Guarding:
         return rules.share(self._guard, limit, norm), limit
 
     def remember(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
-        """A transfer has landed: it is part of what is ordinary from now on, unless it was out of the ordinary itself."""
+        """Let a transfer that has landed be part of what is ordinary, unless it was out of the ordinary itself."""
         trailers = arrival.trailers
         counted = [each for each in trailers if each.weight]
         trained = [each for each in trailers if each.weight or each.trained_at == each.inner_step]
@@ -104,7 +100,7 @@ def _said(trailers: Sequence[Trailer]) -> list[Said]:
 
 
 def steps_ahead(method: Method, device: torch.device, num_lanes: int) -> bool:
-    """Whether outer steps are taken ahead of their landings: see `Stepping.is_ahead`."""
+    """Whether outer steps are taken ahead of their landings (`Stepping`)."""
     needs_nobody = method.outer.regions_agree and (num_lanes == 1 or not method.outer.asks_region)
     return method.schedule.overlaps and device == HOST and needs_nobody
 
@@ -112,16 +108,14 @@ def steps_ahead(method: Method, device: torch.device, num_lanes: int) -> bool:
 class Stepping:
     """Makes the outer steps of one region.
 
-    Args:
-        method: its outer optimizer is used, and its schedule tells whether there is time before the landing.
-        fresh_outer_grad: returns the global params minus the local params of a fragment as they are now, the norm of that, and
-            the mean learning rate since a transfer was sent.
-        tell: called with the norm of a fresh outer gradient that counts less, and with the ordinary norm.
+    They are taken ahead under four conditions: transfers land later than they are sent; the outer state is on the host (a GPU
+    takes a step in no time); the step reads no local params; and it asks nothing of other lanes, because only the training
+    thread may.
 
-    Attributes:
-        is_ahead: whether steps are taken ahead. This has four conditions: transfers land later than they are sent; the outer
-            state is on the host (a GPU takes a step in no time); the step reads no local params; and it asks nothing of
-            other lanes, because only the training thread may do that.
+    Args:
+        fresh_outer_grad: returns a fragment's present global minus local params, the norm of that, and the mean learning rate
+            since a transfer was sent.
+        tell: called with the norm of a fresh outer gradient that counts less, and with the ordinary norm.
     """
 
     def __init__(
@@ -140,10 +134,10 @@ class Stepping:
     def ahead(
         self, fragment: FragmentState, transfer: Transfer, outer_grad: Tensor
     ) -> Callable[[Arrival], None]:
-        """Takes the outer step of a transfer that is sent now as soon as its mean is here, in the link's thread.
+        """A function for the link's thread: takes the outer step of a transfer sent now as soon as its mean is here.
 
-        A mean that is not finite gets no step: its landing changes nothing. The step starts from that of the fragment's transfer
-        before; if that has none yet, this one is left to its landing. The outer gradient's memory is used again.
+        A mean that is not finite gets no step: its landing changes nothing. The step starts from that of the fragment's
+        transfer before; if that has none yet, this one is left to its landing. The outer gradient's memory is used again.
         """
         before = fragment.in_flight[-1] if fragment.in_flight else None
         global_params, state = fragment.global_params, fragment.outer
@@ -192,7 +186,7 @@ class Stepping:
         return fragment.step_now(self._transform, arrival.result.mean, info)
 
     def without_step(self, fragment: FragmentState, transfer: Transfer) -> None:
-        """A transfer, no longer in flight, has a mean that is not finite: give up what has been built on it."""
+        """Give up what was built on a transfer, no longer in flight, whose mean is not finite."""
         for other in fragment.in_flight:
             # another lane's part of the mean was the wrong one: here the link's thread has stepped ahead from it, or does so now
             other.handle.wait()
@@ -202,7 +196,7 @@ class Stepping:
         fragment.drop(transfer)
 
     def own_share(self, transfer: Transfer, arrival: Arrival) -> float:
-        """This region's share in the mean of a transfer that has ended; if it was clipped, the share that it would have had."""
+        """This region's share in the mean of a transfer that has ended; as if it had not been clipped."""
         if not arrival.trailers:
             return 1 / self._link.num_regions
         if not transfer.is_own and self._link.is_elastic:

@@ -1,8 +1,8 @@
 """The engine of one region: the only loop over events.
 
-It owns the global params, the outer state and the transfers in flight, and asks the method's parts what to do. It names no
-method, codec, outer transform or merge. Its tensors are flat fp32, on the host or with the params; local params are written
-in place, only through `FragmentState`.
+It owns the global params, the outer state and the transfers in flight, and asks the method's parts what to do, without knowing
+their names. Its tensors are flat fp32, on the host or with the params; local params are written in place, only through
+`FragmentState`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,20 +34,18 @@ from .watch import Watch
 
 
 class Synchronizer:
-    """Keeps one region's model in step with the other regions.
+    """Keeps one region's model in step with the other regions. The constructor is a collective call.
 
     Args:
-        model: its trainable parameters are synchronised, also those that become trainable later (`Watch`); without DDP around.
+        model: without DDP around; its trainable parameters are synchronised, also those that become trainable later (`Watch`).
         link: reaches the other regions, or `loopback()`.
         record: called as record(kind, **facts) at sends, at landings and at the end.
         digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
         weights: a region's share in a mean: equal, steps or tokens (`Shares`).
         guard: from which norm on outer gradients count less (`parts.guard`); None: every region counts as it says.
         is_bounded: returns whether the inner optimizer bounds a step, so that the guard can judge.
-        state: from `state_dict`, to continue with the model's parameters as they are.
-        device: device of global params, outer state and transfers; what the link and codecs need is on the host.
-
-    Without `state` all regions start from region 0's parameters. The constructor is a collective call.
+        state: from `state_dict`, to continue with the model's parameters as they are; else all take region 0's parameters.
+        device: of global params, outer state and transfers; what the link and codecs need is on the host.
 
     Raises:
         CheckpointError: `state` is of another model or method, or differs from the other regions'.
@@ -109,8 +107,7 @@ class Synchronizer:
 
         Args:
             word: what the training loop tells the other regions, with transfers that are sent now.
-            trained: False to keep step with the others without training: a transfer that carries no step of this region
-                has no weight in the mean.
+            trained: False to keep step only: a transfer that carries no step of this region has no weight in the mean.
             tokens: that the region has trained on in this step, if known.
 
         Returns:
@@ -145,15 +142,9 @@ class Synchronizer:
 
     @torch.no_grad()
     def finish(self, word: Word = NOTHING_TO_SAY) -> Words | None:
-        """End the run as the method's closing says, and leave the global weights in the model.
+        """End the run as the method's closing says, and leave the global weights in the model, compared by `check_same_end`.
 
-        A last check compares the model of all regions (`check_same_end`).
-
-        Returns:
-            The words of all regions, if a transfer landed.
-
-        Raises:
-            HandshakeError: regions hold different models.
+        Returns the words of all regions, if a transfer landed. Raises HandshakeError if regions hold different models.
         """
         self._look()
         wanted = common_layout(self.link, self._traffic.layout)
@@ -170,8 +161,8 @@ class Synchronizer:
     def global_weights(self, averaged: bool = True) -> Iterator[None]:
         """Inside the block the model holds the global weights; after it the local ones again, bit for bit.
 
-        If a method lets global params differ between regions (eager updates), the model holds their average, and this is a
-        collective call; if not `averaged`, it holds this region's own.
+        If a method lets global params differ between regions (eager updates), it holds their mean, in a collective call; if not
+        `averaged`, this region's own.
         """
         self._look()
         with local_kept(self._model, self.fragments):
@@ -180,11 +171,9 @@ class Synchronizer:
 
     @torch.no_grad()
     def show_saved(self, state: dict[str, Any]) -> None:
-        """Once the run has ended: leave the global weights of `state` in the model. A collective call.
+        """After a run, leave the global weights of `state` in the model. A collective call.
 
-        Raises:
-            CheckpointError: `state` is of another model.
-            HandshakeError: regions hold different models.
+        Raises CheckpointError if `state` is of another model, HandshakeError if regions hold different ones.
         """
         names = names_in(state["layout"])
         if names != self._watch.adopted:
@@ -213,8 +202,8 @@ class Synchronizer:
     def state_dict(self) -> dict[str, Any]:
         """Everything but the local params: nested dicts and lists of numbers, texts and tensors.
 
-        Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A
-        collective call of the region's ranks.
+        Waits for the transfers in flight, and saves their results without landing them: saving changes no number. A collective
+        call of the region's ranks.
         """
         return {
             "layout": layout([each.fragment for each in self.fragments]),
@@ -229,8 +218,7 @@ class Synchronizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; the model must hold the local params of that moment. A collective call.
 
-        Raises:
-            CheckpointError: it is of another model or method, or differs from the other regions'.
+        Raises CheckpointError if it is of another model or method, or differs from the other regions'.
         """
         transfers.wait_for_transfers(self.fragments)
         self._load(state)
@@ -238,10 +226,7 @@ class Synchronizer:
         check_same_start(self.link, StepChecksum(self.inner_step, own))
 
     def take_over(self, own: Totals | None = None) -> None:
-        """Adapt a state that another region has saved: this region has trained nothing of it, and has lost nothing.
-
-        `own`: what this region has counted itself.
-        """
+        """Adapt a state saved by another region, of which this one has trained nothing and counted only `own`."""
         transfers.take_over(self.fragments, takes_part=not self.link.is_elastic)
         if self.link.is_elastic:
             self.account.go_on(own or Totals())
@@ -252,14 +237,9 @@ class Synchronizer:
     def catch_up(self, state: dict[str, Any], keep: bool) -> None:
         """Continue from another region's `state`, after the others have gone on without this one (`LeftBehind`).
 
-        Local params take the global params of `state`. No other region is asked.
-
-        Args:
-            state: of a later inner step; this region's jumps to it.
-            keep: whether to add what this region has trained and the others do not have. Its next sends carry it.
-
-        Raises:
-            CheckpointError: it is of another model or method.
+        The inner step jumps to the later one of `state`, and local params take its global params. No other region is asked.
+        `keep` adds what this region has trained and the others lack; its next sends carry it. Raises CheckpointError if `state`
+        is of another model or method.
         """
         kept = adoption.give_up(self.fragments, self.link, self.method.merge)
         totals, trained = self.totals, self._traffic.shares.trained
@@ -297,17 +277,14 @@ class Synchronizer:
 
     def _follow(self, word: Word) -> Words | None:
         """Adopt more parameters, if the transfers that have landed say that all regions want to."""
-        heard, self._traffic.heard = self._traffic.heard, []
-        if not heard:
+        arrivals, self._traffic.heard = self._traffic.heard, []
+        if not arrivals:
             return None
-        wanted = agreed_layout(self.link, heard, lambda number: self._watch.proposal(number).lines)
+        wanted = agreed_layout(self.link, arrivals, lambda number: self._watch.proposal(number).lines)
         return None if wanted is None else self._adopt_more(wanted, word)
 
     def _adopt_more(self, wanted: int, word: Word) -> Words | None:
-        """End the rounds in flight, and begin new ones with these parameters. A collective call of all regions.
-
-        For a moment this holds the outer state twice. Returns the words of all regions, if a transfer landed.
-        """
+        """End the rounds in flight, and begin new ones with more parameters. A collective call; returns like `finish`."""
         watch = self._watch
         more = watch.proposal(wanted).more
         if not more:
@@ -318,6 +295,7 @@ class Synchronizer:
         had = [name for name in more if watch.noticed[name]]
         created = [name for name in more if not watch.noticed[name]]
         make_equal(self._model, had, created, self.link, self.inner_step, self.account.totals)
+        # for a moment this holds the outer state twice
         old = self.fragments
         self._adopt(fragments_of(self._model, self.method, {*watch.adopted, *more}), start=False)
         self.account.count_broadcasts(self.link)
@@ -346,11 +324,7 @@ class Synchronizer:
 
 
 class Agenda:
-    """Follows a schedule.
-
-    Attributes:
-        state: the schedule's, for a checkpoint.
-    """
+    """Follows a schedule, whose `state` is for a checkpoint."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -358,7 +332,7 @@ class Agenda:
         self._next_event = self._num_fragments = 0
 
     def begin(self, num_fragments: int, inner_step: int) -> None:
-        """From now on there are so many fragments, and none is in flight."""
+        """Start anew with so many fragments, none of them in flight."""
         self._num_fragments = num_fragments
         self._continue_from(self._schedule.init(num_fragments, inner_step))
 
@@ -366,17 +340,12 @@ class Agenda:
         """The events of this inner step. Nearly free if there are none; called once for each step."""
         if inner_step < self._next_event:
             return ()
-        found, self.state = self._schedule.events(inner_step, stats, self.state)
+        events, self.state = self._schedule.events(inner_step, stats, self.state)
         self._next_event = self._schedule.next_event(inner_step, self.state)
-        return found
+        return events
 
     def load(self, state: ScheduleState) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            CheckpointError: it is another schedule's.
-            TypeError, ValueError: the schedule says that it never has it.
-        """
+        """Continue from a saved state. Raises CheckpointError, TypeError or ValueError if this schedule never has it."""
         same_structure(state, dict.fromkeys(self.state), "the schedule's state")
         sound = getattr(self._schedule, "sound", None)
         if sound is not None:

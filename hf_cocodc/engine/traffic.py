@@ -33,23 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class Traffic:
-    """Sends and lands the transfers of one region.
-
-    Args:
-        device: of global params, outer state and transfers.
-        measured: what this region measures and all have agreed on.
-        digest_interval: sends of a fragment between two checks that its global params are equal in all regions.
-        weights: what shares in the means follow (`Shares`).
-        guard: from which norm on outer gradients count less; None: every region counts as it says.
-        is_bounded: returns whether the inner optimizer bounds a step (`InnerOptimizer.is_bounded`).
+    """Sends and lands the transfers of one region; its other arguments are those of `Synchronizer`.
 
     Attributes:
-        inner_step: inner steps made so far.
         trained_at: last inner step that trained; -1 once this region has given up what it has trained.
-        shares: counts what this region trains; a transfer of this region has weight only if it carries a step.
         is_ahead: whether outer steps are taken ahead of their landings.
         layout: what this region wants to synchronise, for the trailers of the next sends (`Watch.layout`).
-        heard: each transfer that has landed, until someone clears them.
+        heard: transfers that have landed, until someone clears them.
     """
 
     def __init__(
@@ -180,7 +170,7 @@ class Traffic:
 
         A mean that is not finite changes nothing, in any region: the next outer gradient has the transfer's inner steps again.
         Not where a fragment is sent again before its transfer lands (`Schedule.back_to_back`): the landing before has set the
-        local params back, only the transfer has those inner steps, and with its mean they are lost.
+        local params back, and these inner steps are lost with the mean.
         """
         with torch.profiler.record_function("hf_cocodc::land"):
             transfer, began = fragment.transfer_of(sent_at), self._link.clock()
@@ -211,7 +201,7 @@ class Traffic:
             return arrival.words or None
 
     def _count_round(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival) -> None:
-        """Count the rounds in a row that did not count. One with an outer gradient that was not finite counted at its send."""
+        """Count rounds in a row that did not count; one whose outer gradient was not finite counted at its send."""
         weights = {
             region: each.weight for region, each in zip(arrival.members, arrival.trailers, strict=True)
         }
@@ -223,7 +213,7 @@ class Traffic:
             fragment.nonfinite_rounds = 0
 
     def _take_in(self, fragment: FragmentState, transfer: Transfer, arrival: Arrival, merge: Merge) -> None:
-        """Move the global params of a fragment by a mean, and let the local ones take them in."""
+        """Move the global params of a fragment by a mean, and merge them into the local ones."""
         mean, keeps = arrival.result.mean, merge.keeps_local_steps
         if self._link.is_elastic and not transfer.is_own:
             fragment.measure_own_steps(transfer)
@@ -238,11 +228,7 @@ class Traffic:
         fragment.settled_at = max(fragment.settled_at, settled)
 
     def end(self, fragments: Sequence[FragmentState], word: Word) -> Words | None:
-        """Bring all inner steps into the global params, as the method's closing says; nothing is in flight afterwards.
-
-        Returns:
-            The words of all regions, if a transfer landed.
-        """
+        """Bring all inner steps into the global params, as the closing says; nothing stays in flight. Returns like `hold`."""
         closing = self._method.closing(self._method.merge)
         words: Words | None = None
         for fragment in fragments:
@@ -259,7 +245,7 @@ class Traffic:
         return words
 
     def _all_taken(self, fragment: FragmentState) -> bool:
-        """Whether this region was alone in all transfers in flight, and has their means in its global params already."""
+        """Whether this region was alone in all transfers in flight, and has taken in their means already."""
         return all(
             transfer.taken == 1 == self._stepping.own_share(transfer, self._wait(transfer)[0])
             for transfer in fragment.in_flight
@@ -279,7 +265,7 @@ class Traffic:
         return arrival, blocked_s
 
     def _codec_after(self, transfer: Transfer, arrival: Arrival) -> CodecState:
-        """The codec's state after a transfer. What an outer gradient out of the ordinary has left there is not sent later."""
+        """The codec's state after a transfer, without residuals of an outer gradient out of the ordinary."""
         state, verdict = arrival.result.state, self._guarding.verdict(transfer.ordinary, arrival)
         is_wrong = verdict.is_void or self._guarding.own_fate(transfer, arrival)
         return without_residuals(state) if is_wrong else state
@@ -300,15 +286,12 @@ class Traffic:
         )
 
     def _tell_of_fresh(self, fragment: FragmentState, norm: float, ordinary: float) -> None:
-        """The fresh outer gradient of this region counts less in its own outer step."""
+        """Record that this region's own outer step scales down its fresh outer gradient."""
         index, region = fragment.fragment.index, self._link.region
         self._account.counts_less(self.inner_step, index, region, norm, ordinary)
 
     def _fresh_outer_grad(self, fragment: FragmentState, landing: Transfer) -> tuple[Tensor, float, float]:
-        """Global minus local as they are now, its norm, and the mean learning rate since `landing` was sent.
-
-        Zero if this region's local params are not finite.
-        """
+        """Global minus local now (zero if not finite), its norm, and the mean learning rate since `landing` was sent."""
         rate = self._measured.mean_lr(landing.lr_sum, self.inner_step - landing.sent_at)
         for transfer in fragment.in_flight:
             # a transfer of this step carries the same values, unless it was sent without training or a landing came between
@@ -325,8 +308,7 @@ class Traffic:
 def reunite(link: Link, fragment: FragmentState, landed: Transfer, measured: Measurements) -> None:
     """Take the lowest region's global params and outer state of a fragment, and what schedule and guard know of it.
 
-    Processors that round differently drift apart by bits. A collective call of all regions, after the landing of a transfer that
-    told of it.
+    Processors that round differently drift apart by bits. A collective call of all regions, after the landing that showed it.
     """
     what = f"the lowest region's global params of fragment {fragment.fragment.index}"
     sent = [transfer.global_params for transfer in fragment.in_flight]

@@ -14,7 +14,7 @@ from .compatibility import sound_counts
 from .outer_step import OuterStep
 
 TOKENS = 2**40
-"""As many tokens since a send are a share of 1. A power of two: shares are exact, and so are their ratios."""
+"""So many tokens since a send are a share of 1. A power of two keeps shares, and their ratios, exact."""
 
 
 class Trained(NamedTuple):
@@ -25,7 +25,7 @@ class Trained(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> "Trained":
-        """What a checkpoint holds of it. Raises TypeError or ValueError if these are no such counts."""
+        """From a checkpoint. Raises TypeError or ValueError if these are no such counts."""
         sound_counts(counts, 1)
         return cls(*counts)
 
@@ -35,7 +35,6 @@ class Transfer:
     """An outer gradient on its way: one object from the send to the landing.
 
     Attributes:
-        sent_at: inner step of the send.
         snapshot: local params at the send, flat.
         global_params: global params at the send, flat; shared with the fragment and with other transfers.
         lr_sum: sum of inner learning rates up to the send.
@@ -47,8 +46,7 @@ class Transfer:
         is_finite: whether this region's outer gradient was finite.
         trained: what this region had trained at the send before, so that later steps are carried; nothing if unknown.
         departure: how the outer gradient leaves its device; None for a transfer that was loaded.
-        step: its outer step; None until it was taken, ahead of the landing or at it.
-        step_s: seconds that a step ahead took.
+        step: its outer step; None until it was taken, ahead of the landing (in `step_s` seconds) or at it.
         awaited: whether the training thread waits for the transfer, so that its threads are free.
         handle: waits for the mean; set at the send.
     """
@@ -72,7 +70,7 @@ class Transfer:
 
 
 class Shares:
-    """Counts what this region trains, and finds its shares (`outer.weights`).
+    """Counts what this region has `trained`, and computes its shares (`outer.weights`).
 
     A mean divides by the sum of all shares: only their ratios matter. A region whose outer gradient carries no step has none.
 
@@ -80,12 +78,6 @@ class Shares:
       send counts less, as with `steps`: in its first round it has made fewer steps than the others.
     - steps: inner steps trained since the fragment's last send / steps that were due.
     - tokens: tokens trained since the fragment's last send / `TOKENS`.
-
-    Args:
-        is_elastic: whether regions may come in during the run.
-
-    Attributes:
-        trained: what this region has trained so far.
     """
 
     def __init__(self, rule: str, is_elastic: bool) -> None:
@@ -93,11 +85,7 @@ class Shares:
         self.trained = Trained()
 
     def count(self, tokens: int | None) -> None:
-        """One more inner step was trained, on so many tokens; None if that is unknown.
-
-        Raises:
-            InputError: shares follow the tokens, and they are unknown.
-        """
+        """Count an inner step on so many tokens (None: unknown). Raises InputError if shares follow tokens that are unknown."""
         if tokens is None and self._rule == "tokens":
             raise InputError(
                 "outer.weights=tokens weighs regions by the tokens that they train on, but nobody has said how many an inner "
@@ -109,9 +97,7 @@ class Shares:
     def share(self, since: Trained, due: int) -> float:
         """This region's share in a mean, from 0 to 1.
 
-        Args:
-            since: what had been trained at the last send whose steps are not carried again.
-            due: inner steps since the fragment's last send.
+        `since`: what had been trained at the last send whose steps are not carried again. `due`: steps since the last send.
         """
         steps, tokens = self.trained.steps - since.steps, self.trained.tokens - since.tokens
         if steps <= 0:

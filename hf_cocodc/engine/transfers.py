@@ -33,25 +33,18 @@ _LATER: dict[str, Any] = {"voids": 0, "far_losses": 0} | {name: [] for name in H
 """What the first checkpoints of format 2 lack."""
 _OF_A_TRANSFER = ("sent_at", "snapshot", "global_params", "lr_sum")
 _SAID_OF_A_TRANSFER = ("is_own", "is_finite", "norm", "taken")
-"""Earlier versions did not say all of it."""
+"""Earlier versions lack some of these."""
 
 
 def saved(fragment: FragmentState) -> dict[str, Any]:
-    """The whole state of a fragment, except the local params, which belong to the model.
-
-    Waits for the transfers in flight, and saves their results without landing them: saving changes no number.
-    """
+    """The state of a fragment, without its local params. Waits for transfers and saves their results: nothing lands."""
     kept = {name: getattr(fragment, name) for name in _OF_A_FRAGMENT}
     kept |= {"trained": list(fragment.trained)} | {name: list(kept[name]) for name in HISTORIES}
     return kept | {"in_flight": [_saved(transfer) for transfer in fragment.in_flight]}
 
 
 def load(fragment: FragmentState, state: dict[str, Any]) -> None:
-    """Continue from what `saved` returned. Transfers in flight belong to steps that are undone; they are dropped.
-
-    Raises:
-        CheckpointError: the state belongs to another outer optimizer or codec, or is damaged.
-    """
+    """Continue from what `saved` returned. Raises CheckpointError if the state is of another optimizer or codec, or damaged."""
     index = fragment.fragment.index
     forms = {"outer": fragment.outer, "codec": fragment.codec_form, "global_params": fragment.global_params}
     for part, form in forms.items():
@@ -68,6 +61,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
             moved[id(value)] = value.to(fragment.pool.device)
         return moved[id(value)]
 
+    # these belong to steps that are undone
     while fragment.in_flight:
         transfer = fragment.in_flight.pop()
         _arrival(transfer)
@@ -83,7 +77,7 @@ def load(fragment: FragmentState, state: dict[str, Any]) -> None:
 
 
 def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
-    """Wait until the transfers in flight have ended, here and thus in the other regions, which may be about to save them."""
+    """Wait until the transfers in flight have ended, here and thus in other regions, which may be about to save them."""
     for fragment in fragments:
         for transfer in fragment.in_flight:
             _arrival(transfer)
@@ -93,9 +87,8 @@ def wait_for_transfers(fragments: Sequence[FragmentState]) -> None:
 def take_over(fragments: Sequence[FragmentState], takes_part: bool) -> None:
     """Adapt a state loaded from another region: this region has lost nothing.
 
-    Args:
-        takes_part: whether this region counts in the transfers in flight, with an outer gradient of zero. Else they land as in
-            the other region, from whose global params these ones are: the part that it has taken in before is taken back.
+    If it takes part, it counts in the transfers in flight with an outer gradient of zero. Else they land as in the other
+    region, from whose global params these ones are: the part that it has taken in before is taken back.
     """
     begin_anew(fragments)
     for fragment in fragments:
@@ -169,7 +162,7 @@ def _loaded(state: dict[str, Any]) -> Transfer:
 
 
 def _trailer(numbers: Mapping[str, float], region: int) -> Trailer:
-    """A saved trailer. The region that announced its end with it, and stopped the run, has come back."""
+    """A saved trailer, without the announcement of an end: the region that stopped the run has come back."""
     try:
         return checked(from_numbers(Trailer, numbers), region)._replace(ending=Ending.NO)
     except (ValueError, LinkError) as error:

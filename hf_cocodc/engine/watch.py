@@ -17,9 +17,7 @@ UNKNOWN = -1
 class ParameterProposal(NamedTuple):
     """The parameters that a region wants to synchronise.
 
-    Attributes:
-        more: names of those that are not adopted yet.
-        lines: all of them, with shapes and types, for messages; equal lines, equal layouts. Of a resumed run, only `more`.
+    `more` names those not adopted yet. `lines` describes all (of a resumed run only `more`); equal lines are equal layouts.
     """
 
     more: tuple[str, ...]
@@ -29,21 +27,16 @@ class ParameterProposal(NamedTuple):
 class Watch:
     """Watches a model's parameters.
 
-    An adopted parameter is one that regions synchronise. It stays adopted if it is frozen: its outer gradient is then zero,
-    and it moves only by what is left of its outer momentum. If its memory is replaced (`p.data = ...`, or another module of
-    equal shape), the new memory takes its place; this needs no other region.
+    An adopted parameter is one that regions synchronise. It stays adopted if it is frozen: its outer gradient is then zero, and
+    it moves only by what is left of its outer momentum. If its memory is replaced (`p.data = ...`, or another module of equal
+    shape), the new memory takes its place; this needs no other region.
 
-    A parameter that becomes trainable, or is added, is noticed: in the same inner step if the model had it frozen, else at
-    the next send. It is adopted when all regions are known to have noticed the same ones. It is noticed for good: one that is
+    A parameter that becomes trainable, or is added, is noticed: in the same inner step if the model had it frozen, else at the
+    next send. It is adopted when all regions are known to have noticed the same ones. It is noticed for good: one that is
     frozen again has made steps that the other regions lack.
 
-    Args:
-        model: unwrapped.
-        replicas: whether other ranks of this region hold the same parameters.
-
-    Attributes:
-        noticed: the parameters to adopt: name -> whether the model had it, frozen, when parameters were adopted last. Such a
-            parameter is still equal in all regions then.
+    `noticed` has the parameters to adopt, and whether the model had them, frozen, at the last adoption: these are still equal
+    in all regions. `replicas`: other ranks of this region hold the same parameters.
     """
 
     def __init__(self, model: nn.Module, replicas: bool) -> None:
@@ -101,9 +94,8 @@ class Watch:
     def look(self, fragments: Sequence[FragmentState]) -> None:
         """Notice what has changed, and let `fragments` use the model's present memory.
 
-        Raises:
-            InputError: an adopted parameter is gone or has another form; or parameters have become trainable in a region
-                whose ranks hold the same parameters (DDP).
+        Raises InputError if an adopted parameter is gone or has another form; or if parameters have become trainable in a
+        region whose ranks hold the same parameters (DDP).
         """
         if self._is_sharded:
             reshard(self._model)
@@ -151,11 +143,11 @@ class Watch:
 
     def _propose(self, noticed: Mapping[str, bool]) -> int:
         present = _params(self._model)
-        found = dict(self._lines)
+        line_of = dict(self._lines)
         for name, had in noticed.items():
             # one that the model had is averaged, another one is region 0's: regions must agree on this, too
-            found[name] = _line(name, present[name]) + ("" if had else " (new)")
-        lines = tuple(found[name] for name in sorted(found))
+            line_of[name] = _line(name, present[name]) + ("" if had else " (new)")
+        lines = tuple(line_of[name] for name in sorted(line_of))
         layout = zlib.crc32("\n".join(lines).encode())
         self._proposals[layout] = ParameterProposal(tuple(sorted(noticed)), lines)
         return layout
@@ -163,9 +155,8 @@ class Watch:
     def proposal(self, layout: int) -> ParameterProposal:
         """What this region has called by this number since parameters were adopted last.
 
-        Raises:
-            InputError: one of the parameters is no longer in the model.
-            LeftBehind: this region has not called anything so: it was coming in when the others noticed parameters.
+        Raises InputError if one of the parameters is no longer in the model; LeftBehind if this region has not called anything
+        so, because it was coming in when the others noticed parameters.
         """
         if layout != UNKNOWN and layout not in self._proposals:
             raise LeftBehind(
@@ -182,7 +173,7 @@ class Watch:
         return proposal
 
     def state_dict(self) -> dict[str, Any]:
-        """What regions are about to adopt, and what was added to the model since parameters were adopted last."""
+        """What regions are about to adopt, and what was added to the model since the last adoption."""
         proposals = [[layout, list(each.more)] for layout, each in self._proposals.items() if each.more]
         added = [name for name in _params(self._model) if name not in self._had]
         return {"noticed": self.noticed, "proposals": proposals, "added": added}
@@ -212,7 +203,7 @@ def _params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _form(param: Tensor) -> tuple:
-    """Where a parameter's values are and what they are: address, size, shape, type, strides, device."""
+    """A parameter's memory and form: address, size, shape, type, strides, device."""
     own = local_shard(param) if hasattr(param, "placements") else param
     return (own.data_ptr(), own.numel(), own.shape, own.dtype, own.stride(), own.device)
 

@@ -24,8 +24,8 @@ class Arrival(NamedTuple):
         trailers: one per region that took part; equal in all regions.
         bytes_sent: payload bytes that this region sent for the transfer.
         seconds: time that the link took, from the moment when the last region came to the transfer.
-        square: sum of squares of the mean, over all lanes of the region; computed while training goes on. Not finite if the mean
-            is not, or is larger than what the regions sent (`parts.guard.believed`).
+        square: sum of squares of the mean, over all lanes of the region; computed while training goes on. Not finite if the
+            mean is not, or is larger than what the regions sent (`parts.guard.believed`).
         members: the regions that took part, in the order of the trailers.
         changes: how often regions had come in or left before the transfer was sent; -1 if the link does not count that.
         ended_at: when the mean was here, by the link's clock; None if unknown.
@@ -65,7 +65,7 @@ class Handle(Protocol):
 
 
 def as_they_say(trailers: Sequence[Trailer]) -> Verdict:
-    """Every region counts as its trailer says."""
+    """Every region counts with the weight in its trailer."""
     return Verdict(tuple(trailer.weight for trailer in trailers))
 
 
@@ -79,8 +79,8 @@ class MeanRequest:
         numel: length of the outer gradient.
         trailer: returns this region's numbers, the same at every call; called while training goes on.
         what: names the transfer in messages ("fragment 0 sent at step 100").
-        judge: says how much each region counts in the mean, from the trailers of all; equal in all regions. By default as much as
-            it says itself.
+        judge: how much each region counts in the mean, from the trailers of all; equal in all regions. By default with the
+            weight in its trailer.
         then: called once with the arrival, before `wait` returns it: by the link's thread, if the link has one.
     """
 
@@ -95,9 +95,9 @@ class MeanRequest:
 class Link(Protocol):
     """Reaches the same lane of every other region. All regions make the same calls in the same order.
 
-    The regions may change during a run (`is_elastic`): one is lost, leaves or comes in. A region keeps its id `region`. Each call
-    has its own members: those that were there when it was made, less those that were lost before it ended. They are equal in
-    all regions, while `members`, which shows what this region knows now, need not be at any one moment.
+    The regions may change during a run (`is_elastic`): one is lost, leaves or comes in. A region keeps its id `region`. Each
+    call has its own members: those that were there when it was made, less those that were lost before it ended. They are equal
+    in all regions, while `members`, which shows what this region knows now, may differ at any one moment.
     """
 
     region: int
@@ -131,7 +131,7 @@ class Link(Protocol):
 
     @property
     def most_regions(self) -> int:
-        """The number of members that there can be, as far as it is known."""
+        """The largest number of members that there can be, as far as it is known."""
         ...
 
     def takes_part(self) -> bool:
@@ -161,7 +161,7 @@ class Link(Protocol):
 
     @property
     def timing(self) -> str:
-        """What `clock` shows: "measured" or "simulated" seconds, or "none": it stands still."""
+        """Whether `clock` shows "measured" or "simulated" seconds, or "none": it stands still."""
         ...
 
     @property
@@ -216,7 +216,7 @@ class Link(Protocol):
         ...
 
     def leave_note(self, reason: str) -> None:
-        """Write down why this region leaves. Other regions read the note when they hear that it leaves."""
+        """Say why this region leaves. Other regions read the note when they hear that it leaves."""
         ...
 
     def note_of(self, region: int, wait_s: float = 0.0) -> str | None:

@@ -24,7 +24,7 @@ from .records import Record, Trailer, checked, from_row, to_row
 
 _PIECE_BYTES = 1 << 20
 SMALL = 64 << 10
-"""Bytes that a region sends to each other one without a look at what they have."""
+"""A broadcast of at most so many bytes goes to all regions, whatever they have."""
 _MOST_UNDER_WAY = 128
 """Pieces of a broadcast that are under way to a region: what is encrypted lies in memory until it is sent."""
 _AT_ONCE_S = 1e-3
@@ -32,14 +32,7 @@ _AT_ONCE_S = 1e-3
 
 
 class MeanMemory:
-    """The memory in which a link places means.
-
-    Args:
-        pinned: whether means are in pinned memory, from which a GPU copies faster.
-
-    Attributes:
-        buffers: for payloads and for means on the host.
-    """
+    """The memory for means; from pinned memory a GPU copies faster. `buffers`: for payloads, and for means on the host."""
 
     def __init__(self, pinned: bool = False) -> None:
         self.buffers = Pool(pinned=pinned)
@@ -70,11 +63,7 @@ class MeanMemory:
 
 
 class MeanCall:
-    """The mean that a request asks for; `run` returns the arrival, and does not call `MeanRequest.then`.
-
-    Args:
-        members: the regions that take part, in the order of the view.
-    """
+    """The mean that a request asks for; `run` does not call `MeanRequest.then`. `members`: in the order of the view."""
 
     def __init__(self, view: View, members: Sequence[int], request: MeanRequest, memory: MeanMemory) -> None:
         self._view, self._members, self._request = view, tuple(members), request
@@ -84,7 +73,7 @@ class MeanCall:
 
     @property
     def bytes_sent(self) -> int:
-        return self._bytes_before + sum(said.bytes_sent for said in self._said)
+        return self._bytes_before + sum(exchange.bytes_sent for exchange in self._said)
 
     def run(self) -> Arrival:
         view, what = self._view, self._request.what
@@ -119,10 +108,12 @@ class MeanCall:
 
         result = drive(self._request.converse(), exchange)
         ended = time.perf_counter()
-        found = believed(square(result.mean), verdict)
+        sum_of_squares = believed(square(result.mean), verdict)
         lent = reply is not None and reply.mean is result.mean
         result = self._memory.bring_home(result, lent)
-        return Arrival(result, trailers, self.bytes_sent, ended - began, found, self._members, ended_at=ended)
+        return Arrival(
+            result, trailers, self.bytes_sent, ended - began, sum_of_squares, self._members, ended_at=ended
+        )
 
     def _received(self, rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
         """The trailers of all regions, this one's too: all regions decide from the same numbers."""
@@ -150,11 +141,8 @@ class GatherCall:
 class BroadcastCall:
     """The bytes of one region in all others. Those that have them already get none; the others pass them on in a chain.
 
-    So no region sends them more than once, and the last of the chain has them little later than the first.
-
-    Args:
-        raw: bytes (1-D uint8); overwritten in all regions but the source.
-        source: the place of the sending region in the order of the view.
+    So no region sends them more than once, and the last of the chain has them little later than the first. `raw` (1-D uint8) is
+    overwritten in all regions but the one at the place `source` of the view.
     """
 
     def __init__(self, view: View, raw: Tensor, source: int, what: str) -> None:
@@ -208,12 +196,7 @@ def broadcast_chain(digests: Sequence[bytes], source: int) -> tuple[int, ...]:
 
 
 def received(members: Sequence[int], rows: Sequence[Tensor]) -> tuple[Trailer, ...]:
-    """The trailers that these regions have sent with a transfer.
-
-    Raises:
-        RegionLostError: a region has sent numbers that cannot be believed.
-        LinkError: regions are out of step.
-    """
+    """The trailers of these regions. Raises RegionLostError if one cannot be believed, LinkError if regions are out of step."""
     trailers = tuple(map(checked, _records(Trailer, members, rows), members))
     if len({trailer.compression for trailer in trailers}) > 1:
         parts = ", ".join(

@@ -21,11 +21,7 @@ SMALLEST = 1 << 13
 
 
 class Exchange:
-    """This region's side of `codecs.base.mean_of`: `begin` starts everything that needs no answer, `end` finds the mean.
-
-    Args:
-        view: reaches the other regions; regions are positions in it.
-    """
+    """This region's side of `codecs.base.mean_of`: `begin` starts all that needs no answer, `end` finds the mean."""
 
     def __init__(self, view: View, message: Message, buffers: Pool, what: str) -> None:
         self._view, self._buffers, self._what = view, buffers, what
@@ -65,7 +61,7 @@ class Exchange:
                         self._send(owner, payload, scatter, index)
 
     def end(self, shares: Sequence[float], divisor: float | None = None) -> Reply:
-        """The mean, with weight `shares[r]` for region r; see `weighted_mean`. Handles the pieces in the order of their sends."""
+        """The mean, with weight `shares[r]` for region r: see `weighted_mean`. Handles the pieces in the order of the sends."""
         view, region, coder = self._view, self._view.region, self._coder
         mean = self._buffers.take(self._values.numel())
         for index, piece in enumerate(self._pieces[region]):
@@ -133,7 +129,7 @@ class Exchange:
 
 
 def pieces(part: slice, coder: Coder, connections: int) -> Iterator[slice]:
-    """Cut a part of a message into pieces that keep all connections equally busy. All regions cut alike; cutting adds no byte."""
+    """Cut a part of a message into pieces that load all connections equally. All regions cut alike; cutting adds no byte."""
     unit = 2 * coder.block  # an even number of blocks fills whole bytes, whatever the coder
     numel = part.stop - part.start
     units = -(-numel // unit)

@@ -19,7 +19,7 @@ from .records import Record, Trailer, from_row
 Bring = Callable[[Result, bool], Result]
 
 _MOST_BYTES = 1 << 30
-"""Bytes of entries that wait here for their calls before the log is read on: the rest waits at the donor, which has a limit."""
+"""Bytes of entries that may wait here for their calls. Later ones wait at the donor, which has a limit."""
 
 
 class AwaitedCall:
@@ -50,8 +50,8 @@ class AwaitedCall:
 class Following:
     """Reads a log, and answers calls by it. Calls and entries of one name meet in their order.
 
-    While many entries wait for their calls, it reads no further; but it does for a call that waits for its entry, and until the
-    next marker has come. So whoever makes the inner steps up to a marker never waits for what is not read.
+    While many entries wait for their calls, it reads on only for a call that waits for its entry, and until the next marker has
+    come. So whoever makes the inner steps up to a marker never waits for what is not read.
 
     Args:
         source: the items of the log, as they come; may block. If it ends or raises a LinkError, all calls without answer fail.
@@ -83,11 +83,7 @@ class Following:
         return asked
 
     def next_marker(self, timeout_s: float | None = None) -> Marker | None:
-        """The next marker; None if there is none within `timeout_s`.
-
-        Raises:
-            LinkError: the log has ended.
-        """
+        """The next marker; None if there is none within `timeout_s`. Raises LinkError once the log has ended."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not self._markers:
@@ -190,20 +186,12 @@ class FollowedMean:
 
 
 def records_in(entry: Entry, kind: type[Record]) -> tuple[Record, ...]:
-    """The records of an entry.
-
-    Raises:
-        LinkError: they are of another kind.
-    """
+    """The records of an entry. Raises LinkError if they are of another kind."""
     return tuple(from_row(kind, row, region) for region, row in zip(entry.members, entry.rows, strict=True))
 
 
 def _trailers_in(entry: Entry) -> tuple[Trailer, ...]:
-    """The trailers of a mean. The members have checked them: a wrong one is the fault of whoever wrote the log.
-
-    Raises:
-        LinkError: there is a wrong one.
-    """
+    """The trailers of a mean. Members have checked them: a wrong one (LinkError) is the fault of whoever wrote the log."""
     try:
         return received(entry.members, entry.rows.unbind())
     except RegionLostError as error:
@@ -211,11 +199,7 @@ def _trailers_in(entry: Entry) -> tuple[Trailer, ...]:
 
 
 def copy_bytes(entry: Entry, flat: Tensor) -> None:
-    """Overwrite a flat tensor with the bytes of a broadcast.
-
-    Raises:
-        LinkError: there are more or fewer of them.
-    """
+    """Overwrite a flat tensor with the bytes of a broadcast. Raises LinkError if there are more or fewer of them."""
     raw = flat.view(torch.uint8)
     if entry.values.numel() != raw.numel():
         raise LinkError(f"{entry.what} has {raw.numel()} bytes here and {entry.values.numel()} in the log.")

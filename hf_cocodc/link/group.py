@@ -1,10 +1,10 @@
 """The ranks of a region act as one: they wait for their leader without a time-out.
 
 Accelerate's process group ends a collective call after 10 or 30 minutes. A leader may have to wait longer for another region,
-which is late but alive. The other ranks wait in a group of their own, over gloo, that has no such limit.
+which is late but alive. So the other ranks wait in a gloo group of their own, which has no such limit.
 
-A rank that dies closes its connections. Of an operation that passes values on from rank to rank only its neighbours would notice,
-and the others would wait for these. Here every rank hears directly from those for which it waits.
+A rank that dies closes its connections. If ranks passed values on, only its neighbours would notice, and the others would wait
+for these. So every rank hears directly from those for which it waits.
 """
 
 import contextlib
@@ -32,14 +32,8 @@ _LAST_MOMENT_S = 2.0
 class RegionGroup:
     """One rank's side. Making it is a collective call of the region's ranks, as are its methods.
 
-    Only the main thread may call it: gloo matches the calls of all ranks by their order.
-
-    Attributes:
-        rank, num_ranks: of this process, in its region.
-        heard: what the leader has told with its last call.
-
-    Raises:
-        LinkError: the ranks cannot connect to each other.
+    Only the main thread may call it: gloo matches the calls of all ranks by their order. `heard` is what the leader has told
+    with its last call. Raises LinkError if the ranks cannot connect to each other.
     """
 
     def __init__(self) -> None:
@@ -56,10 +50,9 @@ class RegionGroup:
     def lead(
         self, call: Callable[[], T], what: str, news: Callable[[T], Any] = lambda result: None
     ) -> T | None:
-        """Run `call` on the leader, while the other ranks wait until it has ended; they return None.
+        """Run `call` on the leader, while the other ranks wait until it has ended, however long it takes; they return None.
 
         Args:
-            call: may wait for other regions for as long as it wants.
             news: (result of the call) -> what the leader tells the other ranks; JSON.
 
         Raises:
@@ -81,9 +74,9 @@ class RegionGroup:
         self.say(0, {"news": self.heard}, what)
         return result
 
-    def say(self, rank: int, told: Any, what: str) -> Any:
-        """What `rank` tells, as JSON has it, in all ranks. Raises LinkError if a rank has died."""
-        return json.loads(self._say(rank, told, what))
+    def say(self, rank: int, message: Any, what: str) -> Any:
+        """The message of `rank`, as JSON has it, in all ranks. Raises LinkError if a rank has died."""
+        return json.loads(self._say(rank, message, what))
 
     def begin_largest(self, numbers: Sequence[int], what: str) -> "Largest":
         """Begin to find the largest of each number, over all ranks."""
@@ -109,10 +102,10 @@ class RegionGroup:
                 f"{whom} of this region has ended while rank {self.rank} waited for {what}. Look at its last output."
             ) from error
 
-    def _say(self, rank: int, told: Any, what: str, limit_s: float = math.inf) -> bytes:
-        """What `rank` tells; one that does not listen within `limit_s` hears it later."""
+    def _say(self, rank: int, message: Any, what: str, limit_s: float = math.inf) -> bytes:
+        """The message of `rank` as JSON; a rank that does not listen within `limit_s` hears it later."""
         if rank == self.rank:
-            text = json.dumps(told).encode()
+            text = json.dumps(message).encode()
             content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             for work in [self._scatter(rank, each) for each in (torch.tensor([len(text)]), content)]:
                 self.finish(work, what, limit_s, rank)

@@ -20,18 +20,15 @@ _SETTLED = {
     **dict.fromkeys(("step_time_s", "sync_time_s", "ending", "round_lr", "layout", "norm", "loss"), 1.0),
     **dict.fromkeys(("weight", "saved_at", "compression"), -1.0),
 }
-"""How the lanes of a region agree on a number of a trailer: on the largest (1) or the smallest (-1). Other numbers may differ."""
+"""How the lanes of a region agree on a number of a trailer: on the largest (1) or smallest (-1). Other numbers may differ."""
 
 
 class LaneLink(FixedMembers):
     """A link for one rank of a sharded region (FSDP2): it exchanges its shards with the same rank of every other region.
 
-    Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process
-    group settles both with small collective calls. Every rank waits for the same transfers in the same order.
-
-    Args:
-        device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        group: the ranks of this region; None if there is only one.
+    Decisions need numbers that are equal in all lanes: norms of whole tensors, and trailers. The region's own process group
+    settles both with small collective calls, on tensors of `device` (a GPU under NCCL). Every rank waits for the same transfers
+    in the same order.
     """
 
     def __init__(

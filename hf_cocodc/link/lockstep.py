@@ -29,16 +29,13 @@ T = TypeVar("T")
 class VirtualLink:
     """A link of simulated time. Its arrival times decide what adaptive schedules do, and how long training is blocked.
 
-    All regions share one serial link. A transfer starts when the last region has sent it and all earlier transfers have
-    passed.
+    All regions share one serial link: a transfer starts when the last region has sent it and all earlier ones have passed.
+    Raises InputError if step_time_s or bandwidth is not positive, latency_s is negative, or one is not finite.
 
     Attributes:
         step_time_s: T_c, seconds of an inner step.
         latency_s: seconds in one direction.
         bandwidth: bytes per second that a region can send.
-
-    Raises:
-        InputError: step_time_s or bandwidth is not positive, or latency_s is negative.
     """
 
     step_time_s: float
@@ -63,10 +60,10 @@ def run_in_lockstep(
 ) -> list[T]:
     """Run body(region, link) for every region in this process; return the results in the order of the regions.
 
-    Regions take turns: one region runs until it needs something that another region has not sent yet. Each region has its
-    own thread, and its own state of the random numbers of torch, NumPy and Python. Only one region runs at a time: results
-    do not depend on timing. The body may train with anything: a bare Synchronizer, an Accelerate loop, a Trainer. With
-    `link`, time is simulated; without it clocks stand still, as the time of regions that take turns says nothing.
+    Each region has its own thread, and its own random numbers of torch, NumPy and Python. Only one runs at a time, until it
+    needs something that another has not sent yet: results do not depend on timing. The body may train with anything: a bare
+    Synchronizer, an Accelerate loop, a Trainer. With `link`, time is simulated; without it clocks stand still, as the time of
+    regions that take turns says nothing.
 
     Raises:
         LinkError: every region waits for another.
@@ -125,7 +122,7 @@ class LockstepHub:
         return [results[link.region] for link in self.links]
 
     def bring(self, region: int, number: int, what: str, item: Any, resolve: "Resolve") -> "_Call":
-        """Region `region` makes its call `number` with `item`; `resolve` gives the answers when enough regions have called."""
+        """Region `region` makes its call `number` with `item`; `resolve` gives the answers once enough regions have called."""
         call = self._open_calls.setdefault(number, _Call(what))
         if call.what != what:
             raise LinkError(
@@ -249,8 +246,8 @@ class LockstepLink(FixedMembers):
     def broadcast(self, flat: Tensor, what: str, source: int | None = None) -> None:
         source = 0 if source is None else source
         resolve = _from_all(partial(_broadcast, source))
-        found, sends = self._hub.answer(self.region, self._bring(what, flat.clone(), resolve))
-        flat.copy_(found)
+        values, sends = self._hub.answer(self.region, self._bring(what, flat.clone(), resolve))
+        flat.copy_(values)
         self._broadcast_bytes += sends * flat.nbytes
 
     def count_broadcasts(self) -> int:
@@ -322,10 +319,10 @@ def _mean_all(
 
     replies: Sequence[Reply | None] = [None] * num_regions
     while not results:
-        found = [
+        advanced = [
             advance(conversation, reply) for conversation, reply in zip(conversations, replies, strict=True)
         ]
-        messages = [message for message in found if message is not None]
+        messages = [message for message in advanced if message is not None]
         if messages:
             for region, message in enumerate(messages):
                 sent[region] += message_bytes(message.coder, message.values.numel(), region, num_regions)
@@ -336,8 +333,8 @@ def _mean_all(
     members = tuple(range(num_regions))
     return [
         (
-            Arrival(result, trailers, count, seconds, found, members, ended_at=ended_at),
+            Arrival(result, trailers, count, seconds, sum_of_squares, members, ended_at=ended_at),
             arrives_at,
         )
-        for result, count, found in zip(results, sent, squares, strict=True)
+        for result, count, sum_of_squares in zip(results, sent, squares, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The log of a run: what calls gave, and where the members stood. From a base and the log after it, a newcomer follows them.
+"""The log of a run: what calls gave, and where the members stood. A newcomer follows them with a base and the log after it.
 
-All that regions agree on is a function of a base (a checkpoint) and the results of the calls after it. An `Entry` is the
-result of one call. A `Marker` says that everything up to an inner step is in the log.
+All that regions agree on is a function of a base (a checkpoint) and the results of the calls after it. An `Entry` is the result
+of one call. A `Marker` says that everything up to an inner step is in the log.
 """
 
 import itertools
@@ -36,19 +36,15 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """The result of a call that has completed.
+    """The result of a call that has completed. `op` is its number, `what` its name in messages.
 
     Attributes:
-        op: number of the call.
         kind: "mean", "gather" or "broadcast".
-        what: names the call, as in messages.
         epoch: number of changes when it completed.
-        members: the regions that took part.
-        rows: their trailers or records: (members, ROW) fp64; (0, ROW) for a broadcast.
+        rows: trailers or records of `members`: (members, ROW) fp64; (0, ROW) for a broadcast.
         values: the mean (fp32), or the bytes of a broadcast (uint8); empty for a gathering.
-        state: the codec's next state. Residuals are each region's own: a list of its lengths stands for each (`drop_residuals`).
-        seconds: see `Arrival`.
-        square: see `Arrival`.
+        state: the codec's next state. Residuals are each region's own: lists of their lengths stand in (`drop_residuals`).
+        seconds, square: see `Arrival`.
     """
 
     op: int
@@ -70,13 +66,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Marker:
-    """Where the members stand at the end of an inner step. All that has landed up to this step is in the log before it.
+    """Where the members stand at the end of inner step `step`. All that has landed up to this step is in the log before it.
 
     Attributes:
-        step: the inner step, with all its events.
         submitted: calls made so far.
-        number: number of the epoch from the next step on.
-        losses: losses among the changes that `number` counts.
+        number: number of the epoch from the next step on; `losses` of the changes that it counts are losses.
         members: who takes part from the next step on; lost members may still be among them.
         lost: tickets of all members that were lost.
         admitted: tickets of the members that come in with this marker.
@@ -142,24 +136,20 @@ def to_plain(item: Item) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Item:
-    """The item of which `to_plain` made this.
-
-    Raises:
-        LinkError: it is none.
-    """
+    """The item of which `to_plain` made this. Raises LinkError if it is none."""
     try:
-        [(name, found)] = dict(plain).items()
+        [(name, content)] = dict(plain).items()
         kind: type[Item] = {"entry": Entry, "marker": Marker}[name]
         if kind is Marker:
-            members = _sorted(Member(*map(whole, member)) for member in found["members"])
+            members = _sorted(Member(*map(whole, member)) for member in content["members"])
             step, submitted, number, losses = (
-                whole(found[field]) for field in ("step", "submitted", "number", "losses")
+                whole(content[field]) for field in ("step", "submitted", "number", "losses")
             )
-            lost, admitted = (tuple(map(whole, found[field])) for field in ("lost", "admitted"))
-            if len(plain[name]) != len(fields(Marker)) or not isinstance(found["held"], bool):
+            lost, admitted = (tuple(map(whole, content[field])) for field in ("lost", "admitted"))
+            if len(plain[name]) != len(fields(Marker)) or not isinstance(content["held"], bool):
                 raise ValueError("it has other fields")
-            return Marker(step, submitted, number, losses, members, lost, admitted, found["held"])
-        entry = Entry(**{**found, "members": _sorted(map(whole, found["members"]))})
+            return Marker(step, submitted, number, losses, members, lost, admitted, content["held"])
+        entry = Entry(**{**content, "members": _sorted(map(whole, content["members"]))})
         _check(entry)
     except (KeyError, TypeError, ValueError) as error:
         raise LinkError(
@@ -169,15 +159,11 @@ def from_plain(plain: Mapping[str, Any]) -> Item:
 
 
 def _sorted(members: Iterable[Any]) -> tuple[Any, ...]:
-    """Members as they come: sorted, none twice, not too many.
-
-    Raises:
-        ValueError: they are not.
-    """
-    found = tuple(itertools.islice(members, MOST_REGIONS + 1))
-    if len(found) > MOST_REGIONS or list(found) != sorted(set(found)):
-        raise ValueError(f"{str(found)[:80]} are no members")
-    return found
+    """Members as they come. Raises ValueError unless they are sorted, none twice, and not too many."""
+    listed = tuple(itertools.islice(members, MOST_REGIONS + 1))
+    if len(listed) > MOST_REGIONS or list(listed) != sorted(set(listed)):
+        raise ValueError(f"{str(listed)[:80]} are no members")
+    return listed
 
 
 def _check(entry: Entry) -> None:
@@ -219,11 +205,7 @@ def _is_state(value: Any, numel: int, levels: int) -> bool:
 class Log:
     """What has yet to be sent to one newcomer. The link's thread puts items in; the newcomer's sender takes them out.
 
-    Args:
-        limit: bytes that may wait here. A log that outgrows it ends at once: the newcomer needs a new base.
-
-    Attributes:
-        overflowed: whether it has outgrown its limit.
+    A log that outgrows `limit` bytes ends at once (`overflowed`): the newcomer needs a new base.
     """
 
     def __init__(self, limit: int) -> None:

@@ -11,11 +11,7 @@ from .rules import Begin, Call
 
 
 class Attempt(Protocol):
-    """One attempt of a call.
-
-    Attributes:
-        bytes_sent: payload bytes that this region has sent for it so far.
-    """
+    """One attempt of a call. `bytes_sent`: payload bytes that this region has sent for it so far."""
 
     @property
     def bytes_sent(self) -> int: ...
@@ -34,8 +30,6 @@ class Pending:
     """A call, and the handle by which the training thread waits for it.
 
     Attributes:
-        what: names it in messages.
-        make: makes an attempt.
         finish: makes the value of the call from the result, once that counts; called by the link's thread.
         call: what the rules know of it, once it has completed.
         bytes_sent, void_bytes: bytes that the attempt with a result has sent, and the void ones.

@@ -20,12 +20,7 @@ T = TypeVar("T")
 
 
 class _News(NamedTuple):
-    """What the leader tells with each of its calls, if regions may come and go. All ranks of the region know the same.
-
-    Attributes:
-        members, parties, takes_part: of the leader's link.
-        of_mean: the members of the transfer that has ended, and `Arrival.changes`; if the call was no transfer, nothing.
-    """
+    """What the leader tells with each call of an elastic run. `of_mean`, `changes`: of the transfer that has ended, if any."""
 
     members: Sequence[int]
     parties: Sequence[int]
@@ -37,10 +32,7 @@ class _News(NamedTuple):
 class SharedLink:
     """A link for a region of several ranks that hold the same parameters (DDP): the leader talks, all ranks receive.
 
-    Args:
-        leader_link: the link, on the region's rank 0; None on the other ranks.
-        device: device of the tensors that the region's own process group accepts (a GPU under NCCL).
-        is_elastic: whether regions may come and go; known on all ranks.
+    `leader_link` is None on all ranks but 0. The region's own process group accepts tensors on `device` (a GPU under NCCL).
     """
 
     def __init__(

@@ -34,9 +34,7 @@ def to_row(record: tuple) -> Tensor:
 def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
     """The record of type `kind` that `region` has sent as a row.
 
-    Raises:
-        LinkError: the row is a record of another kind: regions are out of step.
-        RegionLostError: a field has a number that its type does not have.
+    Raises LinkError if it is of another kind: regions are out of step; RegionLostError if a field has a wrong number.
     """
     mark, *numbers = row.tolist()
     if mark != _mark(kind):
@@ -55,11 +53,7 @@ def from_row(kind: type[Record], row: Tensor, region: int) -> Record:
 
 
 def from_numbers(kind: type[Record], numbers: Mapping[str, float]) -> Record:
-    """The record whose fields have these values, each converted to the type of its field.
-
-    Raises:
-        ValueError: the type of a field has no such value.
-    """
+    """The record whose fields have these values, each in its field's type. Raises ValueError if that type has no such value."""
     return kind(**{name: convert(numbers[name]) for name, convert in _types(kind).items() if name in numbers})
 
 
@@ -101,10 +95,8 @@ class Ending(IntEnum):
 class Word(NamedTuple):
     """The part of a trailer that comes from the training loop; the engine passes it on and never acts on it.
 
-    Attributes:
-        loss: last training loss; NaN if unknown, infinite if it is not a number.
-        ending: what the region says about its own end.
-        saved_at: inner step of the region's newest complete checkpoint; 0 if there is none.
+    `loss`: last training loss; NaN if unknown, infinite if not a number. `saved_at`: step of the newest complete checkpoint or
+    0.
     """
 
     loss: float = math.nan
@@ -126,11 +118,9 @@ class Trailer(NamedTuple):
         inner_step: inner step at which the transfer was sent.
         step_time_s: seconds of an inner step in this region, without time blocked on the link; 0 if unknown.
         sync_time_s: seconds that this region's last transfer took; 0 if unknown.
-        loss: see `Word`.
         digest: checksum of the fragment's global params before the transfer; -1 if it was not computed.
         compression: share of its full rank that the codec uses for the fragment.
-        ending: see `Word`.
-        saved_at: see `Word`.
+        loss, ending, saved_at: see `Word`.
         round_lr: mean inner learning rate of the region's steps since the fragment's last send.
         layout: checksum of the names and shapes of the parameters that the region wants to synchronise; -1 if unknown.
         knows: number of the newest change of the members that the region knows (`Link.knows`).
@@ -167,10 +157,8 @@ class Trailer(NamedTuple):
 def checked(trailer: Trailer, region: int) -> Trailer:
     """The trailer that `region` has sent, once no number in it can do harm. Equal rows give equal results in all regions.
 
-    A weight outside [0, 1] is brought into it; one that is not a number counts as 0.
-
-    Raises:
-        RegionLostError: another number is one that no region sends.
+    A weight outside [0, 1] is brought into it; one that is not a number counts as 0. Raises RegionLostError if another number
+    is one that no region sends.
     """
     for name, (holds, rule) in _RULES.items():
         value = getattr(trailer, name)

@@ -35,16 +35,11 @@ class Standing(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of the training loop.
+    """A call of the training loop; `number` is its place in their order.
 
     Attributes:
-        number: its place in the order of calls.
-        what: names it in messages.
-        members: who took part when it was made.
-        changes: changes that counted by then.
-        losses: decisions on losses before the present attempt.
-        parties: the members of that attempt.
-        begun: whether the attempt has begun.
+        members: who took part when it was made, when `changes` counted.
+        losses: decisions on losses before the present attempt, in which `parties` take part.
         has: whether this member holds its result.
         stands: whether the result counts by a decision.
     """
@@ -65,18 +60,12 @@ class Part:
     """One process's part in a run.
 
     Attributes:
-        me: this process.
-        elastic: whether the run goes on without a lost region.
-        standing: what it is to the run.
         roster: who takes part in calls that are made now; lost members may still be among them.
-        changes: changes that count now.
-        announced: changes that this process knows and that do not count yet, without gaps.
+        changes: changes that count now; `announced` has those that it knows and that do not count yet, without gaps.
         due: changes up to this number count from the next step on.
-        losses: decisions on losses.
-        lost: tickets of all members that were lost.
+        losses: decisions on losses; `lost` has the tickets of all members that were lost.
         calls: those that have not completed, in order.
-        first: number of the first call that this process takes part in.
-        last: number of the last one, if it leaves; None before.
+        first, last: numbers of the first and the last call that it takes part in; `last` is None until it leaves.
         submitted, done: numbers of the last call that was made, and of the last that has completed.
         frozen: whether no call may complete before a decision.
         missed: members that this process misses, with the reason.
@@ -191,13 +180,9 @@ class Followed:
 
 @dataclass(frozen=True)
 class Marked:
-    """A newcomer has made all inner steps up to a marker of the log that it follows.
+    """A newcomer has made all inner steps up to a marker of the log that it follows. The values are those of the members.
 
-    Attributes:
-        submitted: calls that the members had made.
-        changes, losses, lost: of the members.
-        members: who takes part from the next step on.
-        is_in: whether this process is one of them from there on.
+    `members` take part from the next step on; `is_in`: this process is one of them. `submitted`: calls that they had made.
     """
 
     submitted: int
@@ -285,12 +270,7 @@ class Switched:
 
 @dataclass(frozen=True)
 class Fail:
-    """No call of this process will complete.
-
-    Attributes:
-        member: whose loss ends a fixed run; None if the others have gone on without this process.
-        why: the reason, in words.
-    """
+    """No call of this process will complete. `member`: whose loss ends a fixed run; None if the others went on without it."""
 
     member: Member | None
     why: str

@@ -9,7 +9,7 @@ from .base import Link
 from .records import Record
 
 MOST = 1 << 26
-"""Bytes of a text that a region spreads, at most, if nothing else is said."""
+"""Bytes that a region may spread if its caller sets no limit."""
 
 
 class _Length(NamedTuple):
@@ -27,8 +27,7 @@ def gather(link: Link, own: Record, what: str) -> dict[int, Record]:
 def spread(link: Link, source: int | None, own: bytes, what: str, most: int = MOST) -> bytes:
     """The bytes of region `source`, or of the first member, in every region. A collective call; messages call it `what`.
 
-    Raises:
-        RegionLostError: the region wants to send more than `most` bytes. No memory is taken for them.
+    Raises RegionLostError, before memory is taken, if the region wants to send more than `most` bytes.
     """
 
     def spread_two() -> bytes:

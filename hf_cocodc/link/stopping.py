@@ -1,18 +1,18 @@
 """All regions stop at one inner step, on which they agree through the coordinator.
 
 A request to stop also travels with the next transfer, but that may be a whole round away, and launchers kill after some
-seconds. So a region that must stop asks the coordinator. The coordinator asks every region for a promise: an inner step that
-it does not pass before it has the answer. The answer is the largest of all promises: no region has passed it, and every region
-knows it in time. If a promise is missing for too long, the answer is not to stop. Several regions may ask one after the other,
-and be answered more than once: the first decision to stop counts.
+seconds. So a region that must stop asks the coordinator, which asks every region for a promise: an inner step that it does not
+pass before it has the answer. The answer is the largest of all promises: no region has passed it, and every region knows it in
+time. If a promise is missing for too long, the answer is not to stop. Several regions may ask one after the other, and be
+answered more than once: the first decision to stop counts.
 
 A coordinator that hangs must not stop training: a promise binds for a limited time. A decision that comes later is ignored,
 with a warning. Other regions may have heard of it in time: they stop and leave, and this region ends with RegionLostError at
 its next transfer. All go on from the newest checkpoint that every region has.
 
 The ranks of a region know the same at the same step: at the end of each they begin to find the largest of a few numbers, and
-they look at those of the step before, which have arrived by then. So the leader promises one step more if it has company: at
-that step all ranks hold until it tells them the answer.
+look at those of the step before, which have arrived by then. So a leader with other ranks promises one step more: at that step
+all ranks hold until it tells them the answer.
 """
 
 import logging
@@ -30,10 +30,9 @@ _END_S = 1.0
 
 
 class StopAgreement:
-    """One rank's part in the agreement.
+    """One rank's part in the agreement. `group` is None in a region of one rank.
 
     Args:
-        group: the ranks of this region; None in a region of one rank.
         request: on the leader, asks the coordinator to stop all regions, for a reason; None in a run of one region.
 
     Attributes:
@@ -109,9 +108,7 @@ class StopAgreement:
         """Call at the end of an inner step: whether training may go on to the next one; if not, all regions stop here.
 
         Waits for the answer if this region has promised not to pass this step without it. A collective call of its ranks.
-
-        Raises:
-            LinkError: another rank has died.
+        Raises LinkError if another rank has died.
         """
         self.poll()
         if self._group is not None:
@@ -126,10 +123,7 @@ class StopAgreement:
         return True
 
     def forget(self, inner_step: int) -> None:
-        """Training goes on from another step, on all ranks of all regions: requests and decisions no longer count.
-
-        Does nothing before `start`.
-        """
+        """Training goes on from another step in all regions: forget requests and decisions. Does nothing before `start`."""
         if self._has_started:
             self._told()
             with self._changed:
@@ -190,6 +184,6 @@ class StopAgreement:
             with self._changed:
                 return self._answer_at(inner_step)
 
-        group.lead(find, "the step to stop at", lambda found: [found[0], list(found[1].items())])
+        group.lead(find, "the step to stop at", lambda agreed: [agreed[0], list(agreed[1].items())])
         step, reasons = group.heard
         self._stop_at, self.reasons = step, dict(reasons)

@@ -68,7 +68,7 @@ from .stopping import StopAgreement
 logger = logging.getLogger(__name__)
 
 _CALLS = 1 << 40
-"""The order of an attempt is that of its losses first: so many calls are between two of them."""
+"""Attempts are ordered by their losses first: so many calls fit between two losses."""
 _POLL_S = 0.1
 _FRESH_S = 3.0
 """The coordinator says something every second: one that has not for so long may be frozen, and knows nothing of the others."""
@@ -77,26 +77,19 @@ _LEAVE_S = 1.0
 
 
 class TcpLink:
-    """Reaches the other regions of a run. See `Link` for its methods.
+    """Reaches the other regions of a run. See `Link` for its methods. Raises LinkError if a member cannot be reached.
 
     Args:
         client: has met the other regions (`Client.meet`).
         compared: what this region has told of itself; told again to a coordinator that has forgotten it.
         timeout_s: seconds that `close` waits for calls in progress.
         wait_s: how long a loss waits for a coordinator that is away.
-        pin_memory: whether to keep means in pinned memory, from which a GPU copies faster.
 
     Attributes:
-        me: this process.
-        events: what happened, for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left") and
-            facts.
-        parties: see `Link.parties`.
+        events: for the journal, oldest first: pairs of a kind ("epoch", "retry", "late", "join", "left", "ways") and facts.
         ending: what this region says when the link is closed in good order.
         beat: the part of its heartbeats that the run knows: `doing` and `max_steps`.
         on: called in the client's thread with every message of the coordinator, after the link has heard it.
-
-    Raises:
-        LinkError: a member cannot be reached.
     """
 
     lane, num_lanes = 0, 1
@@ -258,9 +251,9 @@ class TcpLink:
         def make(view: View, regions: tuple[int, ...]) -> Attempt:
             return MeanCall(view, regions, request, self._memory)
 
-        def finish(pending: Pending, found: Arrival) -> Arrival:
-            sent = found.bytes_sent + pending.void_bytes
-            arrival = found._replace(bytes_sent=sent, changes=pending.done.changes)
+        def finish(pending: Pending, attempted: Arrival) -> Arrival:
+            sent = attempted.bytes_sent + pending.void_bytes
+            arrival = attempted._replace(bytes_sent=sent, changes=pending.done.changes)
             mean, state = arrival.result.mean, arrival.result.state
             self._write(pending, "mean", arrival.trailers, mean, state, arrival.seconds, arrival.square)
             if request.then is not None:
@@ -311,10 +304,10 @@ class TcpLink:
             return records
 
         pending = self._submit(what, make, finish)
-        found = pending.wait()
+        all_records = pending.wait()
         self._note(pending.epoch, pending.parties)
         self._gathered = pending
-        return found
+        return all_records
 
     def together(self, call: Callable[[], T], what: str) -> T:
         while True:
@@ -379,11 +372,7 @@ class TcpLink:
     def regroup(self, known: int) -> tuple[int, ...]:
         """Let changes that all members know count at once, while they are too few to train. After a gathering.
 
-        Args:
-            known: the smallest number of a change that any of its records tells.
-
-        Returns:
-            The members from now on; equal in all of them.
+        `known`: the smallest number of a change that any of its records tells. Returns the members now, equal in all of them.
         """
         if self.standing is not Standing.MEMBER:
             return self.members
@@ -422,10 +411,9 @@ class TcpLink:
         self._feed(rules.Followed())
 
     def next_marker(self, timeout_s: float | None = None) -> Marker | None:
-        """The next marker of the log; None if none comes within `timeout_s`. Make all inner steps up to it, then `apply` it.
+        """The next marker; None if none comes in time. Make all inner steps up to it, then `apply` it.
 
-        Raises:
-            LinkError: the log has ended.
+        Raises LinkError if the log has ended.
         """
         assert self._following is not None
         return self._following.next_marker(timeout_s)
@@ -433,8 +421,7 @@ class TcpLink:
     def apply(self, marker: Marker) -> bool:
         """All inner steps up to this marker are made, with their events. Returns whether this process is a member now.
 
-        Raises:
-            LeftBehind: members have let it in, and have missed it since; or one of them cannot be reached.
+        Raises LeftBehind if members have let it in and missed it since, or if one of them cannot be reached.
         """
         if self.standing is Standing.OUT:
             raise self._failure or left_behind(self.region)
@@ -472,11 +459,7 @@ class TcpLink:
         return member in self._hosts and member not in self._gone and member.ticket not in self._part.lost
 
     def stream(self, member: Member, number: int, timeout_s: float, look: Callable[[], object]) -> Stream:
-        """Open a stream to a process, once this one is connected to it; see `Pair.stream`.
-
-        Raises:
-            LinkError: it is not in time.
-        """
+        """Open a stream to a process once it is connected here; see `Pair.stream`. Raises LinkError if it is not in time."""
         until = time.monotonic() + timeout_s
         while self._paired.get(member.region) != member:
             look()
@@ -641,11 +624,11 @@ class TcpLink:
         """Make the attempt in hand, and say that this process holds its result."""
         begin = hand.begin
         try:
-            found = self._begin(hand).run()
+            result = self._begin(hand).run()
             with self._changed:
                 if self._hand is not hand:
                     return
-                hand.pending.found, hand.pending.bytes_sent = found, hand.attempt.bytes_sent  # type: ignore[union-attr]
+                hand.pending.found, hand.pending.bytes_sent = result, hand.attempt.bytes_sent  # type: ignore[union-attr]
                 self._feed(rules.Held(begin.number, begin.losses))
             if self.is_elastic:
                 view, what = hand.view, hand.pending.what
@@ -677,7 +660,7 @@ class TcpLink:
             return hand.attempt
 
     def _abandon(self) -> None:
-        """Leave the thread alone that makes an attempt: it may hang. Another one takes its place."""
+        """Leave the thread alone that makes an attempt, which may hang. Another one takes its place."""
         hand, self._hand = self._hand, None
         self.wire.waits.end()
         if hand is not None and hand.view is not None:
@@ -902,7 +885,7 @@ class TcpLink:
     # ---- connections --------------------------------------------------------------------------------------------------
 
     def _connect_all(self, welcome: Welcome) -> None:
-        """Connect to all that are there. With those that have met at the start this waits; a newcomer's connections come."""
+        """Connect to all that are there. At the start of a run this waits for them; a newcomer's connections come later."""
         others = [place.member for place in (*welcome.members, *welcome.others) if place.member != self.me]
         if welcome.joins:
             for other in others:
@@ -998,8 +981,8 @@ class TcpLink:
 
     def _tell_epoch(self, why: str, **facts: int) -> None:
         number, members = self.epoch
-        told = {"epoch": number, "losses": self._part.losses, "members": list(members), "why": why}
-        self.events.append(("epoch", {**told, **facts}))
+        common = {"epoch": number, "losses": self._part.losses, "members": list(members), "why": why}
+        self.events.append(("epoch", {**common, **facts}))
         logger.info("epoch %d: regions %s (%s)", number, ", ".join(map(str, members)), why)
 
     def _lost_in_words(self, lost: Collection[Member]) -> str:
@@ -1028,8 +1011,8 @@ class TcpLink:
 
         def make() -> Entry:
             kept = values.to("cpu", copy=True)  # the engine overwrites the mean
-            told = pending.done.number, kind, pending.what, pending.epoch, pending.parties
-            return Entry(*told, rows_of(records), kept, drop_residuals(state), seconds, square)
+            header = pending.done.number, kind, pending.what, pending.epoch, pending.parties
+            return Entry(*header, rows_of(records), kept, drop_residuals(state), seconds, square)
 
         self._sinks.write(make, pending.done.number)
 
@@ -1040,7 +1023,7 @@ class TcpLink:
             self._epochs.append(epoch)
 
     def _without_log(self, error: BaseException) -> BaseException:
-        """The log has ended, and a call waits for its entry. A member has no other way to get this result."""
+        """The error of a call whose entry will not come. A member has no other way to get this result."""
         if self.standing is Standing.MEMBER:
             why = f"it has not received all that was sent before it came in: {error}"
             error = left_behind(self.region, why)

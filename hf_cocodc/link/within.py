@@ -44,13 +44,9 @@ def main_says(
 ) -> Value:
     """What `find` returns in the region's main process, in all of its ranks. A collective call of the region's ranks.
 
-    `find` may read for longer than a collective call may take: the other ranks wait for it without a time-out.
-
-    Args:
-        read: the value again, from what JSON makes of it.
-
-    Raises:
-        Exception: what `find` has raised, in the main process; in the other ranks an error of the same kind, or LinkError.
+    `find` may take longer than a collective call may: the other ranks wait for it without a time-out. `read` makes the value
+    again from what JSON makes of it. Raises what `find` has raised, in the main process; in the other ranks an error of the
+    same kind, or LinkError.
     """
 
     value: Any = None

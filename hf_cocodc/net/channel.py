@@ -16,21 +16,19 @@ from .keys import Identity
 logger = logging.getLogger(__name__)
 
 MAX_LINE = 256 << 10
-"""Bytes of the longest line that is written. What sends a longer one is not one of ours, or has gone mad."""
+"""Bytes of the longest line that is written. Whatever sends a longer one is not one of ours, or has gone mad."""
 _MOST_UNSENT = 16 << 20
 """Bytes that wait for the other end at most: then the connection ends."""
 _CHUNK = 64 << 10
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Routers forget connections that are silent, some after 30 s. One on which nothing answers for as long has ended."""
+"""Routers forget silent connections, some after 30 s. A connection on which nothing answers for as long has ended."""
 
 
 class Channel:
-    """A connected socket (or one that is just connecting) with what it has still to send and what it has half received.
+    """A connected or just connecting socket, which never blocks, with what is still to be sent and what is half received.
 
     Attributes:
-        socket: does not block.
-        longest: bytes of the longest line that is read. A longer one is skipped.
-        has_skipped: whether there was one.
+        longest: bytes of the longest line that is read. A longer one is skipped, and sets `has_skipped`.
         ended: whether the other end has closed the connection, or it has failed.
         is_protected: whether the other end has proven itself (see `protect`).
         is_denied: whether it has not: it has another identity, or does not speak TLS.
@@ -191,11 +189,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def line_of(message: Mapping[str, Any], longest: int = MAX_LINE) -> bytes:
-    """A message as a line.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """A message as a line. Raises ValueError if it is too long."""
     line = json.dumps(message).encode() + b"\n"
     if len(line) > longest:
         raise ValueError(f"a message of {len(line)} bytes is longer than a line of {longest} bytes")
@@ -204,12 +198,12 @@ def line_of(message: Mapping[str, Any], longest: int = MAX_LINE) -> bytes:
 
 def _message(line: bytes | bytearray) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        message = json.loads(line)
         if b"\\ud" in line.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # half of a character could not be shown
+            json.dumps(message, ensure_ascii=False).encode()  # half of a character could not be shown
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return message if isinstance(message, dict) else None
 
 
 def _close_copies() -> None:

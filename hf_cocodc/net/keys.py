@@ -4,8 +4,8 @@ With its identity, each end of a connection to the coordinator proves that it ha
 which the key signs. Both follow from the secret, so every process makes the very same certificate, and takes no other.
 
 What processes send each other otherwise is sealed with AES-256-GCM. One cipher is for one direction, and has a key that nothing
-else has. A message carries its number, so no two messages have the same nonce, and what is bound to it (`about`) must be equal at
-both ends: a message cannot be put into another's place.
+else has. A message carries its number, so no two have the same nonce, and what is bound to it (`about`) must be equal at both
+ends: a message cannot be put into another's place.
 """
 
 import datetime
@@ -31,7 +31,7 @@ from ..errors import LinkError
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-"""Of a secret. A shorter one could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
+"""A shorter secret could be guessed: whoever has recorded a conversation tries as fast as machines compute."""
 
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hf_cocodc")])
 _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 12, 31)
@@ -44,11 +44,7 @@ _NO_ROOM = b"\0\0\0\0"
 
 
 class Keys:
-    """A key, and the keys that follow from it (HKDF with SHA-256, RFC 5869). It is never shown.
-
-    Args:
-        raw: 32 bytes.
-    """
+    """A key of 32 bytes, and the keys that follow from it (HKDF with SHA-256, RFC 5869). It is never shown."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -79,11 +75,7 @@ def new_secret() -> str:
 
 
 class Identity:
-    """A key and a certificate that all who have a secret share; made by `identity`.
-
-    Attributes:
-        certificate: in DER, equal in every process with the secret.
-    """
+    """A key and a certificate (DER), equal in every process with the secret; made by `identity`."""
 
     def __init__(self, keys: Keys) -> None:
         private = Ed25519PrivateKey.from_private_bytes(keys.of("identity").raw)
@@ -131,11 +123,7 @@ class Altered(LinkError):
 
 
 class Cipher:
-    """Seals messages at one end, or opens them at the other: number (8 bytes), message in AES-256-GCM, its tag (16 bytes).
-
-    Attributes:
-        overhead: bytes by which a sealed message is longer.
-    """
+    """Seals messages at one end, opens them at the other: number (8 bytes), AES-256-GCM, tag (16). `overhead`: bytes added."""
 
     overhead = _NUMBER + _TAG
 
@@ -145,14 +133,7 @@ class Cipher:
         self._lock = threading.Lock()
 
     def seal(self, data: Any, about: bytes = b"") -> bytes:
-        """A message for the other end. Any thread may call it.
-
-        Args:
-            data: bytes, or anything with a buffer of bytes.
-
-        Raises:
-            LinkError: the key has sealed 2**63 messages.
-        """
+        """A message (any buffer of bytes) for the other end. Any thread may call it. Raises LinkError after 2**63 messages."""
         with self._lock:
             number = self._num_sealed
             if number >= _END:
@@ -173,10 +154,10 @@ class Cipher:
 
 
 Ciphers = tuple[Cipher, Cipher]
-"""What seals what this end sends, and what opens what comes."""
+"""(outgoing, incoming)."""
 
 
 def ciphers(keys: Keys, is_first: bool) -> Ciphers:
-    """Those of one of two ends; exactly one of the two `is_first`. `keys`: no other conversation has them."""
+    """The (outgoing, incoming) ciphers of one end; exactly one end `is_first`. No other conversation has these `keys`."""
     ways = [Cipher(keys.of("aes-gcm", way)) for way in ("from the first", "to the first")]
     return (ways[0], ways[1]) if is_first else (ways[1], ways[0])

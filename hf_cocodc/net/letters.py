@@ -14,24 +14,16 @@ _LONGEST_HOST = 255
 
 
 class Member(NamedTuple):
-    """A process of a region that takes part.
-
-    Attributes:
-        region: the region's number.
-        ticket: a number that no other process of this run has.
-    """
+    """A process of a region that takes part. No other process of this run has its `ticket`."""
 
     region: int
     ticket: int
 
 
 class Whereabouts(NamedTuple):
-    """Where a process listens, and what the other end has to say first there.
+    """Where a process listens, and the token that the other end must say first there.
 
-    Attributes:
-        addresses: pairs of a host and a port.
-        token: for callers of this pair.
-        share: this process's part of what the keys of the pair come from. It is never said where anybody else might hear it.
+    `share` is this process's part of what the pair's keys come from. It is never said where anybody else might hear it.
     """
 
     addresses: tuple[tuple[str, int], ...]
@@ -47,18 +39,18 @@ class Whereabouts(NamedTuple):
 
 
 def from_plain(plain: Mapping[str, Any]) -> Whereabouts:
-    """What another process tells. Raises ValueError if it is none of ours."""
+    """What another process tells. Raises ValueError if it is no `Whereabouts`."""
     try:
-        token, share, found = bytes.fromhex(plain["token"]), bytes.fromhex(plain["share"]), plain["at"]
+        token, share, places = bytes.fromhex(plain["token"]), bytes.fromhex(plain["share"]), plain["at"]
         sizes = len(token), len(share)
         if (
-            not isinstance(found, list)
-            or not 1 <= len(found) <= _MOST_ADDRESSES
+            not isinstance(places, list)
+            or not 1 <= len(places) <= _MOST_ADDRESSES
             or sizes != 2 * (TOKEN_BYTES,)
         ):
             raise ValueError(f"{str(plain)[:200]} says nowhere")
         addresses = []
-        for host, port in found:
+        for host, port in places:
             if not isinstance(host, str) or not 0 < len(host) <= _LONGEST_HOST:
                 raise ValueError(f"{str(host)[:80]!r} is no host")
             addresses.append((host, whole(port, 1, 65535)))
@@ -93,15 +85,7 @@ class Letters:
 
 
 class Introduction(NamedTuple):
-    """Two processes tell each other where they listen.
-
-    Attributes:
-        other: the process at the other end.
-        key: the same at both ends; no other introduction of these two processes ever has it.
-        send: sends content to that process.
-        letters: what that process sends.
-        timeout_s: how long to wait for it.
-    """
+    """Lets two processes tell each other where they listen. `key` is the same at both ends, and they never use it again."""
 
     other: Member
     key: str

@@ -1,8 +1,8 @@
-"""How fast the kernel sends: the rate limit, which spreads what a connection sends evenly over time (Linux, SO_MAX_PACING_RATE),
-and TCP's congestion control.
+"""How fast the kernel sends: TCP's congestion control, and the rate limit, which spreads what a connection sends evenly over
+time (Linux, SO_MAX_PACING_RATE).
 
-What a region sends in one go fills the buffer before a slow link. Packets are dropped there, and a connection that loses them is
-slow for seconds; with bbr it is not.
+What a region sends in one go fills the buffer before a slow link. Packets are dropped there, and a connection that loses them
+is slow for seconds; with bbr it is not.
 """
 
 import functools
@@ -42,8 +42,7 @@ def pace(connection: socket.socket, rate: float) -> bool:
 def congestion_of(wanted: str) -> str | None:
     """The congestion control for `regions.congestion`; None for that of the machine, which "auto" keeps where there is no bbr.
 
-    Raises:
-        InputError: this process may not use the one that is named.
+    Raises InputError if this process may not use the one that is named.
     """
     if wanted == "system":
         return None

@@ -1,7 +1,7 @@
 """The one port on which a region listens. It hands each caller to whoever expects it; a stranger costs next to nothing.
 
-A caller begins with a token, which this region has given it over the coordinator, or over a connection that is there already, and
-with a number, which says what for.
+A caller begins with a token, which this region has given it over the coordinator or over an existing connection, and with a
+number, which says what for.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _GREET_S = 5.0
 _MOST_CALLERS = 64
 """Callers that have not said theirs. For one more, the oldest is closed: an honest one says it with its first packet."""
 _AT_ONCE = 32
-"""Callers that are accepted before others are heard again."""
+"""Callers that are accepted before others have their turn."""
 _BACKLOG = 1024
 _PAUSE_S = 0.2
 
@@ -46,17 +46,9 @@ class _Stranger:
 
 
 class Port:
-    """Listens, in a thread of its own.
+    """Listens on `number`, in a thread of its own. Raises InputError if this machine cannot listen there.
 
-    Args:
-        host: the address of this machine on which to listen; empty for all that it has.
-        port: 0 for any that is free.
-
-    Attributes:
-        number: the port.
-
-    Raises:
-        InputError: this machine cannot listen there.
+    `host` is empty for all addresses of this machine, `port` 0 for any port that is free.
     """
 
     def __init__(self, host: str, port: int = 0) -> None:
@@ -170,12 +162,8 @@ def dial(
 ) -> socket.socket:
     """A connection to another region's port, on which token and number were said; or one through the relay.
 
-    Args:
-        own: the address of this machine to call from; empty for any.
-        role: at the relay, which of the two ends this is: then it waits for the other one.
-
-    Raises:
-        OSError: nobody answers there, or the other end does not come.
+    `own`: the address to call from; empty for any. `role`: at the relay, which of the two ends this is: then it waits for the
+    other one. Raises OSError if nobody answers there, or the other end does not come.
     """
     connection = socket.create_connection((host, port), timeout_s, (own, 0) if own else None)
     try:

@@ -17,7 +17,7 @@ from .port import dial
 from .relay import role_at_relay
 
 REACH_S = 10.0
-"""Where nobody has been reached after so many seconds, no way exists."""
+"""If nobody has been reached after so many seconds, no way exists."""
 _HEAD_START_S = 0.5
 """The region with the higher number tries so much later: the other one's way is as good."""
 _RELAY_S = 3.0
@@ -27,13 +27,7 @@ _ASK, _YES = b"?", b"!"
 
 
 class Found(NamedTuple):
-    """A connection on which both ends have agreed.
-
-    Attributes:
-        connection: it blocks.
-        address: where this end has called; None if the other end has.
-        is_relayed: whether both have called the relay.
-    """
+    """A connection (it blocks) on which both ends have agreed. `address`: where this end called; None if the other one did."""
 
     connection: socket.socket
     address: tuple[str, int] | None
@@ -45,13 +39,9 @@ class NotReached(Exception):
 
 
 class Search:
-    """The search of one end.
+    """The search of one end. One end asks for agreement on each connection (`asks`); the other one agrees to one of them.
 
-    Args:
-        asks: whether this end asks for agreement on each connection; the other end agrees to one of them.
-        timeout_s: seconds for the other end to agree, once a connection is there.
-        own: the address of this machine to call from; empty for any.
-        relay: where the relay listens; None if there is none.
+    `timeout_s`: seconds for the other end to agree, once a connection is there. `own`: the address to call from; empty for any.
     """
 
     def __init__(
@@ -71,13 +61,9 @@ class Search:
         ).start()
 
     def run(self, theirs: Whereabouts, ticket: bytes = b"") -> Found:
-        """Search until both ends have agreed.
+        """Search until both ends have agreed. `ticket`: for the relay, the same at both ends.
 
-        Args:
-            ticket: for the relay; the same at both ends.
-
-        Raises:
-            NotReached: they have not. Its text says what was tried from here.
+        Raises NotReached if they have not agreed; its text says what was tried from here.
         """
         began = time.monotonic()
         calls = [(theirs.addresses, theirs.token, 0.0 if self._asks else _HEAD_START_S, False)]
@@ -92,14 +78,14 @@ class Search:
                 break
         with self._lock:
             self._over.set()
-            others, found = list(self._candidates), self._found
+            others, chosen = list(self._candidates), self._found
         for each in others:
             _end(each)
-        if found is None:
+        if chosen is None:
             relay = () if self._relay is None else (self._relay,)
             raise NotReached(self._tried((*theirs.addresses, *relay)))
-        found.connection.settimeout(None)
-        return found
+        chosen.connection.settimeout(None)
+        return chosen
 
     def _tried(self, addresses: Sequence[tuple[str, int]]) -> str:
         return " and ".join(

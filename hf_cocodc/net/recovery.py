@@ -1,4 +1,4 @@
-"""Broken connections to another region come back. The region is lost if its process has ended, or does not come back in time."""
+"""Broken connections to a region come back. The region is lost if its process has ended, or does not come back in time."""
 
 import logging
 import math
@@ -16,12 +16,12 @@ _AGAIN_S = 0.1
 _HEARD_S = 5.0
 """The coordinator may lose a process so much earlier than the others do."""
 _GRACE_S = 5.0
-"""A router that was started anew breaks all connections of a region at once, to the coordinator too: it has so long to call it
-again. It notices the break with its next heartbeat."""
+"""A restarted router breaks all connections of a region at once. The region has so long to call the coordinator again: it
+notices the break with its next heartbeat."""
 
 
 class Denied(ConnectionLost):
-    """The machine of the other end says that its process is not there, or does not know the connection."""
+    """The other end's machine says that its process is not there, or that it does not know the connection."""
 
 
 class NotBack(ConnectionLost):
@@ -29,11 +29,9 @@ class NotBack(ConnectionLost):
 
 
 class Liveness(NamedTuple):
-    """What the coordinator knows of the process at the other end.
+    """Whether the coordinator `answers` (it has said something a moment ago), and what it knows of the other end's process.
 
-    Attributes:
-        answers: whether the coordinator has said something a moment ago.
-        ended_at: when its own connection to that process has ended, by the monotonic clock; minus infinity if it has not.
+    `ended_at`: when its own connection to that process ended, by the monotonic clock; minus infinity if it has not.
     """
 
     answers: bool = False
@@ -45,9 +43,7 @@ def verdict(
 ) -> ConnectionLost | None:
     """The error if the process at the other end of a broken connection is lost; None while it may come back.
 
-    Args:
-        now: by the monotonic clock.
-        is_denied: whether its machine denies that it is there.
+    `is_denied`: whether its machine denies that it is there. All times are of the monotonic clock.
     """
     if now - broken_at > timeout_s:
         return ConnectionLost(CLOSED) if is_denied else NotBack("it has not come back in time")

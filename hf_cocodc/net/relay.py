@@ -1,7 +1,7 @@
 """The relay: a process that carries bytes between two regions neither of which can call the other one.
 
-Both call it with one ticket, and it passes on what each of them says to the other one. It cannot read it: regions seal what they
-send. It is a process of its own, so that bytes never delay what the coordinator decides: `python -m hf_cocodc.net.relay`.
+Both call it with one ticket, and it passes on what each of them says to the other one. It cannot read that: regions seal what
+they send. It is a process of its own, so that bytes never delay what the coordinator decides: `python -m hf_cocodc.net.relay`.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ JOINED = b"+"
 
 
 def ticket(keys: Keys | None, *about: bytes) -> bytes:
-    """A ticket about something; both ends of a pair make the same one. Without the keys of a secret nobody can make one."""
+    """A ticket about something; both ends of a pair make the same one. Without the keys of the secret nobody can make it."""
     nonce = hashlib.sha256(b"".join(about)).digest()[:_NONCE_BYTES]
     return nonce + _tag(keys, nonce)
 
 
 def role_at_relay(is_first: bool) -> bytes:
-    """What a caller says of itself: nobody must be joined to what it has said before."""
+    """What a caller says of its end: nobody must be joined to what it has said before."""
     return bytes([is_first])
 
 
@@ -84,12 +84,7 @@ class _Rate:
 
 
 class Relay:
-    """Joins callers, in an asyncio loop.
-
-    Args:
-        secrets: tickets come from one of them; if there is none, every ticket counts.
-        rate: bytes a second that all connections carry together; None for no limit.
-    """
+    """Joins callers. Without `secrets` every ticket counts. `rate`: bytes a second of all connections together, or None."""
 
     def __init__(self, secrets: Iterable[Keys], rate: float | None, say: Callable[[str], None]) -> None:
         self._secrets: list[Keys | None] = [*secrets] or [None]
@@ -141,8 +136,8 @@ class Relay:
         finally:
             self._num_strangers -= 1
 
-    def _is_good(self, said: bytes) -> bool:
-        nonce, tag = said[:_NONCE_BYTES], said[_NONCE_BYTES:]
+    def _is_good(self, claimed: bytes) -> bool:
+        nonce, tag = claimed[:_NONCE_BYTES], claimed[_NONCE_BYTES:]
         return any(hmac.compare_digest(_tag(keys, nonce), tag) for keys in self._secrets)
 
     def _forget(self) -> None:
@@ -181,10 +176,9 @@ class Relay:
 
 
 class RelayProcess:
-    """Runs the relay in a process of its own, and starts it again if it ends. It ends with this process, however that ends.
+    """Runs the relay in a process of its own, and restarts it if it ends. It ends with this process, however that ends.
 
-    Raises:
-        InputError: this machine cannot listen there.
+    Raises InputError if this machine cannot listen there.
     """
 
     def __init__(

@@ -6,18 +6,15 @@ MOST = (1 << 53) - 1
 """No count of ours is larger: so far fp64 tells whole numbers apart."""
 
 
-def whole(said: Any, least: int = 0, most: int = MOST) -> int:
-    """A whole number in least .. most, as it is.
+def whole(value: Any, least: int = 0, most: int = MOST) -> int:
+    """A whole number in least .. most, as it is. Raises ValueError if it is something else.
 
     >>> whole(3)
     3
     >>> whole(True)
     Traceback (most recent call last):
     ValueError: True is no whole number in 0 .. 9007199254740991
-
-    Raises:
-        ValueError: it is something else.
     """
-    if type(said) is not int or not least <= said <= most:
-        raise ValueError(f"{str(said)[:40]} is no whole number in {least} .. {most}")
-    return said
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is no whole number in {least} .. {most}")
+    return value

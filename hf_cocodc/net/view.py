@@ -34,12 +34,11 @@ class Revoked(LinkError):
 
 
 class Waits:
-    """What this region waits for now, and since when: for its heartbeats.
+    """What this region waits for now, and since when: for its heartbeats. Times are of the monotonic clock.
 
     Attributes:
         region: from which something is awaited; None if nothing is.
-        what: names the transfer.
-        late_since: since when that region has not come to the transfer, by the monotonic clock; None once it has.
+        late_since: since when that region has not come to the transfer; None once it has.
         moved_at: when something of a transfer has last arrived or left.
     """
 
@@ -66,11 +65,7 @@ class Waits:
 
 
 class Throttle:
-    """Keeps the rate limit of all that a region sends, where the kernel does not (`pacing`).
-
-    Attributes:
-        rate: bytes per second; None for no limit.
-    """
+    """Keeps the rate limit (bytes per second, or None) of all that a region sends, where the kernel does not (`pacing`)."""
 
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
@@ -92,17 +87,13 @@ class View:
     """Some regions of a wire, by their positions, for the messages of one transfer between them.
 
     Args:
-        pairs: the pairs with other regions, by region.
         connections: number of connections for which a message is cut into pieces, equal in all regions.
         timeout_s: seconds after which an operation that another region has begun counts as failed; None for never.
         explain: makes the error for a failed operation: (region, what, seconds waited, the failure).
 
     Attributes:
         regions: the regions, in order; a position is an index into them.
-        region: the position of this region.
-        num_regions: number of regions.
-        others: the positions of the other regions.
-        connections: number of connections for which a message is cut into pieces.
+        region: the position of this region; `others` are those of the others.
         rtt_s: seconds of a round trip to the most distant region.
     """
 
@@ -134,10 +125,7 @@ class View:
         return next(self._tags)
 
     def send(self, region: int, payload: Tensor, tag: int, index: int, what: str) -> UnderWay:
-        """Wait until the rate limit allows it, then start to send bytes on payload connection `index`.
-
-        Encryption adds 24 bytes to each message.
-        """
+        """Wait for the rate limit, then start to send bytes on payload connection `index`. Encryption adds 24 bytes."""
         self._throttle.wait(payload.numel(), self._revoked)
         return self._start(region, index, "send", payload, tag, what)
 
@@ -148,9 +136,7 @@ class View:
     def wait(self, pending: Iterable[UnderWay], what: str, may_be_late: bool = False) -> None:
         """Wait for operations. A region that `may_be_late` is waited for until the coordinator says that it is lost.
 
-        Raises:
-            RegionLostError: an operation failed; the message names the region, and the reason if the region left one.
-            Revoked: the view was revoked.
+        Raises RegionLostError if an operation failed (it quotes the note that the region left, if any), and Revoked.
         """
         for region, operation in pending:
             self._check()
@@ -180,7 +166,7 @@ class View:
     def round_trip_s(self) -> float:
         """The shortest of several tries: in the first ones regions may still come.
 
-        What a region says in the second swap it says once it has heard the others in the first one.
+        Two swaps make a round trip: a region begins the second one once it has heard the others in the first.
         """
         tries = []
         for _ in range(4 if self.others else 0):
@@ -256,12 +242,7 @@ def _open(region: int, cipher: Cipher, sealed: Tensor, asked: Tensor, about: byt
 
 
 class Swap(NamedTuple):
-    """A swap of small tensors in progress.
-
-    Attributes:
-        values: of all regions, in their order; valid once `pending` has ended.
-        pending: all operations.
-    """
+    """A swap of small tensors in progress. `values`: of all regions, in their order; valid once `pending` has ended."""
 
     values: list[Tensor]
     pending: list[UnderWay]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FIRST = 0
 """Order of the first messages of a pair: all other views have a higher one."""
 _MOST_ASKED = 64
-"""What regions.connections may ask for."""
+"""The most that regions.connections may ask for."""
 _THREADS = 16
 """The most pairs that meet at the same time."""
 _LONG_S = 0.005
@@ -33,9 +33,9 @@ _LONG_S = 0.005
 _SOON = 0.25
 """Share of the time-out in which a piece must have travelled."""
 _NEWS_S = 0.1
-"""A region's last note, which replaces an earlier one, may come over the coordinator so much later than the connections close."""
+"""A region's last note, which replaces an earlier one, may come over the coordinator so long after the connections close."""
 _NOTE_S = 0.5
-"""The note of a region may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
+"""A region's note may arrive so long after its connections have closed. Who goes on without it does not wait for that."""
 
 
 class Wire:
@@ -51,14 +51,10 @@ class Wire:
         num_lanes: wires of this region; they share the network.
         is_patient: whether a transfer waits as long as it is not void. A healthy region may send nothing because it waits for a
             frozen one; a time-out would close the connections to it, even after the transfer has become void.
-        congestion: TCP's congestion control of payload connections: see `pacing.congestion_of`.
-        keys: of the run's secret: with them, all that is sent is sealed. None without a secret.
+        congestion: of payload connections: see `pacing.congestion_of`.
+        keys: of the run's secret: with them, all that is sent is sealed.
 
     Attributes:
-        address: see the argument.
-        port: on which this region listens.
-        addresses: pairs of a host and a port at which others reach this region.
-        waits: what this region waits for now.
         relay: where the relay listens; None if there is none.
         note_of: the note that a region left about why it leaves, if any; waits for it for so many seconds.
 
@@ -107,7 +103,7 @@ class Wire:
 
     @property
     def ways(self) -> dict[int, str]:
-        """Of each region that is connected, see `Pair.way`."""
+        """The `Pair.way` of each region that is connected."""
         with self._lock:
             return {region: pair.way for region, pair in sorted(self._pairs.items())}
 
@@ -116,12 +112,8 @@ class Wire:
     ) -> None:
         """Connect to one other region; blocks until it has called, too. Other pairs may work meanwhile.
 
-        Args:
-            introduction: how both ends tell each other where they listen.
-            claim: called when the connections are there, before they count; returns whether they are still wanted.
-
-        Raises:
-            LinkError: the connections could not be made in time, or are not wanted any more.
+        `claim` is called when the connections are there, before they count; it returns whether they are still wanted. Raises
+        LinkError if they are not, or could not be made in time.
         """
         pair = self._pair(region)
         try:
@@ -140,11 +132,8 @@ class Wire:
     def connect_all(self, introductions: Mapping[int, Introduction]) -> int:
         """Connect to other regions. The longest round trip decides for all pairs.
 
-        Returns:
-            The number of payload connections of each pair, equal in all regions.
-
-        Raises:
-            LinkError: the connections could not be made in time.
+        Returns the number of payload connections of each pair, equal in all regions. Raises LinkError if one is not made in
+        time.
         """
         others = sorted(introductions)
         pairs = [self._pair(other) for other in others]
@@ -161,23 +150,19 @@ class Wire:
         return count
 
     def drop(self, region: int) -> None:
-        """Close the connections to a region, if there are any: operations on them fail at both ends. No other pair is touched."""
+        """Close the connections to a region, if any: operations on them fail at both ends. No other pair is touched."""
         with self._lock:
             pair = self._pairs.pop(region, None)
         if pair is not None:
             pair.close()
 
     def view(self, regions: Iterable[int], order: int, connections: int | None = None) -> View:
-        """What one transfer uses.
+        """What one transfer between this region and others uses. Raises LinkError if one of them is not connected.
 
         Args:
-            regions: this region and regions to which it is connected.
             order: equal in all participants, and higher than that of any view that one of them has had before.
             connections: for how many connections a message is cut into pieces. By default as many as a pair can have: pairs
                 that were connected one by one differ, and all participants must cut alike.
-
-        Raises:
-            LinkError: a region is not connected.
         """
         with self._lock:
             others = set(regions) - {self.region}
@@ -191,11 +176,7 @@ class Wire:
     def stream(
         self, region: int, number: int, timeout_s: float, look: Callable[[], object] = lambda: None
     ) -> Stream:
-        """Open a stream to a region to which this wire is connected; see `Pair.stream`.
-
-        Raises:
-            LinkError: the region is not connected, or cannot be reached.
-        """
+        """Open a stream to a region; see `Pair.stream`. Raises LinkError if it is not connected, or cannot be reached."""
         with self._lock:
             pair = self._pairs.get(region)
         if pair is None:
@@ -264,10 +245,10 @@ class Wire:
 
         A pair that is made alone has a power of two: messages are cut for MAX_CONNECTIONS then, and load so many equally.
         """
-        found = {pair.region: pair for pair in pairs}
+        by_region = {pair.region: pair for pair in pairs}
         with self._lock:
-            room = max(MAX_SOCKETS // max(len(self._pairs | found), 1) - 1, 1)
-        first = self._view(found, FIRST)
+            room = max(MAX_SOCKETS // max(len(self._pairs | by_region), 1) - 1, 1)
+        first = self._view(by_region, FIRST)
         rtt_s = first.round_trip_s()
         wanted = connections_for(rtt_s, self._rate)
         if alone:
@@ -314,11 +295,7 @@ def died(region: int, here: int, what: str) -> RegionLostError:
 
 
 def _count_in(theirs: float, region: int) -> int:
-    """The number of connections that a region asks for.
-
-    Raises:
-        RegionLostError: it is none that a region of this version asks for.
-    """
+    """The number of connections that a region asks for. Raises RegionLostError if no region of this version asks for it."""
     if theirs not in range(1, _MOST_ASKED + 1):
         raise RegionLostError(
             region,

@@ -11,7 +11,7 @@ __all__ = ["choose", "closings", "fragments", "merges", "outer", "own"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a part at its first use: most import torch, which takes seconds, and a command checks settings before that."""
+    """Import a part at its first use: torch takes seconds to import, and commands check settings before that."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f".{name}", __name__)

@@ -3,19 +3,18 @@
 from torch import nn
 
 Block = tuple[str, ...]
-"""Names of the modules of one block; more than one if a model keeps its attention and its MLPs in lists of their own."""
+"""Names of the modules of one block; several if a model keeps its attention and its MLPs in lists of their own."""
 _Stack = dict[str, nn.Module]
-"""The children of a module that numbers them (a ModuleList, a Sequential, a ModuleDict with keys 0, 1, ...), by full name."""
+"""Children of a module that numbers them (a ModuleList, a Sequential, a ModuleDict with keys 0, 1, ...), by full name."""
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """The transformer blocks of a model, in order; of a composite one (text, vision, audio) those of every part.
+    """The transformer blocks of a model in order, of every part of a composite one (text, vision, audio).
 
-    A stack is a module with numbered children. Its blocks are the children that have modules of their own: a list of
-    embeddings or heads has none. Stacks inside a block (experts) do not count. Stacks of one length, side by side in one
-    module, form blocks together (XLM).
-
-    If no child of a stack has modules of its own, the blocks are the children of the stack with the most parameters.
+    A stack is a module with numbered children. Its blocks are the children that have modules of their own: a list of embeddings
+    or heads has none. Stacks inside a block (experts) do not count. Stacks of one length, side by side in one module, form
+    blocks together (XLM). If no child of a stack has modules of its own, the blocks are the children of the stack with the most
+    parameters.
 
     >>> def layer():
     ...     return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -34,7 +33,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def _stacks(module: nn.Module, prefix: str) -> list[_Stack]:
-    """The outermost stacks. A Sequential around one whole model (sentence-transformers) is none."""
+    """The outermost stacks, but not a Sequential around one whole model (sentence-transformers)."""
     children = {f"{prefix}{name}": child for name, child in module.named_children()}
     inside = [stack for name, child in children.items() for stack in _stacks(child, f"{name}.")]
     is_numbered = bool(children) and all(name.rpartition(".")[2].isdigit() for name in children)

@@ -1,6 +1,6 @@
-"""From settings to parts: each function takes settings as a recipe writes them and returns the part that they name.
+"""From settings to parts: each function returns the part that settings of a recipe name.
 
-`demands.check` has checked them before, also against each other.
+`demands.check` has checked the settings before, also against each other.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from .outer import OuterTransform
 
 
 def pattern(name: str, num_fragments: int, split_rows: bool) -> Pattern:
-    """The fragment pattern called `name`, for `num_fragments` fragments; `split_rows` counts only for more than one."""
+    """The fragment pattern called `name`; `split_rows` counts only for more than one fragment."""
     demands.one_of("fragment_pattern", name, demands.PATTERNS)
     if name == "whole":
         return fragments.whole()
@@ -35,9 +35,9 @@ def codec(
     decay: float = 1.0,
     top_k: int | None = None,
 ) -> Codec:
-    """The codec called `name`, inside `feedback` if `error_feedback`, and inside `radial` if that is the `mean`.
+    """The codec called `name`, or a user's own, inside `feedback` if `error_feedback`, inside `radial` if that is the `mean`.
 
-    Instead of a name, a codec of a user's own. The rank arguments count only for lowrank, `top_k` only for top-k.
+    The rank arguments count only for lowrank, `top_k` only for top-k.
     """
     if not isinstance(name, str):
         chosen = name
@@ -70,8 +70,5 @@ def penalty(value: float | str) -> OuterTransform:
 
 
 def clip(value: float | str, sync_interval: int) -> float | None:
-    """CO2's bound on the outer momentum in inner learning rates, from one in rounds of `sync_interval` inner steps.
-
-    None for "none".
-    """
+    """CO2's bound on the outer momentum, in inner learning rates, from one in rounds; None for "none"."""
     return None if value == "none" else float(value) * sync_interval

@@ -1,6 +1,6 @@
 """Which values settings of a method may have together. No torch: a command checks them before it loads anything.
 
-The settings have their names in the section `outer` of a recipe. A method that does not take one has no rule for it.
+The settings have their names in the section `outer` of a recipe; rules about one that a method lacks do not apply.
 """
 
 import math
@@ -28,7 +28,7 @@ def is_own(name: object) -> TypeGuard[str]:
 
 
 def one_of(setting: str, name: str, known: Sequence[str], more: str = "") -> None:
-    """Raise InputError if `name` is not among the known ones; `more`: the end of the message."""
+    """Raise InputError if `name` is not among the known ones; `more` ends the message."""
     if name not in known:
         raise InputError(f"outer.{setting}={shown(name)} is not known.{nearest(name, known)}{more}")
 
@@ -41,11 +41,7 @@ def mixing_alpha(given: float | None, overlap_steps: int | str) -> float:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Check all settings that a method takes, its defaults among them.
-
-    Raises:
-        InputError: a name is not known, or two settings contradict each other.
-    """
+    """Check all settings of a method, defaults included. Raises InputError for an unknown name, or a contradiction of two."""
     for rule in (_fragments, _codec, _merge, _overlap, _sends, _penalty, _clip):
         rule(settings)
 

@@ -16,7 +16,7 @@ from .blocks import Block, find_blocks
 from .tensors.flat import local_shard, split_views
 
 EVEN = 1.1
-"""With `split_rows` nothing that is outside the blocks makes a fragment larger than this, relative to the mean fragment."""
+"""With `split_rows`, what is outside the blocks makes no fragment larger than this multiple of the mean fragment."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class Fragment:
     Attributes:
         index: position among the model's fragments.
         names: parameter names, in the order of the flat vector.
-        shapes: shape of each parameter or piece. In a sharded model, shape of what this rank's shard holds of it.
+        shapes: of each parameter or piece; in a sharded model, of what this rank's shard holds of it.
         numel: length of the flat vector.
-        rows: of each parameter of which the fragment holds only a piece, the first row and the one after the last, keyed by
-            its position in `names`. In a sharded model, rows of this rank's shard.
+        rows: of each piece, by its position in `names`: the first row and the one after the last, in this rank's shard.
         outside: positions in `names` of the parameters outside the model's blocks; none if it has no blocks.
     """
 
@@ -68,13 +67,11 @@ def whole() -> Pattern:
 def strided(num_fragments: int, split_rows: bool = False) -> Pattern:
     """Fragment f holds the blocks f, f + P, f + 2P, ... (Streaming DiLoCo, 2501.18512; its default).
 
-    If blocks differ in size, P neighbouring blocks still go to P different fragments, but the largest block goes to the
-    fragment that is smallest so far. Otherwise a model with experts in every second layer would have all experts in every
-    second fragment.
+    If blocks differ in size, P neighbouring blocks still go to P different fragments, but the largest goes to the fragment that
+    is smallest so far. Otherwise a model with experts in every second layer would have all of them in every second fragment.
 
     Args:
-        split_rows: whether a large parameter outside the blocks is split by rows over the fragments. Otherwise it makes
-            its fragment larger than the others.
+        split_rows: whether large parameters outside the blocks are split by rows over the fragments; else they make one larger.
 
     >>> model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
     >>> [fragment.names for fragment in strided(2)(model)]
@@ -117,11 +114,8 @@ def sequential(num_fragments: int, split_rows: bool = False) -> Pattern:
 def kept(layout: Sequence[Sequence[Sequence[Any]]], pattern: Pattern) -> Pattern:
     """The fragments of a saved layout if they hold the trainable parameters, none of them split; else those of `pattern`.
 
-    Another version of this package may have found other blocks in the model.
-
-    Args:
-        layout: for each fragment its parameters: name, shape, and rows of a piece.
-        pattern: made the layout, in this version or in another one.
+    The version that saved the layout may see other blocks in the model. `layout` lists each fragment's parameters: name, shape,
+    and rows of a piece.
 
     >>> model = nn.Linear(2, 1)
     >>> [fragment.names for fragment in kept([[["bias", [1]]], [["weight", [1, 2]]]], whole())(model)]
@@ -139,17 +133,14 @@ def kept(layout: Sequence[Sequence[Sequence[Any]]], pattern: Pattern) -> Pattern
 
 
 class _Piece(NamedTuple):
-    """A parameter, or the rows start .. stop - 1 of it: of the whole parameter, also if it is sharded."""
+    """A parameter, or its rows start .. stop - 1, counted in the whole parameter also if it is sharded."""
 
     name: str
     rows: tuple[int, int] | None = None
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, each memory location once.
-
-    `named_parameters` lists a tied weight once. But the adapters of tied layers are different parameters in one memory.
-    """
+    """Trainable parameters by name, each memory once: adapters of tied layers are different parameters in one memory."""
     places: dict[Any, tuple[str, nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
@@ -159,12 +150,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class _Filling:
-    """Fragments while they are filled.
-
-    Attributes:
-        pieces: what each fragment holds so far.
-        sizes: number of values in each fragment so far.
-    """
+    """Fragments while they are filled: their pieces so far, and their sizes in values."""
 
     def __init__(self, params: Mapping[str, Tensor], num_fragments: int) -> None:
         self.pieces: list[list[_Piece]] = [[] for _ in range(num_fragments)]
@@ -176,7 +162,7 @@ class _Filling:
         return sum(self._params[name].numel() for name in names)
 
     def fits(self, names: Sequence[str]) -> bool:
-        """Whether the smallest fragment can take these parameters and is then even, or still not the largest."""
+        """Whether these parameters keep the smallest fragment even, or at least not the largest."""
         return min(self.sizes) + self.numel(names) <= max(self._limit, *self.sizes)
 
     def add(self, names: Sequence[str], fragment: int | None = None) -> None:
@@ -207,11 +193,10 @@ class _Filling:
 def _by_blocks(
     model: nn.Module, num_fragments: int, place: Callable[[Sequence[int]], list[int]], split_rows: bool
 ) -> tuple[Fragment, ...]:
-    """Place each block as `place` decides from the block sizes, then add all other modules to the smallest fragments.
+    """Place each block as `place` decides from their sizes, then all other modules, largest first, in the smallest fragments.
 
-    The other modules follow in order of size, largest first. The paper gives the embedding a fragment of its own. Here it
-    joins a fragment, or with `split_rows` all that have room: `num_fragments` is then the number of transfers in a round,
-    and the transfers have similar sizes.
+    The paper gives the embedding a fragment of its own. Here it joins a fragment, or with `split_rows` all that have room:
+    `num_fragments` is then the number of transfers in a round, and the transfers have similar sizes.
     """
     params = _trainable(model)
     inside: dict[Block, list[str]] = {block: [] for block in find_blocks(model)}
@@ -277,17 +262,17 @@ def _build(model: nn.Module, groups: Sequence[Sequence[_Piece]]) -> tuple[Fragme
 
 
 def _local_rows(rows: tuple[int, int], param: Tensor, shard: Tensor) -> tuple[int, int]:
-    """Where a shard is cut, if its whole parameter is cut at `rows`: each rank's part of a piece has the same share."""
+    """Where a shard is cut, if its whole parameter is cut at `rows`: each rank holds the same share of a piece."""
     start, stop = (row * len(shard) // len(param) for row in rows)
     return start, stop
 
 
 def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None:
     """Assert that every value of every trainable parameter is placed exactly once."""
-    found: dict[str, list[tuple[int, int] | None]] = {name: [] for name in params}
+    placed_rows: dict[str, list[tuple[int, int] | None]] = {name: [] for name in params}
     for piece in placed:
-        found[piece.name].append(piece.rows)
-    for name, rows in found.items():
+        placed_rows[piece.name].append(piece.rows)
+    for name, rows in placed_rows.items():
         if rows != [None]:
             cut = [row for each in sorted(each or (-1, -1) for each in rows) for row in each]
             assert cut[:1] == [0] and cut[-1:] == [len(params[name])] and cut[1:-1:2] == cut[2:-1:2], (
@@ -295,9 +280,9 @@ def _check_cover(placed: Sequence[_Piece], params: Mapping[str, Tensor]) -> None
             )
 
 
-def names_in(found: list) -> frozenset[str]:
+def names_in(layout: list) -> frozenset[str]:
     """Names of the parameters in a saved layout. Raises TypeError or ValueError if it is none."""
-    names = [name for fragment in found for name, *_ in fragment]
+    names = [name for fragment in layout for name, *_ in fragment]
     if not all(isinstance(name, str) for name in names):
         raise ValueError("the layout has a parameter without a name")
     return frozenset(names)

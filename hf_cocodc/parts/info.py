@@ -11,24 +11,22 @@ from torch import Tensor
 class OuterInfo:
     """Facts of one transfer that an outer transform can use; each transform reads only the facts it needs.
 
-    Flat tensors are fp32, have the fragment's length, and are on the device of the outer state. A transform must not write
-    to them. `global_params` is valid only while the transforms begin; later the outer step may overwrite it.
+    Flat tensors are fp32, have the fragment's length, and are on the device of the outer state. A transform must not write to
+    them. `global_params` is valid only while the transforms begin; later the outer step may overwrite it.
 
     Attributes:
         fragment: index of the fragment.
         cut: cuts a flat tensor of this fragment into pieces; a step works on one piece at a time.
-        round_lr: mean inner learning rate of the steps that made the outer gradient. All regions use the maximum over the
-            regions that count.
+        round_lr: mean inner learning rate of the steps that made the outer gradient: the maximum over the regions that count.
         global_at_send: global params of the fragment at the send.
         global_params: global params of the fragment before this outer step.
-        total: sums numbers (1-D fp64) over the ranks that hold shards of the fragment, for norms of whole tensors. Returns
-            them unchanged if the model is not sharded.
+        total: sums numbers (1-D fp64) over the ranks that hold shards of the fragment, for norms of whole tensors.
 
-    For transforms with `regions_agree=False` only, because the regions have them alone, and no memory keeps them for others:
+    For transforms with `regions_agree=False` only, because each region has its own, and no memory keeps them for others:
 
     Attributes:
         own_share: this region's share in the mean, w / sum of w over the regions that took part; 1 / M if all count alike.
-        taken_share: the share with which `own_outer_grad` is in the global params already, by the landing before this one.
+        taken_share: the share with which the landing before this one has put `own_outer_grad` into the global params.
         fresh_share: the share with which `fresh_outer_grad` counts: `own_share`, or less if it is far larger than ordinary.
         own_outer_grad: outer gradient of this region at the send, global params minus local params.
         fresh_outer_grad: the current global params minus the current local params.
@@ -52,8 +50,7 @@ class MergeInfo:
     """Facts of one landing that a merge can use.
 
     Attributes:
-        sent_at: inner step of the send.
-        landed_at: inner step of the landing.
+        sent_at, landed_at: inner steps.
         flight_lr: mean inner learning rate of the steps between the send and the landing.
         total: see `OuterInfo`.
     """

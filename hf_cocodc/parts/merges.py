@@ -18,14 +18,13 @@ class Merge(NamedTuple):
     """Computes the new local params from the new global params, piece by piece.
 
     Attributes:
-        apply: (piece, info) -> new local params of the piece, computed element by element. May write to `local`,
-            `snapshot` and `room`.
-        keeps_local_steps: whether the result contains the inner steps made since the send. If so, a run that ends after
-            the landing must still send these steps.
+        apply: (piece, info) -> new local params of the piece, element by element. May write to `local`, `snapshot` and `room`.
+        keeps_local_steps: whether the result contains the inner steps made since the send, so that a run that ends after the
+            landing must still send them.
         reads_local: whether the result depends on the local params. If not, the result is the new global params.
-        measure: (piece, info) -> two tensors, stored in `snapshot` and `room` of the piece. The engine calls it for all
-            pieces before the first `apply`. Then `apply` finds the two tensors in `snapshot` and `room`, and their norms
-            for each parameter in `Piece.norms`; the content of `local` is undefined by then. None if `apply` needs no norms.
+        measure: (piece, info) -> two tensors, stored in `snapshot` and `room` of the piece. The engine calls it for all pieces
+            before the first `apply`, which finds the two tensors there, and their norms for each parameter in `Piece.norms`;
+            the content of `local` is undefined by then. None if `apply` needs no norms.
         reads_lr: whether the result depends on `MergeInfo.flight_lr`.
     """
 
@@ -49,8 +48,8 @@ def replace() -> Merge:
 def follow() -> Merge:
     """theta <- Theta + (theta - snapshot), whenever it lands: for a region that has no part in the transfer.
 
-    The snapshot is then what the region's own steps are measured from, for example the global params before the landing: they
-    stay in its next outer gradient. A region without own steps takes the global params, bit for bit.
+    Its own steps are measured from the snapshot, for example the global params before the landing, and stay in its next outer
+    gradient. A region without own steps takes the global params, bit for bit.
 
     >>> piece = Piece(torch.tensor([1.0]), torch.tensor([3.0]), torch.tensor([2.0]), torch.empty(1), [1])
     >>> follow().apply(piece, None)
@@ -98,16 +97,16 @@ def compensate_delay(mode: str = "adaptive", strength: float = 0.5) -> Merge:
 
     The diagonal u u approximates the Hessian (DC-ASGD). The modes differ in lambda:
 
-    - fixed: lambda = strength, the paper's printed form. u is a difference of weights. At usual learning rates lambda u u D
-      is therefore about 1e-7 of u, and the merge is practically the additive one.
+    - fixed: lambda = strength, the paper's printed form. u is a difference of weights: at usual learning rates lambda u u D is
+      about 1e-7 of u, and the merge practically the additive one.
     - lr_normalized: gradients g = u / eta replace u: theta <- Theta - tau eta (g + strength g g D).
-    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor. The term is then `strength` times as long as u. The
-      mean of lambda u u, a Hessian diagonal times a step, is limited to 10: if D consists only of rounding errors, an
-      unlimited lambda would enlarge them to the length of u.
+    - adaptive: lambda = strength ||u|| / ||u u D|| for each tensor. The term is then `strength` times as long as u. The mean of
+      lambda u u, a Hessian diagonal times a step, is limited to 10: if D consists only of rounding errors, an unlimited lambda
+      would enlarge them to the length of u.
     - additive: lambda = 0. LOSCAR-SGD (2605.20866) proves that this converges.
 
-    Differs from the paper: the default is adaptive (after DC-S3GD), without the 1e-8 of DC-S3GD in the denominator. At the
-    scale of weights, 1e-8 would switch the term off.
+    Differs from the paper: the default is adaptive (after DC-S3GD), without its 1e-8 in the denominator, which would switch the
+    term off at the scale of weights.
 
     Args:
         strength: the factor in the formulas above; 0 gives the additive merge.

@@ -1,8 +1,8 @@
 """The outer optimizer, built from transforms of the mean outer gradient.
 
-A transform is a pair of functions, and `chain` applies several transforms in order. The engine subtracts the result of the
-chain from the global params. All tensors are flat fp32 and have the length of one fragment. All operations on them are
-element-wise: the engine takes one piece through the whole chain before the next piece, and reads each value from memory once.
+A transform is a pair of functions, and `chain` applies several transforms in order. The engine subtracts the result from the
+global params. All tensors are flat fp32 and have the length of one fragment. All operations on them are element-wise: the
+engine takes one piece through the whole chain before the next piece, and reads each value from memory once.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .info import OuterInfo
 from .tensors.pieces import norms, square_of_difference
 
 OuterState = dict[str, Any]
-"""Outer state of one fragment: named tensors and numbers, nested by the names given to `chain`. Checkpoints save it."""
+"""Outer state of a fragment: tensors and numbers, nested by the names given to `chain`. Checkpoints save it."""
 
 Step = Callable[[Tensor, int], Tensor]
 """(piece of the outer gradient, index of the piece in `OuterInfo.cut`) -> the transformed piece.
@@ -32,9 +32,9 @@ class OuterTransform(NamedTuple):
         init: global params of a fragment (flat fp32) -> first state. Called once, before the first send.
         begin: (state, info) -> (step, next state). Called once per landing. Computes the numbers that hold for the whole
             fragment, and returns the step for its elements. Must keep the tensors of the state; the step may write to them.
-        regions_agree: whether equal mean outer gradients give equal results in all regions. If not, the global params
-            differ between regions; they are averaged for evaluation, for export and at the end of training. Such a
-            transform may read local params, so its step is taken at the landing, by the training thread.
+        regions_agree: whether equal mean outer gradients give equal results in all regions. If not, the global params differ
+            between regions, and are averaged for evaluation, for export and at the end of training. Such a transform may read
+            local params, so the training thread takes its step at the landing.
         asks_region: whether `begin` needs `total` or `round_lr`, which the ranks of a sharded region settle together. Such a
             step is not taken before the landing if the region has several lanes.
         reads_lr: whether `begin` needs `round_lr`.
@@ -80,7 +80,7 @@ def chain(**transforms: OuterTransform) -> OuterTransform:
 
 
 def scale(factor: float | Callable[[OuterInfo], float]) -> OuterTransform:
-    """g <- factor g. The factor is a number, or a function called at each landing. With the outer learning rate: plain SGD.
+    """g <- factor g, a number or a function called at each landing. With the outer learning rate: plain SGD.
 
     >>> step, _ = scale(0.7).begin({}, None)
     >>> step(torch.tensor([1.0, -2.0]), 0)
@@ -154,11 +154,9 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 
         Lambda = 1 + ||Theta(now) - Theta(send)|| / C          Lambda in [1, 10]
 
-    C is the mean of the norms so far, this one included. A norm of zero does not count, and gives Lambda = 1: nothing
-    lands before the first transfer does, so its norm says nothing about the others. In a steady run all norms are alike,
-    and Lambda is about 2.
-
-    Differs from the paper: this is the gap-aware form; we have not seen the paper's printed form of Lambda.
+    C is the mean of the norms so far, this one included. A norm of zero does not count, and gives Lambda = 1: nothing lands
+    before the first transfer does, so its norm says nothing about the others. In a steady run all norms are alike, and Lambda
+    is about 2. Differs from the paper: this is the gap-aware form; we have not seen the printed form of Lambda.
 
     Args:
         constant: a fixed Lambda, as in the authors' code; None means the measured Lambda.
@@ -181,9 +179,8 @@ def staleness_penalty(constant: float | None = None) -> OuterTransform:
 def eager() -> OuterTransform:
     """g <- g + (Delta_m(now) - Delta_m(send)) / M: the region replaces its own stale share of the mean by its fresh one.
 
-    Where regions do not count alike, or their number changes, 1 / M is the region's share in this mean; and of Delta_m(send)
-    that share is taken back with which the landing before has taken it in. After this transform g differs between regions.
-
+    Where regions do not count alike, or their number changes, 1 / M is the region's share in this mean, and Delta_m(send) is
+    taken back with the share with which the landing before has taken it in. After this transform g differs between regions.
     Source: Eager updates, 2502.12996.
     """
 

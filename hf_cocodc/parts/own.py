@@ -24,19 +24,14 @@ from .codecs.base import Codec
 _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = {_OURS, "torch", "numpy", *sys.stdlib_module_names}
-"""Packages of which regions compare no source: this one's version they compare, and these may be other versions."""
+"""Packages whose source regions do not compare: of this one they compare the version, the others may differ."""
 _CODEC = ("init", "converse", "wire_bytes")
 
 
 def found(setting: str, name: str) -> Any:
-    """What MODULE:NAME names. A module is looked for where the process runs, and where Python looks.
+    """The object called MODULE:NAME, looked up where the process runs and where Python looks; messages call it `setting`.
 
-    Args:
-        setting: what messages call it, for example "outer.method".
-        name: MODULE:NAME, for example my_package.my_module:my_method.
-
-    Raises:
-        InputError: there is no such module or no such name in it, the module cannot be imported, or it is of this package.
+    Raises InputError if there is no such module or name, the import fails, or the module is of this package.
     """
     where = f"{setting}={shown(name)}"
     if not _NAME.fullmatch(name):
@@ -69,7 +64,7 @@ def found(setting: str, name: str) -> Any:
 
 @contextmanager
 def _from_here() -> Iterator[None]:
-    """Look for modules first where the process runs, as `python -m` does, also in a command that is installed elsewhere."""
+    """Look for modules first where the process runs, as `python -m` does, also in a command installed elsewhere."""
     here = os.getcwd()
     sys.path.insert(0, here)
     importlib.invalidate_caches()
@@ -80,11 +75,7 @@ def _from_here() -> Iterator[None]:
 
 
 def takes(where: str, function: Any) -> dict[str, Any]:
-    """The settings that a function takes, with their defaults (`inspect.Parameter.empty` where it has none).
-
-    Raises:
-        InputError: it is not called with settings by their names.
-    """
+    """The settings of a function, with defaults (or `inspect.Parameter.empty`). Raises InputError if they have no names."""
     if not callable(function):
         raise InputError(f"{where} is {short(repr(function))}, and no function that returns one.")
     parameters = inspect.signature(function).parameters
@@ -97,11 +88,7 @@ def takes(where: str, function: Any) -> dict[str, Any]:
 
 
 def made(where: str, function: Any, settings: Mapping[str, Any]) -> Any:
-    """What a user's function makes of its settings.
-
-    Raises:
-        InputError: a setting is missing, or the function raises.
-    """
+    """What a user's function makes of its settings. Raises InputError if a setting is missing, or the function raises."""
     missing = [
         name
         for name, default in takes(where, function).items()
@@ -121,11 +108,7 @@ def made(where: str, function: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def codec(name: str, options: Mapping[str, Any]) -> Codec:
-    """The codec that MODULE:NAME names: a codec, or a function that returns one and takes the options.
-
-    Raises:
-        InputError: it is none, or cannot be made.
-    """
+    """The codec that MODULE:NAME names, or makes of the options. Raises InputError if it is none, or cannot be made."""
     where = f"outer.codec={shown(name)}"
     thing = found("outer.codec", name)
     made_of = thing if _is_codec(thing) else made(where, thing, options)
@@ -159,8 +142,8 @@ def told(value: Any) -> Any:
 def described(part: Any) -> str:
     """A part of a method, in words that are equal in two regions only if the parts are alike.
 
-    They hold its class or function and its values, also those that a function remembers. The number at the end stands for all
-    of this, and for the source of what is a user's own in it.
+    They hold its class or function and its values, also those that a function remembers. The number at the end is a hash of
+    these, and of the source of a user's own definitions.
 
     Raises:
         InputError: it holds what cannot be put into words.
@@ -226,7 +209,7 @@ def _words(value: Any, inside: tuple[int, ...], sources: set[str]) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """What an object is made of, in the form in which Python copies it: the values that are no attributes are in it, too."""
+    """What an object is made of, as Python copies it: this includes values that are not attributes."""
     try:
         return value.__reduce_ex__(2)
     except Exception as error:
@@ -248,7 +231,7 @@ def _name(definition: Any) -> str:
 
 
 def _note_source(definition: Any, sources: set[str]) -> None:
-    """Note the source of a definition of a user's own: of its module; of itself in a script, where regions may differ."""
+    """Note the source of a user's own definition: its module; in a script only itself, because regions may differ there."""
     module = getattr(definition, "__module__", None) or "builtins"
     if module.partition(".")[0] in _LIBRARIES:
         return

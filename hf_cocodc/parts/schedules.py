@@ -1,7 +1,7 @@
 """When a fragment is sent and when it lands. Integers only; no torch.
 
-A schedule consists of pure functions. Every region calls them with the same arguments and gets the same events. If one
-region sent and another did not, the first region would wait forever.
+A schedule consists of pure functions: every region calls them with the same arguments and gets the same events. If one region
+sent and another did not, the first would wait forever.
 
 In one step, sends come before landings. With a delay of one round, a fragment is sent and lands in the same step: a landing
 before the send would reset the local params, and every outer gradient would be zero.
@@ -16,7 +16,7 @@ from .standing import sound
 logger = logging.getLogger(__name__)
 
 ScheduleState = dict[str, Any]
-"""The state of a schedule: fits into JSON, is equal in all regions, is saved in checkpoints. It keeps the keys of the first."""
+"""The state of a schedule: fits into JSON, is equal in all regions and saved in checkpoints; its keys never change."""
 
 
 class Send(NamedTuple):
@@ -36,11 +36,11 @@ class Land(NamedTuple):
 
 
 class AgreedStats(NamedTuple):
-    """Measurements that are equal in all regions, because they travelled with earlier transfers.
+    """Measurements that are equal in all regions, because they travelled with earlier transfers; times are 0 until known.
 
     Attributes:
-        step_time_s: seconds of an inner step in the slowest region; 0 until known.
-        sync_time_s: seconds to synchronise one fragment in the slowest region; 0 until known.
+        step_time_s: seconds of an inner step in the slowest region.
+        sync_time_s: seconds to synchronise one fragment in the slowest region.
         change: for each fragment, ||mean outer gradient||_2 / length at its last landing; 0 until known.
         compression: current rank of the codec / its first rank; 1 if the codec has no rank.
     """
@@ -60,11 +60,11 @@ class AgreedStats(NamedTuple):
 class Schedule(Protocol):
     """Decides the events of an inner step from values that are equal in all regions.
 
-    One that checks what it continues from has `sound(state, num_fragments)`, too, which raises ValueError.
+    A schedule may check a state before it continues from it: `sound(state, num_fragments)` raises ValueError.
 
     Attributes:
-        back_to_back: whether a fragment is sent again in the step in which its previous transfer lands. Sends come first:
-            the fragment then has two transfers for a moment.
+        back_to_back: whether a fragment is sent again in the step in which its previous transfer lands. Sends come first: the
+            fragment then has two transfers for a moment.
         overlaps: whether transfers land later than in the step of their send, so that training goes on meanwhile.
     """
 
@@ -84,8 +84,7 @@ class Schedule(Protocol):
     def next_event(self, inner_step: int, state: ScheduleState) -> int:
         """The next inner step that can have events, given the state after `inner_step`.
 
-        The engine does not call `events` before that step. New measurements cannot move it forward: regions learn them
-        only at events.
+        The engine does not call `events` before it. New measurements cannot move it forward: they arrive only at events.
         """
         ...
 
@@ -200,10 +199,10 @@ def rounds(sync_interval: int) -> Schedule:
     """A delay of one round; the round's length follows the codec's rank: H_t = H_1 r_t / r_1 (DiLoCoX, 2506.21263).
 
     At the end of a round all fragments are sent, and then the transfers of the previous round land. The length of the next
-    round is chosen at this send, before that landing. r_t is therefore the rank of the transfer that landed a round ago:
-    after send k, that of send k - 2 (r_1 after the first two sends). All regions know it, and the times that it carried.
-    A round is at least as long as a transfer by these times, so that the next one hides, and never longer than
-    `sync_interval` (H_1). Once the rank has fallen, the steps of sends can thus depend on measured times.
+    round is chosen at this send, so r_t is the rank of the transfer that landed a round ago: after send k, that of send k - 2
+    (r_1 after the first two sends). All regions know it, and the times that it carried. A round is at least as long as a
+    transfer by these times, so that the next one hides, and never longer than `sync_interval` (H_1). Once the rank has fallen,
+    sends can thus depend on measured times.
 
     >>> schedule, half_rank = rounds(sync_interval=4), AgreedStats(compression=0.5)
     >>> state = schedule.init(num_fragments=1)

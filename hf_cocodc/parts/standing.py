@@ -1,4 +1,4 @@
-"""Where one of our schedules stands: a check of its state, which comes from a checkpoint or from another region."""
+"""The checks of a schedule's state that comes from a checkpoint or from another region."""
 
 from typing import Any, Protocol
 
@@ -10,10 +10,9 @@ class _Ours(Protocol):
 
 
 def sound(schedule: _Ours, state: dict[str, Any], num_fragments: int) -> None:
-    """Check a state with the keys of a fresh one: `in_flight` lists [fragment, inner step, ...], all else is as long as there.
+    """Check a state against a fresh one: keys and lengths are the same; `in_flight` lists [fragment, inner step, ...].
 
-    Raises:
-        TypeError, ValueError: the schedule never has it with so many fragments.
+    Raises TypeError or ValueError if the schedule never has it with so many fragments.
     """
     fresh = schedule.init(num_fragments)
     flying = state.get("in_flight", [])
@@ -25,8 +24,8 @@ def sound(schedule: _Ours, state: dict[str, Any], num_fragments: int) -> None:
     schedule.next_event(0, state)  # reads what is in flight
 
 
-def _alike(found: Any, form: Any) -> bool:
-    """Whether something is a count where `form` has one, and a list as long as there."""
+def _alike(value: Any, form: Any) -> bool:
+    """Whether `value` has a count where `form` has one, and lists as long."""
     if not isinstance(form, list):
-        return type(found) is int and found >= 0
-    return isinstance(found, list) and len(found) == len(form) and all(map(_alike, found, form))
+        return type(value) is int and value >= 0
+    return isinstance(value, list) and len(value) == len(form) and all(map(_alike, value, form))

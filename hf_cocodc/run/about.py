@@ -44,7 +44,7 @@ class About:
     Attributes:
         run: name of the run where regions.run has none; None for the name of the script.
         model: the config of the model, as far as it changes its function; by names in a recipe.
-        facts: the training and the data, by names in a recipe. JSON-able. Regions, and a resumed run, must have equal values
+        facts: the training and the data; by names in a recipe, JSON-able. Regions, and a resumed run, must have equal values
             unless regions.may_differ has the name.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
     """
@@ -78,15 +78,11 @@ def of_loop(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> About
 
 
 def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
-    """The config of a Transformers model, without what changes neither its outputs nor its loss; flat, by dotted names.
+    """The config of an unwrapped Transformers model without what changes neither its outputs nor its loss, flat by dotted
+    names; and the digest of a frozen base that no checkpoint holds.
 
-    If the model has a frozen base that no checkpoint holds, its digest as well.
-
-    Args:
-        model: unwrapped.
-        tokenizer: the tokenizer, or the processor, of a Trainer. The ids of special tokens are then its own: Trainer writes
-            them into the config, but only when it trains. The pad token matters: it has no gradient, and a classifier reads
-            the token before it.
+    Where Trainer has a `tokenizer` (or processor), the ids of special tokens are its own: Trainer writes them into the config,
+    but only when it trains. The pad token matters: it has no gradient, and a classifier reads the token before it.
     """
     digest = base_digest(model)
     base = {} if digest is None else {_BASE: digest}
@@ -105,14 +101,10 @@ def function_of(model: nn.Module, tokenizer: Any = None) -> dict[str, Any]:
 def refuse_another_run(
     model: Mapping[str, Any], facts: Mapping[str, Any], about: About, allowed: Collection[str]
 ) -> list[str]:
-    """Check that a checkpoint is of this model and this training; return the differences that `allowed` names, in words.
+    """Check that a checkpoint is of this model and this training; return in words the differences that `allowed` names.
 
-    Args:
-        model: `About.model` of the run that wrote the checkpoint.
-        facts: its `About.facts`. Fields that only one of the two runs has are not compared: versions may differ.
-
-    Raises:
-        CheckpointError: they differ in something else.
+    `model` and `facts` are those of `About` in the run that wrote it. Fields that only one of the two runs has are not
+    compared, because versions may differ. Raises CheckpointError if anything else differs.
     """
     notes = []
     for theirs, ours, free in ((model, about.model, False), (facts, about.facts, True)):
@@ -147,9 +139,7 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as it comes back from JSON; what JSON does not know becomes the name of its type.
-
-    An infinite number becomes "inf" or "-inf", and NaN "nan": checkpoints hold strict JSON, and NaN differs from itself.
-    """
+    """`value` as it comes back from JSON: other types become their names, and infinities and NaN become words, because
+    checkpoints hold strict JSON, and NaN differs from itself."""
     text = json.dumps(value, default=lambda other: getattr(other, "value", type(other).__name__))
     return json.loads(text, parse_constant=lambda number: str(float(number)))

@@ -62,7 +62,7 @@ def own_hello(
     num_lanes: int,
     frozen: str | None,
 ) -> dict[str, Any]:
-    """What this region tells the others (`hello`); `frozen`: a digest of the rest of a sharded model."""
+    """What this region tells the others (`hello`). `frozen`: a digest of the rest of a sharded model."""
     shared = {
         **regions.compared,
         # other kinds of devices round differently; the kind is Accelerate's, as the model may not be there yet
@@ -82,7 +82,7 @@ def own_hello(
 
 
 def show_differences(hellos: Sequence[Mapping[str, Any]]) -> None:
-    """Say in the log what regions have otherwise than the others."""
+    """Log what regions have otherwise than the others."""
     for sentence in side_by_side(hellos):
         logger.warning(sentence)
 
@@ -99,19 +99,14 @@ def hello(
     allowed: Sequence[str] = (),
     frozen: str | None = None,
 ) -> dict[str, Any]:
-    """Describe this region (JSON-able).
+    """Describe this region (JSON-able). Raises InputError if `allowed` names no fact.
 
     Args:
         model: unwrapped. The hello lists its trainable parameters.
-        settings: settings of the method and the link, by their names in OuterConfig and RegionConfig.
-        max_steps: inner steps of the run; None if unknown.
+        settings: of the method and the link, by their names in OuterConfig and RegionConfig.
         config: the model's config, as far as it changes the model's function.
         first_samples: digest of the first samples that this region trains on; empty if unknown.
-        allowed: names of the facts in which regions may differ.
         frozen: digest of the rest of the model, of all ranks if they hold shards; by default that of `model`.
-
-    Raises:
-        InputError: `allowed` names no fact.
     """
     facts = {"torch": torch.__version__.split("+")[0], **facts}
     for name in allowed:
@@ -141,20 +136,17 @@ def hello(
 
 def _adapter_settings(model: nn.Module) -> list[str]:
     """PEFT settings that the parameters do not show (LoRA alpha), except the path of the base model."""
-    found = []
+    entries = []
     for name, config in getattr(model, "peft_config", {}).items():
         for key, value in sorted(config.to_dict().items()):
             if key not in _MAY_DIFFER:
-                found.append(f"{name}.{key}={sorted(value) if isinstance(value, set) else value}")
-    return found
+                entries.append(f"{name}.{key}={sorted(value) if isinstance(value, set) else value}")
+    return entries
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """Digest of everything that regions do not synchronise but that must be equal.
-
-    Of a sharded tensor, only this rank's shard. This includes frozen parameters, saved buffers, and other saved tensors, for
-    example the scales of quantised weights.
-    """
+    """Digest of all that regions do not synchronise but must have equal: frozen parameters, saved buffers, and other saved
+    tensors, such as the scales of quantised weights. Of a sharded tensor, only this rank's shard."""
     sha = hashlib.sha256()
     for name, tensor in contents(model).items():
         if not tensor.requires_grad:
@@ -169,12 +161,9 @@ _COMPARED: "weakref.WeakSet[Link]" = weakref.WeakSet()
 
 
 def _let_gloo_end() -> None:
-    """Give gloo's threads a moment to end before the interpreter exits.
-
-    A thread that still has to release the tensors of a collective call needs the interpreter. Without it the thread aborts
-    the process: a successful run would fail (pytorch/pytorch#190489). Destroying the group does not help while a model
-    references it.
-    """
+    """Give gloo's threads a moment to end. A thread that still has to release the tensors of a collective call when the
+    interpreter has exited aborts the process, and a successful run fails (pytorch/pytorch#190489). Destroying the group does
+    not help while a model references it."""
     time.sleep(_GLOO_END_S)
 
 
@@ -310,12 +299,9 @@ def meet(
     stage: tuple[int, int] | None = None,
     about: About = _NOTHING,
 ) -> Link:
-    """Meet the other regions over a link that is given (`simulate`), or else `connect`.
+    """Meet the other regions over a link that is given (`simulate`), or else `connect`. Raises like `connect`.
 
     Regions compare over a given link what they compare at the coordinator, once before each training (`begin_over`).
-
-    Raises:
-        InputError, HandshakeError, LinkError: see `connect`.
     """
     if link is None:
         return connect(accelerator, model, config, regions, max_steps, stage, about)
@@ -332,5 +318,5 @@ def meet(
 
 
 def begin_over(link: Link) -> None:
-    """A training over `link` begins: before the next one regions compare anew."""
+    """Note that a training over `link` begins: before the next one, regions compare anew."""
     _COMPARED.discard(link)

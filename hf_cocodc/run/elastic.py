@@ -1,7 +1,7 @@
 """What a training loop does, beside its inner steps, in a run whose regions come and go.
 
-At the end of an inner step, after its events: newcomers get a base; a region that was asked to leave does so; and regions that
-are too few wait for more. How a region comes in is in `newcomer`.
+After the events of an inner step, newcomers get a base, a region that was asked to leave does so, and regions that are too few
+wait for more. How a region comes in is in `newcomer`.
 """
 
 import contextlib
@@ -42,12 +42,7 @@ _SAY_S = 60.0
 
 
 class News(NamedTuple):
-    """What all ranks of a region do together, because its leader has heard of it.
-
-    Attributes:
-        wants: newcomers that want a base.
-        leaves: why the region was asked to leave; empty if it was not.
-    """
+    """What a leader has heard for all its ranks: newcomers that want a base, and why the region is to leave (or empty)."""
 
     wants: tuple[Member, ...] = ()
     leaves: str = ""
@@ -59,13 +54,7 @@ def _news_in(plain: Any) -> News:
 
 
 class TooFew(NamedTuple):
-    """What a region tells the others while they are too few, and wait for more.
-
-    Attributes:
-        has_waited: whether it has waited long enough (`regions.wait_s`).
-        ending: what it says about its end.
-        knows: see `Link.knows`.
-    """
+    """What a region tells the others while they are too few: whether `regions.wait_s` is over, its ending, and `Link.knows`."""
 
     has_waited: bool
     ending: Ending
@@ -81,12 +70,7 @@ def _regroup(known: int, session: RegionSession) -> tuple[int, ...]:
 
 
 class Elastic:
-    """One rank's part in it.
-
-    Args:
-        session: the leader's side; None on other ranks.
-        folder: where bases lie for a while; the same for all ranks of the region.
-    """
+    """One rank's part in it. `session` is the leader's side, None elsewhere; bases lie in `folder`, the same for all ranks."""
 
     def __init__(
         self,
@@ -105,7 +89,7 @@ class Elastic:
         outer.journal.earlier = self._events
 
     def begin(self, joined: Callable[[int, int], object] | None = None) -> None:
-        """Training begins: with the regions that have met; or, with `joined`, where they are by then (`JoiningRank.follow`)."""
+        """Begin training with the regions that have met; or, with `joined`, where they are by then (`JoiningRank.follow`)."""
         if joined is not None:
             self._is_in(self._newcomer.begin(joined))
             return
@@ -115,7 +99,7 @@ class Elastic:
         journal.write("epoch", step=self._outer.inner_step, epoch=number, losses=0, members=members, why="")
 
     def guard(self, step: Callable[[], Words | None]) -> None:
-        """Make an inner step, and do what comes after it. If the others have gone on without this region, it comes back."""
+        """Make an inner step and do what comes after it; come back if the others have gone on without this region."""
         try:
             words = step()
             if self._left_behind is not None:
@@ -128,11 +112,7 @@ class Elastic:
             self.come_back(error)
 
     def come_back(self, error: LeftBehind) -> None:
-        """The others have gone on without this region: be a member again, at an inner step of theirs.
-
-        Raises:
-            LinkError: there is no run to come back to.
-        """
+        """Be a member again after the others have gone on without this region. Raises LinkError if there is no run any more."""
         self._is_in(self._newcomer.come_back(error))
 
     @contextlib.contextmanager
@@ -147,11 +127,11 @@ class Elastic:
             self._outer.journal.write("note", step=self._outer.inner_step, message=sentence)
 
     def close(self) -> None:
-        """Before the link is closed."""
+        """Call before the link is closed."""
         self._outer.journal.write_earlier()
 
     def _after(self, words: Words | None) -> None:
-        """What comes after the events of an inner step, which have landed `words`."""
+        """Do what comes after the events of an inner step, which have landed `words`."""
         outer, region = self._outer, self._outer.link.region
         self._outer.journal.write_earlier()
         self._newcomer.after_step()
@@ -169,7 +149,7 @@ class Elastic:
             self._leave()
 
     def _is_in(self, marker: Marker) -> None:
-        """This region has become a member at a step at which the others may wait for more regions. They may miss it then."""
+        """Become a member at a step at which the others may wait for more regions; come back if they go on without this one."""
         while True:
             self._left_behind = None
             try:
@@ -180,7 +160,7 @@ class Elastic:
                 marker = self._newcomer.come_back(error)
 
     def _act_on_news(self) -> bool:
-        """Give newcomers a base. Returns whether this region is to leave now."""
+        """Give newcomers a base; returns whether this region is to leave now."""
         news = self._say(self._news, "what newcomers want", _news_in)
         for member in news.wants:
             self._give_base(member)
@@ -277,10 +257,8 @@ class Elastic:
             outer.journal.write("note", step=outer.inner_step, message=sentence)
 
     def _leave(self) -> None:
-        """Leave the run in good order: what this region has trained reaches the others first. The last one stops the run.
-
-        A region whose run ends before it has left ends with the others.
-        """
+        """Leave in good order: what this region has trained reaches the others first. The last region stops the run; one whose
+        run ends before it has left ends with the others."""
         outer, endings, since = self._outer, self._outer.endings, self._outer.inner_step
         if outer.link.num_regions == 1:
             endings.tell(ending=Ending.INTERRUPTED)

@@ -19,10 +19,7 @@ _WORDS = {
 
 
 def verdict(endings: Collection[Ending], policy: str) -> str | None:
-    """What all regions do now: "finish", "stop" (with a checkpoint, to be resumed), or None, to train on.
-
-    Args:
-        endings: what each region said about its end, with one transfer.
+    """What all regions do, after the endings of one transfer: "finish", "stop" (with a checkpoint), or None, to train on.
 
     >>> verdict([Ending.NO, Ending.DONE], "auto"), verdict([Ending.NO, Ending.INTERRUPTED], "auto")
     ('finish', 'stop')
@@ -38,12 +35,7 @@ def verdict(endings: Collection[Ending], policy: str) -> str | None:
 
 
 def reasons(endings: Mapping[int, Ending], note_of: Callable[[int], str | None]) -> str:
-    """Which regions ended, and why, in words.
-
-    Args:
-        endings: what each region said about its end, by region.
-        note_of: returns the note that a region left, if any.
-    """
+    """Which regions ended, and why, in words; `note_of` returns the note that a region left, if any."""
     sentences = []
     for region, ending in endings.items():
         if ending is not Ending.NO:
@@ -78,19 +70,16 @@ def farewell(step: int, why: str, saved_at: int, saved_everywhere: int) -> str:
 class Endings:
     """What a region says about its own end, what it hears about the others', and what all regions do then.
 
-    Args:
-        max_steps: inner steps of the run; None if unknown.
-
     Attributes:
         word: what this region tells the others with its next transfers.
-        verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`.
-        why: the reason for the verdict, in words.
+        verdict: "finish" or "stop" once the regions have agreed to end before `max_steps`, or "leave" for this one alone; `why`
+            has the reason in words.
         is_hopeless: whether the verdict is to stop because training cannot go on as it is (`stop`).
         saved_everywhere: step of the newest checkpoint that is known to be complete in every region; 0 if there is none.
         keep_link: whether the link stays open after the end of the run, until `OuterOptimizer.close`.
-        leaves: why this region alone is to leave, and the others go on; empty if it is not.
-        while_coasting: called after each inner step whose rest the loop leaves out, because this region trains no more: what else
-            the others need of it then.
+        leaves: why this region alone is to leave; empty if it is not.
+        while_coasting: called after each inner step whose rest the loop leaves out, because this region trains no more: what
+            else the others need of it then.
     """
 
     def __init__(self, link: Link, policy: str, max_steps: int | None) -> None:
@@ -109,10 +98,8 @@ class Endings:
         self.word = self.word._replace(**news)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask all regions to stop: at a step that they agree on through the coordinator; or else when a transfer tells them.
-
-        Where regions go on without each other, and `regions.when_one_ends` is "continue", only this one leaves.
-        """
+        """Ask all regions to stop, at a step that they agree on through the coordinator, or else when a transfer tells them.
+        Where regions go on without each other and `regions.when_one_ends` is "continue", only this one leaves."""
         if self._link.is_elastic and self._policy == "continue":
             self.leaves = self.leaves or reason
             return
@@ -131,10 +118,8 @@ class Endings:
             self.ask_to_stop(self._link.agreement.asked)
 
     def after_step(self, inner_step: int, words: Words | None) -> None:
-        """Act on the words of all regions, from a transfer that has just landed, and on what was agreed through the coordinator.
-
-        A single region needs no transfer.
-        """
+        """Act on the words of all regions, from a transfer that has just landed (a single region needs none), and on what was
+        agreed through the coordinator."""
         if self._link.num_regions == 1:
             words = {self._link.region: self.word}
         if words is not None:
@@ -159,7 +144,7 @@ class Endings:
             [self.saved_everywhere] = steps
 
     def continue_from(self, inner_step: int) -> None:
-        """The checkpoint of `inner_step` was just loaded: it is complete in every region, and none of them is about to end."""
+        """Begin at a loaded checkpoint of `inner_step`: it is complete in every region, and none of them is about to end."""
         if self._link.agreement is not None:
             self._link.agreement.forget(inner_step)
         self.verdict, self.why, self.is_hopeless = None, "", False
@@ -167,12 +152,12 @@ class Endings:
         self.tell(ending=Ending.NO, saved_at=inner_step)
 
     def stop(self, why: str) -> None:
-        """Stop here with a checkpoint: every region comes to this by itself at the same step, whatever `policy` says."""
+        """Stop here with a checkpoint. Every region comes to this by itself at the same step, whatever the policy says."""
         self.verdict, self.why, self.is_hopeless = "stop", why, True
         logger.error("%s: all regions stop here.", why)
 
     def end(self, verdict: str, why: str) -> None:
-        """This region ends here: with a verdict of all regions, or to "leave" alone."""
+        """End here: with a verdict of all regions, or to "leave" alone."""
         self.verdict, self.why = verdict, why
         logger.warning("%s: region %d ends here.", why, self._link.region)
 

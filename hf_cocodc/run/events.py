@@ -8,13 +8,7 @@ _WIDEST = 92
 
 @dataclass(frozen=True)
 class LineKind:
-    """Lines of these kinds have these fields, beside `kind`, `time_s` and `step`, which every line has.
-
-    Attributes:
-        kinds: their names.
-        meaning: what has happened.
-        fields: what each of them says.
-    """
+    """What lines of these kinds mean, and their fields beside `kind`, `time_s` and `step`, which every line has."""
 
     kinds: Sequence[str]
     meaning: str

@@ -1,7 +1,7 @@
 """What a region does when it has not counted for several rounds, and what all do when no mean can be believed.
 
-A step that is not finite, or far too large, stays: AdamW keeps it in its moments. Global params at every landing do not help,
-and the region would not count in any later round.
+A step that is not finite, or far too large, stays in AdamW's moments. Global params at every landing do not help, and the
+region would not count in any later round.
 """
 
 import logging
@@ -20,7 +20,7 @@ from .journal import Journal
 logger = logging.getLogger(__name__)
 
 _OFTEN = 3
-"""Fresh starts of a region after which another one will not help."""
+"""After so many fresh starts of a region, another one will not help."""
 
 
 def recover(
@@ -32,16 +32,12 @@ def recover(
     has_landed: bool,
     has_stages: bool,
 ) -> None:
-    """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a fragment.
+    """Do what `outer.on_nonfinite` says, if this region did not count in the last `outer.nonfinite_rounds` rounds of a
+    fragment. All regions stop if in so many rounds in a row the mean was void, or the losses were far above the ordinary ones.
 
-    All regions stop if in so many rounds in a row the mean was void, or the losses were far above the ordinary ones.
-
-    All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages have an engine each,
-    and begin anew one by one; they are refused with "stop".
-
-    Args:
-        has_landed: whether a transfer has landed in this step. Only then can what all regions know have changed.
-        has_stages: whether every rank of the region holds its own pipeline stage.
+    All ranks of a region decide alike: the engine's rounds count in all of them, or in none. Pipeline stages (`has_stages`)
+    have an engine each, and begin anew one by one; they are refused with "stop". Only if a transfer `has_landed` in this step
+    can what all regions know have changed.
 
     Raises:
         CocodcError: pipeline stages would have to stop, and cannot do so at one step.
@@ -84,7 +80,7 @@ def recover(
 
 
 def ruined_at_the_end(synchronizer: Synchronizer, config: OuterConfig) -> str:
-    """Why a run must not end as if it were well, in words; empty if it may: no later landing can say more than the last one."""
+    """Why a run must not end as if it were well, in words; empty if it may. No later landing can say more than the last one."""
     return _why(synchronizer, config.nonfinite_rounds, 1)
 
 

@@ -1,4 +1,4 @@
-"""The inner optimizer, of whatever kind: which kinds can be trained with, its learning rate, and how it begins anew."""
+"""The inner optimizer: which kinds can be trained with, its learning rate, and how it begins anew."""
 
 import functools
 import logging
@@ -19,19 +19,16 @@ logger = logging.getLogger(__name__)
 
 _WAY_OUT = "Give the optimizer, or the list of optimizers, that accelerator.prepare returned."
 _NAMED = 3
-"""Parameters that a message names."""
+"""Most parameters that a message names."""
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that hold the parameters: without Accelerate's wrapper, and each one of several.
+    """The optimizers that hold the parameters, without Accelerate's wrapper. Raises InputError if `optimizer` is none.
 
     Args:
-        optimizer: an optimizer; a list of optimizers; or an object that holds several as `optimizers`, or, as Transformers'
-            layer-wise optimizers do, one for each parameter as `optimizer_dict`. An optimizer need not be PyTorch's: it has
-            `param_groups`, dicts with a list of parameters as "params".
-
-    Raises:
-        InputError: it is something else.
+        optimizer: one optimizer, a list of them, or an object that holds several as `optimizers` or, as Transformers'
+            layer-wise ones do, one for each parameter as `optimizer_dict`. It need not be PyTorch's: it has `param_groups`,
+            dicts with a list of parameters as "params".
     """
     if isinstance(optimizer, AcceleratedOptimizer):
         return parts_of(optimizer.optimizer)
@@ -51,13 +48,8 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def refuse_two_sets_of_weights(optimizer: Any) -> None:
-    """Check that an optimizer, or a class of optimizers, keeps one set of weights.
-
-    A schedule-free optimizer (2405.15682) has train() and eval(), which put one or the other set into the parameters.
-
-    Raises:
-        InputError: it keeps two.
-    """
+    """Check that an optimizer, or a class of optimizers, keeps one set of weights. Raises InputError if it keeps two: a
+    schedule-free optimizer (2405.15682) has train() and eval(), which put one or the other set into the parameters."""
     while optimizer is not None:
         if not isinstance(optimizer, AcceleratedOptimizer) and all(
             callable(getattr(optimizer, name, None)) for name in ("train", "eval")
@@ -68,7 +60,7 @@ def refuse_two_sets_of_weights(optimizer: Any) -> None:
 
 
 def two_sets_of_weights(optimizer: str) -> str:
-    """What is said of such an optimizer."""
+    """The message that refuses an optimizer with two sets of weights."""
     return (
         f"{optimizer} keeps two sets of weights, one to train with and one to evaluate, as schedule-free optimizers do. Regions "
         "would exchange only the first, and end with different models. Use an optimizer with one set of weights and a learning "
@@ -77,18 +69,12 @@ def two_sets_of_weights(optimizer: str) -> str:
 
 
 class InnerOptimizer:
-    """The inner optimizer of a region.
+    """The inner optimizer of a region. Raises InputError if no region can train with it, and says what to change.
 
     Args:
         model: unwrapped.
         reads_lr: whether the method computes with the learning rate.
-        begins_anew: whether `begin_anew` may be called.
-
-    Attributes:
-        times_anew: how often it was called.
-
-    Raises:
-        InputError: no region can train with it; the message says what to change.
+        begins_anew: whether `begin_anew` may be called; `times_anew` counts how often it was.
     """
 
     def __init__(self, optimizer: Any, model: nn.Module, *, reads_lr: bool, begins_anew: bool) -> None:
@@ -113,7 +99,7 @@ class InnerOptimizer:
         self.begin()
 
     def begin(self) -> None:
-        """No inner step has been made with the state that the optimizer has now: the start of a run, or a checkpoint's."""
+        """Begin from the present state of the optimizer, at the start of a run or at a checkpoint, before any inner step."""
         self._noted: float | None = None
         self._at_start: float | None = self._lr()
 
@@ -132,7 +118,7 @@ class InnerOptimizer:
         )
 
     def note_clipping(self, accelerator: Accelerator) -> Callable[[], None]:
-        """See from now on whether gradients are clipped, by Trainer or by a loop; returns a function that undoes this."""
+        """Watch from now on whether gradients are clipped, by Trainer or by a loop; returns a function that undoes this."""
         clip = accelerator.clip_grad_norm_
 
         @functools.wraps(clip)
@@ -148,7 +134,7 @@ class InnerOptimizer:
 
     @property
     def has_state(self) -> bool:
-        """Whether a part of it has made steps, or has loaded the state of some."""
+        """Whether any part of it has made steps, or has loaded state."""
         return any(getattr(part, "state", None) for part in self._parts)
 
     def note_lr(self) -> None:
@@ -199,11 +185,7 @@ class InnerOptimizer:
             )
 
     def begin_anew(self) -> None:
-        """Forget all state: moments, counts of steps.
-
-        Raises:
-            InputError: an optimizer keeps it.
-        """
+        """Forget all state: moments, counts of steps. Raises InputError if an optimizer keeps it."""
         self.times_anew += 1
         for part in self._parts:
             part.state.clear()
@@ -222,19 +204,16 @@ class InnerOptimizer:
                 yield float(rate) if is_number else None, group.get("params", ())
 
     def _lr(self) -> float:
-        """One learning rate for all groups: their mean, weighted by the number of values that they train.
-
-        Groups whose rate is 0, or that train nothing of the model, do not count: a frozen group says nothing about the steps
-        of the others. 0 if no group is left.
-        """
+        """The mean learning rate of the groups, weighted by the values that they train; 0 if no group counts. Groups whose rate
+        is 0, or that train nothing of the model, do not: a frozen group says nothing about the others' steps."""
         moving = [(rate, params) for rate, params in self._rates() if rate]
         if len({rate for rate, _ in moving}) > 1:
             trained = {id(param) for param in self._model.parameters() if param.requires_grad}
             sizes = [sum(p.numel() for p in params if id(p) in trained) for _, params in moving]
-            found = [(rate, size) for (rate, _), size in zip(moving, sizes, strict=True) if size]
-            if len({rate for rate, _ in found}) > 1:
-                return math.fsum(rate * size for rate, size in found) / sum(size for _, size in found)
-            moving = [(rate, ()) for rate, _ in found]
+            weighted = [(rate, size) for (rate, _), size in zip(moving, sizes, strict=True) if size]
+            if len({rate for rate, _ in weighted}) > 1:
+                return math.fsum(rate * size for rate, size in weighted) / sum(size for _, size in weighted)
+            moving = [(rate, ()) for rate, _ in weighted]
         return moving[0][0] if moving else 0.0  # not a mean: that of equal numbers may be rounded
 
     def _check_parameters(self) -> None:
@@ -267,12 +246,8 @@ def _held(optimizer: Any) -> list[Any]:
 
 
 class Tokens:
-    """Counts the tokens of an inner step over its micro-batches, and over the ranks of the region.
-
-    Args:
-        counted: whether tokens are the weights; else nothing is counted, and ranks say nothing to each other.
-        alike: whether all ranks of the region train on the same samples (pipeline stages).
-    """
+    """Counts the tokens of an inner step over its micro-batches and the region's ranks. If not `counted`, tokens are no
+    weights, and ranks say nothing to each other. `alike`: all ranks train on the same samples (pipeline stages)."""
 
     def __init__(self, accelerator: Accelerator, counted: bool, alike: bool = False) -> None:
         self.counted = counted
@@ -285,11 +260,8 @@ class Tokens:
             self._noted = tokens if self._noted is None else self._noted + tokens
 
     def take(self) -> int | None:
-        """The region's tokens since the last call; None if none were noted. If they are, a collective call of its ranks.
-
-        Raises:
-            InputError: their number is not a whole number from 0.
-        """
+        """The region's tokens since the last call, by a collective call of its ranks; None if none were noted. Raises
+        InputError if their number is not a whole number from 0."""
         if self._noted is None:
             return None
         noted, self._noted = float(self._noted), None

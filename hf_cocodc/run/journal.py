@@ -1,12 +1,12 @@
 """The record of a run: one JSON line per event, in the order of the events. Summary, pictures and report read only it.
 
 Every line has `kind`, `time_s` (seconds since the run began, by the clock of the link) and `step` (inner step). Norms have no
-unit; NaN and infinities become null. Older versions wrote fewer fields. `events.py` has the kinds and their
-fields. `epoch`, `retry`, `late`, `left` and `join` are only in runs that go on without a lost region (`regions.on_loss`).
+unit; NaN and infinities become null. Older versions wrote fewer fields. `events.py` has the kinds and their fields; `epoch`,
+`retry`, `late`, `left` and `join` are only in runs that go on without a lost region (`regions.on_loss`).
 
 No line is ever deleted. Lines that do not belong to the run move to `journal.1.jsonl`, then to `journal.2.jsonl`, and so on:
-all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a
-hash of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one. A region that
+all lines of another run in the same folder, or those behind the checkpoint from which a run is resumed. A checkpoint has a hash
+of the run's lines: if a resumed run does not find them at the beginning of the journal, it begins a new one. A region that
 comes back to a run while the others train appends to its journal.
 """
 
@@ -28,13 +28,8 @@ BEGINNINGS = ("start", "resume")
 
 
 class Mark(NamedTuple):
-    """How far a journal had come when a checkpoint was saved.
-
-    Attributes:
-        position: bytes of the journal.
-        sha256: of these bytes; empty if unknown, as in checkpoints of older versions.
-        step: inner step of the checkpoint; None if unknown.
-    """
+    """How far a journal had come when a checkpoint of inner step `step` was saved (None if unknown): its bytes, and their
+    SHA-256, which is empty if unknown, as in checkpoints of older versions."""
 
     position: int = 0
     sha256: str = ""
@@ -42,22 +37,18 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, run: str) -> "Mark":
-        """The end of a journal, for a region that comes back to a run; nothing if what is there is of another run.
-
-        Args:
-            run: what `start` and `resume` events of this run have as `run`.
-        """
-        found = path.read_bytes() if path.is_file() else b""
-        whole = found[: found.rfind(b"\n") + 1]
+        """The end of a journal, for a region that comes back to a run; nothing if the journal's last `run` is another one."""
+        content = path.read_bytes() if path.is_file() else b""
+        whole = content[: content.rfind(b"\n") + 1]
         events = _events(whole)
         runs = [event.get("run") for event in events if event.get("kind") in BEGINNINGS]
         if not runs or runs[-1] != run:
             return cls()
         return cls(len(whole), hashlib.sha256(whole).hexdigest(), events[-1].get("step"))
 
-    def fits(self, found: bytes) -> bool:
-        """Whether what was `found` in a file begins with the lines of the run that made the mark."""
-        ours = found[: self.position]
+    def fits(self, content: bytes) -> bool:
+        """Whether a file's content begins with the lines of the run that made the mark."""
+        ours = content[: self.position]
         if self.sha256:
             return hashlib.sha256(ours).hexdigest() == self.sha256
         if not ours:
@@ -71,11 +62,12 @@ _BEGINNING = Mark()
 
 
 class Journal:
-    """Writes events to a file, or nowhere without a path. The file is not touched before the first event.
+    """Writes events to a file, which is not touched before the first one; or nowhere, without a path.
 
     Args:
         path: a new file, or the journal of the run to resume.
-        mark: of the checkpoint from which the run goes on. Lines behind it move to another file; all do if it is of another run.
+        mark: of the checkpoint that the run goes on from. Lines behind it move to another file; all do if the run is another
+            one.
         clock: returns seconds.
 
     Attributes:
@@ -100,13 +92,8 @@ class Journal:
         self._failure: OSError | None = None
 
     def check(self) -> None:
-        """Check that the disk has taken all events. After the first that it refuses, none is written.
-
-        An event may come in the middle of an outer step, which an error would leave half done: `write` does not raise.
-
-        Raises:
-            InputError: the disk has refused an event.
-        """
+        """Raise InputError if the disk has refused an event; after the first, none is written. An event may come in the middle
+        of an outer step, which an error would leave half done: `write` does not raise."""
         if self._failure is not None:
             raise InputError(
                 f"the journal {self.path} cannot be written: {self._failure.strerror or self._failure}. Make room or change "
@@ -122,7 +109,7 @@ class Journal:
         return Mark(self._position, self._sha256.hexdigest())
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one event. NaN and infinities become null, because JSON cannot express them."""
+        """Append an event. NaN and infinities become null, because JSON cannot express them."""
         later, self._later = self._later, []
         for each in later:
             self._append(*each)
@@ -157,19 +144,19 @@ class Journal:
             self._failure = error
 
     def write_error(self, step: int, error: BaseException) -> None:
-        """Append the error that ends the run. A disk that refuses does not hide the error."""
+        """Append the error that ends the run; a disk that refuses does not hide it."""
         self.write("error", step=step, message=str(error), exit_code=getattr(error, "exit_code", 1))
 
     def _open(self, path: Path, mark: Mark) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = path.read_bytes() if path.is_file() else b""
-        to_keep = mark.position if mark.fits(found) else 0
-        if found[to_keep:]:
-            earlier_name(path).write_bytes(found[to_keep:])
+        content = path.read_bytes() if path.is_file() else b""
+        to_keep = mark.position if mark.fits(content) else 0
+        if content[to_keep:]:
+            earlier_name(path).write_bytes(content[to_keep:])
         other = path.with_name(f"{path.name}.new")
-        other.write_bytes(found[:to_keep])
+        other.write_bytes(content[:to_keep])
         os.replace(other, path)  # a reader notices a new file, but not a file that has shrunk
-        self._note(found[:to_keep])
+        self._note(content[:to_keep])
         events = read(path)
         self._began -= events[-1].get("time_s", 0.0) if events else 0.0
 
@@ -179,35 +166,32 @@ class Journal:
 
 
 def read(path: Path) -> list[Event]:
-    """Read every event of a journal. Lines that cannot be read are left out."""
+    """Read every event of a journal, but for lines that cannot be read."""
     return _events(path.read_bytes())
 
 
 def _events(content: bytes) -> list[Event]:
-    return [found for _, found in lines_of(content) if isinstance(found, dict)]
+    return [event for _, event in lines_of(content) if isinstance(event, dict)]
 
 
 def lines_of(content: bytes) -> Iterator[tuple[int, Event | str]]:
-    """The number of each line of a journal, and its event; or why it is none, in words.
-
-    A last line that is being written, or that a crash cut off, is neither.
-    """
+    """The number of each line, and its event, or why it is none, in words. A last line that is incomplete is left out."""
     lines = content.split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found = json.loads(line.decode("utf-8"), parse_constant=lambda name: None)
+            event = json.loads(line.decode("utf-8"), parse_constant=lambda name: None)
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 yield number, f"it is not JSON ({short(error, 60)})"
         else:
-            yield number, found if isinstance(found, dict) else "it is not a mapping"
+            yield number, event if isinstance(event, dict) else "it is not a mapping"
 
 
 def earlier_name(path: Path) -> Path:
     """The free name for what a file held before: log.1.txt for the first log.txt in a folder, then log.2.txt, and so on."""
     ours = re.compile(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}")
-    found = (ours.fullmatch(other.name) for other in path.parent.iterdir())
-    newest = max((int(match[1]) for match in found if match), default=0)
+    matches = (ours.fullmatch(other.name) for other in path.parent.iterdir())
+    newest = max((int(match[1]) for match in matches if match), default=0)
     return path.with_name(f"{path.stem}.{newest + 1}{path.suffix}")

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _registry = threading.Lock()
 _held: dict[str, tuple[int, int]] = {}
-"""Locks of this process: file descriptor, and how often the lock was taken."""
+"""File descriptor of each lock of this process, and how often it was taken."""
 
 
 def region_lock(folder: Path) -> Path:
@@ -32,11 +32,8 @@ def region_lock(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def hold(path: Path) -> Iterator[None]:
-    """Hold a lock inside the block. This process may take it again meanwhile.
-
-    Raises:
-        InputError: another process holds the lock, or the folder cannot be written.
-    """
+    """Hold a lock inside the block; this process may take it again meanwhile. Raises InputError if another process holds it, or
+    the folder cannot be written."""
     name = str(path.absolute())
     with _registry:
         descriptor, count = _held.get(name, (None, 0))
@@ -55,11 +52,7 @@ def hold(path: Path) -> Iterator[None]:
 
 
 def refuse_held(path: Path) -> None:
-    """Check that no other process holds a lock. Takes none, and writes nothing.
-
-    Raises:
-        InputError: another process holds it, or its file cannot be read.
-    """
+    """Raise InputError if another process holds a lock, or its file cannot be read. Takes none, and writes nothing."""
     try:
         with path.open("rb") as file:
             try:
@@ -104,10 +97,10 @@ def _take(path: Path) -> int:
 
 def _refusal(path: Path, holder: str) -> str:
     try:
-        found = json.loads(holder)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
-        who = f"process {found['pid']} on {found['host']}, which started there at {since}"
-        end = f"end it (kill {found['pid']} on {found['host']})"
+        owner = json.loads(holder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["since"]))
+        who = f"process {owner['pid']} on {owner['host']}, which started there at {since}"
+        end = f"end it (kill {owner['pid']} on {owner['host']})"
     except (json.JSONDecodeError, KeyError, TypeError):  # it has only just taken the lock
         who, end = "another process", "end it"
     folder = path.parent.parent

@@ -14,17 +14,16 @@ from ..parts.blocks import find_blocks
 class MuonAdamW(torch.optim.Optimizer):
     """One optimizer of two: `torch.optim.Muon` for matrices, `torch.optim.AdamW` for the rest. See `muon`.
 
-    It has one state and one list of parameter groups, as an optimizer of PyTorch's does: schedules, checkpoints, Accelerate and
-    Trainer need to know nothing of the two. A group says in "kind" whose it is.
+    It has one state and one list of parameter groups, as any optimizer of PyTorch, so that schedules, checkpoints, Accelerate
+    and Trainer need to know nothing of the two. A group says in "kind" whose it is.
 
     Args:
         matrices: groups for Muon; their parameters have two dimensions.
         others: groups for AdamW.
-        lr: learning rate of all.
+        lr: of all groups.
         weight_decay: of groups that have none of their own.
         momentum: of Muon.
-        betas: of AdamW.
-        eps: of AdamW.
+        betas, eps: of AdamW.
     """
 
     def __init__(
@@ -58,11 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "_parts": self._parts}  # what a copy needs, too
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both. `closure`: computes the loss anew, once.
-
-        Raises:
-            InputError: a matrix is sharded.
-        """
+        """Make one step of both; `closure` computes the loss anew, once. Raises InputError if a matrix is sharded."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,8 +90,8 @@ def muon(
         B <- mu B + (1 - mu) G ;  O = orthogonalise((1 - mu) G + mu B) ;  W <- (1 - lr wd) W - 0.2 lr sqrt(max(a, b)) O
 
     for each matrix W (a, b) with the gradient G; mu is `momentum`, wd is `weight_decay`. The factor 0.2 sqrt(max(a, b)) makes a
-    step as large as one of AdamW (2502.16982): one `lr` and one `weight_decay`, those that you would take for AdamW, serve both.
-    Norms and biases have no weight decay.
+    step as large as one of AdamW (2502.16982): one `lr` and one `weight_decay`, those that you would take for AdamW, serve
+    both. Norms and biases have no weight decay.
 
     Give it to `Trainer(optimizers=(muon(model, lr=...), None))`, or prepare it and give it to `OuterOptimizer`. A recipe writes
     `training: {optim: muon}`.
@@ -106,11 +101,9 @@ def muon(
 
     Args:
         model: before `accelerator.prepare`; only parameters with requires_grad are trained.
-        lr: learning rate of both.
-        weight_decay: of both.
+        lr, weight_decay: of both.
         momentum: of Muon.
-        betas: of AdamW.
-        eps: of AdamW.
+        betas, eps: of AdamW.
 
     Raises:
         InputError: no block of the model has a trainable matrix.

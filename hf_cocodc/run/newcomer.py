@@ -1,7 +1,7 @@
 """How a region comes into a run that trains: with a base from a member, and the log of what has landed since.
 
-It makes the inner steps of the others without training until it is a member. So does a region that was left behind: it comes
-back in the same process.
+It makes the inner steps of the others without training until it is a member. A region that was left behind does the same, and
+comes back in the same process.
 """
 
 import logging
@@ -41,10 +41,8 @@ MAX_MISSED = 8
 
 
 class Say(Protocol):
-    """Calls a function on the region's leader. All ranks get what it returns, or the error that it raises.
-
-    What it returns travels as JSON; `read` makes of it what it was.
-    """
+    """Calls a function on the region's leader; all ranks get what it returns or raises. The result travels as JSON, from which
+    `read` makes what it was."""
 
     def __call__(
         self, call: Callable[[RegionSession], T], what: str, read: Callable[[Any], T] = ...
@@ -52,7 +50,7 @@ class Say(Protocol):
 
 
 def joins(link: Link, accelerator: Accelerator) -> bool:
-    """Whether this region is a newcomer, which has no base yet. All ranks of the region call this together."""
+    """Whether this region is a newcomer without a base. All ranks of the region call this together."""
     if not link.is_elastic:
         return False
 
@@ -99,10 +97,7 @@ def inner_of(accelerator: Accelerator) -> Inner:
 
 
 def load_inner(accelerator: Accelerator, base: Path) -> None:
-    """Let a plain loop continue from what the base has of it.
-
-    Objects that were registered for checkpointing are not in it: they travel only as pickles.
-    """
+    """Let a plain loop continue from a base, which lacks objects registered for checkpointing: they travel only as pickles."""
     for name, parts in _prepared(accelerator).items():
         for index, part in enumerate(parts):
             path = base / _file(name, index)
@@ -119,13 +114,8 @@ def load_inner(accelerator: Accelerator, base: Path) -> None:
 
 
 def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Path) -> tuple[Saved, int]:
-    """Get a base from a member of the run, and let a plain loop continue from it.
-
-    Returns the engine's state, and the number of the run.
-
-    Raises:
-        LinkError, CheckpointError: see `get_base`.
-    """
+    """Get a base for a plain loop, which continues from it: the engine's state, and the run's number. Raises like
+    `get_base`."""
     received = get_base(link, accelerator, folder)
     base = received.folder
     saved = disk.read(base, link.lane)
@@ -136,14 +126,10 @@ def read_base(link: Link, accelerator: Accelerator, model: nn.Module, folder: Pa
 
 
 def advance(accelerator: Accelerator, before: int, after: int, is_new: bool) -> None:
-    """Step the learning rate schedules of a plain loop as often as the other regions have.
+    """Step the learning rate schedules of a plain loop to inner step `after`, to which this region has jumped.
 
-    Only schedules that are stepped once for each inner step: by their own count, they are at `before`, or one step behind if the
-    loop steps them after `outer.step()`.
-
-    Args:
-        after: inner step to which this region has jumped.
-        is_new: whether the loop has yet to begin; else it is inside `outer.step()`.
+    Only schedules that are stepped once for each inner step: by their own count, they are at `before`, or one step behind if
+    the loop steps them after `outer.step()`. `is_new`: the loop has yet to begin; else it is inside `outer.step()`.
     """
     for schedule in accelerator._schedulers:
         plain, often = _plain(schedule, accelerator)
@@ -188,12 +174,7 @@ def _marker_in(plain: Any) -> Marker | None:
 
 
 class JoiningRank:
-    """One rank's part in it.
-
-    Args:
-        session: the leader's side; None on other ranks.
-        folder: where bases lie for a while; the same for all ranks of the region.
-    """
+    """One rank's part in it. `session` is the leader's side, None elsewhere; bases lie in `folder`, the same for all ranks."""
 
     def __init__(
         self,
@@ -208,7 +189,7 @@ class JoiningRank:
         self._admitted_at: int | None = None
 
     def begin(self, joined: Callable[[int, int], object]) -> Marker:
-        """Come into the run for the first time; the base is loaded. See `follow`."""
+        """Come into the run for the first time, once the base is loaded. See `follow`."""
         self._forget_base()
         self._say(RegionSession.follow, "the log of another region")
         return self.follow(joined)
@@ -218,11 +199,8 @@ class JoiningRank:
     ) -> Marker:
         """Make the inner steps of the others without training until this region is a member; returns the marker of that step.
 
-        `jumped` is called once, with the inner step `since` (by default that of now) and the one after. `keep`: what this region
-        has trained is kept.
-
-        Raises:
-            LinkError: the run has ended, or no member helps it.
+        `jumped` is called once, with the inner step `since` (by default that of now) and the one after. `keep`: what this
+        region has trained is kept. Raises LinkError if the run has ended, or no member helps.
         """
         outer = self._outer
         before = outer.inner_step if since is None else since
@@ -265,7 +243,7 @@ class JoiningRank:
         return marker
 
     def come_back(self, error: LeftBehind) -> Marker:
-        """The others have gone on without this region: be a newcomer, and keep what it has trained. See `follow`."""
+        """Be a newcomer, after the others have gone on without this region, and keep what it has trained. See `follow`."""
         outer, before = self._outer, self._outer.inner_step
         logger.warning("region %d: %s It comes back.", outer.link.region, error)
         self._begin_again(keep=True)
@@ -314,7 +292,7 @@ class JoiningRank:
 
 
 def round_steps(outer: "OuterOptimizer") -> float:
-    """Inner steps of a round: its setting, or for a method of a user's own without one, the mean so far."""
+    """Inner steps of a round: the method's sync_interval, or the mean so far for a user's own method without one."""
     interval = outer.settings.get("sync_interval")
     if isinstance(interval, int | float) and interval > 0:
         return float(interval)

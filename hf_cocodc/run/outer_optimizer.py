@@ -63,17 +63,16 @@ class OuterOptimizer:
                     break
         # without an exception, finish() has been called here: the model holds the global weights
 
-    `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)` loads it, transfers
-    in flight included, before or after the outer optimizer is made; `outer.inner_step` says where the loop must continue.
-    Regions save and load at the same inner step, each in its own folder: a second region of the run that saves into a folder
-    is refused.
+    `accelerator.save_state(folder)` saves the outer optimizer too, and `accelerator.load_state(folder)` loads it, transfers in
+    flight included, before or after the outer optimizer is made; `outer.inner_step` says where the loop must continue. Regions
+    save and load at the same inner step, each in its own folder: a second region of the run that saves into a folder is
+    refused.
 
     Args:
         accelerator: of this region; its processes are the region's ranks.
         model: as `accelerator.prepare` returned it.
-        optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is
-            read. It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are
-            refused.
+        optimizer: the inner optimizer, as `accelerator.prepare` returned it, or a list of several; its learning rate is read.
+            It need not be PyTorch's, but it has `param_groups`. It keeps one set of weights: schedule-free ones are refused.
         config: the method and its settings; or a `Method` with a name, for a method of your own.
         regions: which region this is; by default the environment says so.
         max_steps: inner steps of the run, if known; regions must agree on it.
@@ -82,23 +81,23 @@ class OuterOptimizer:
         saved: our part of a checkpoint, to start from; the model must hold the weights that were saved with it.
         about: the rest of the training, compared between regions and at a resume; by default what model and optimizer show,
             which is nothing of the data.
-        stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that
-            stage, not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual
-            optimizer, 2506.21263). See below.
+        stage: (index, number of stages) if every rank of the region holds its own pipeline stage. `model` is then that stage,
+            not prepared by Accelerate, and exchanges only with the same stage of the other regions (DiLoCoX's dual optimizer,
+            2506.21263). See below.
         has_agreed: whether the regions have agreed on what they begin from, `saved` or step 0, as Trainer's callback does. Else
             they do so here; without `saved` it is what the accelerator has loaded.
 
-    The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order, or
-    `outer.note_lr()` before a schedule that steps earlier.
+    The learning rate is read when `step` is called: call `optimizer.step()`, `outer.step()`, `scheduler.step()` in this order,
+    or `outer.note_lr()` before a schedule that steps earlier.
 
-    The constructor is a collective call: it waits for all regions, compares their settings, and starts them from region
-    0's parameters.
+    The constructor is a collective call: it waits for all regions, compares their settings, and starts them from region 0's
+    parameters.
 
     With `stage`, each stage has its own measured times, low rank and rounds: stages of a region may send and land at different
-    inner steps. They would also hear of another region's early end at different steps, and the first to leave would keep
-    the others waiting for activations. Therefore give `max_steps`, and make all these steps in every region. An error in
-    one stage ends every region. A stage that does not count for several rounds begins anew alone (`outer.on_nonfinite`); what
-    came to it from broken stages breaks it too, and each of them begins anew in its turn.
+    inner steps. They would also hear of another region's early end at different steps, and the first to leave would keep the
+    others waiting for activations. Therefore give `max_steps`, and make all these steps in every region. An error in one stage
+    ends every region. A stage that does not count for several rounds begins anew alone (`outer.on_nonfinite`); what came to it
+    from broken stages breaks it too, and each of them begins anew in its turn.
 
     Raises:
         InputError: settings, an optimizer or a model that cannot work; or another outer optimizer trains the model.
@@ -153,7 +152,7 @@ class OuterOptimizer:
             raise
 
     def _agree(self, start: StartPoint) -> None:
-        """The settings of the run, with values in place of "auto"; and whether it may go on from there. A collective call."""
+        """Fix the run's settings, with values in place of "auto", and check that it may go on from there. A collective call."""
         self.started = start.started
         self._config = config_of(self.link, self._accelerator, self._asked, start.saved, self._max_steps)
         self.settings = settings(self._config)
@@ -163,7 +162,7 @@ class OuterOptimizer:
             self._check(start.saved, self.settings, start.is_new)
 
     def _begin(self, start: StartPoint, regions: RegionConfig, journal: str | Path | None) -> None:
-        """Make what trains, and hook into what saves. In a run that trains already, catch up with it. A collective call."""
+        """Make what trains, and hook into what saves; catch up with a run that trains already. A collective call."""
         link, accelerator, saved = self.link, self._accelerator, start.saved
         path = Path(journal) if journal is not None and accelerator.is_main_process else None
         self._place = "" if path is None else f"{platform.node()}:{path.absolute().parent.parent}"
@@ -297,11 +296,8 @@ class OuterOptimizer:
                 self.close()
 
     def _go_on_to_the_end(self, error: LeftBehind) -> None:
-        """The others have gone on without this region, which had come to its end: come back, and keep step with them to theirs.
-
-        Raises:
-            LinkError: they have ended, too.
-        """
+        """Come back after the others have gone on without this region, which had come to its end, and keep step with them to
+        theirs. Raises LinkError if they have ended, too."""
         assert self.elastic is not None
         step = self.inner_step
         try:
@@ -402,10 +398,8 @@ class OuterOptimizer:
             self._undo.pop(0)()
 
     def timer(self) -> Callable[[], dict[str, float]]:
-        """Returns a function that tells how long training has been held since now, for the journal.
-
-        `took_s` are the seconds, `blocked_s` those of them in which training waited for the link.
-        """
+        """Returns a function that gives, for the journal, the seconds for which training has been held since now (`took_s`),
+        and those of them in which it waited for the link (`blocked_s`)."""
         began, blocked = self.link.clock(), self.synchronizer.totals.blocked_s
 
         def spent() -> dict[str, float]:
@@ -477,7 +471,7 @@ class OuterOptimizer:
         self.endings.continue_from(self.inner_step)
 
     def _check(self, saved: Saved, settings: dict[str, Any], is_new: bool = False) -> None:
-        """Raises CheckpointError if the regions cannot go on from there."""
+        """Raise CheckpointError if the regions cannot go on from there."""
         own = saved, settings, self.link, self.about, self._allowed, self.model, is_new
         in_all(self.link, lambda: check(*own), "whether regions can go on")
 
@@ -523,7 +517,7 @@ _TRAINED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Check that no outer optimizer trains `model`. Raises InputError if one does."""
+    """Raise InputError if an outer optimizer trains `model` already."""
     if model in _TRAINED:
         raise InputError(
             f"another OuterOptimizer, or another CoCoDCCallback, trains this {type(model).__name__}: both would write its "
@@ -532,6 +526,6 @@ def refuse_second(model: nn.Module) -> None:
 
 
 def claim(model: nn.Module) -> Callable[[], None]:
-    """From now on an outer optimizer trains `model`; the returned function ends this."""
+    """Note that an outer optimizer trains `model`, until the returned function is called."""
     _TRAINED.add(model)
     return lambda: _TRAINED.discard(model)

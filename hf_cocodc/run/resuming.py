@@ -1,8 +1,8 @@
 """What a region goes on from, and whether its run may: a checkpoint, what `accelerator.load_state` has loaded, or a base.
 
-An outer optimizer sees each later `load_state`. Of an earlier one Accelerate keeps no trace. Therefore two methods are wrapped
-in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that is older
-than this import may have loaded what nobody saw.
+An outer optimizer sees each later `load_state`, but Accelerate keeps no trace of an earlier one. Therefore two methods are
+wrapped in the class as soon as this module is imported, which `from hf_cocodc import OuterOptimizer` does. An accelerator that
+is older than this import may have loaded what nobody saw.
 """
 
 import functools
@@ -43,12 +43,8 @@ _WATCHED: "weakref.WeakSet[Accelerator]" = weakref.WeakSet()
 
 
 class Origin(NamedTuple):
-    """Where a plain loop begins.
-
-    Attributes:
-        step: of the checkpoint that it goes on from; -1 if there is none.
-        run: a number for the run; the lowest region's counts for all.
-    """
+    """Where a plain loop begins: the step of its checkpoint (-1 if there is none), and a number for the run (the lowest
+    region's counts)."""
 
     step: int
     run: int
@@ -87,25 +83,15 @@ def take_loaded(accelerator: Accelerator) -> Path | None:
 
 
 def refuse_damaged(link: Link, accelerator: Accelerator, checkpoint: Path) -> None:
-    """Check every byte of a checkpoint that Accelerate loads. A collective call of the region's ranks.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Raise CheckpointError if any byte of a checkpoint that Accelerate loads is damaged. A collective call of the ranks."""
     wrong = main_says(link, accelerator, lambda: disk.damage(checkpoint), f"the check of {checkpoint}")
     if wrong is not None:
         raise CheckpointError(f"{checkpoint} cannot be loaded: {wrong}. Load another checkpoint of the run.")
 
 
 def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
-    """What `attempt` returns, if it fails in no region: a region that has failed keeps none of the others waiting.
-
-    A collective call; messages call it `what`.
-
-    Raises:
-        Exception: what `attempt` has raised here.
-        CheckpointError: it has failed in another region.
-    """
+    """What `attempt` returns, if it fails in no region; one that has failed keeps no other waiting. A collective call, named
+    `what`. Raises what `attempt` has raised here, or CheckpointError if it has failed in another region."""
     failed: Exception | None = None
     try:
         result = attempt()
@@ -131,7 +117,7 @@ def in_all(link: Link, attempt: Callable[[], T], what: str) -> T:
 
 
 def restore_buffers(model: nn.Module, checkpoint: Path, lane: int) -> None:
-    """Copy the buffers of a checkpoint into the model: Accelerate loads only those that a state_dict holds."""
+    """Copy a checkpoint's buffers into the model: Accelerate loads only those that a state_dict holds."""
     file = checkpoint / local_weights.weights_file(lane)
     if file.is_file():  # an older version wrote none
         local_weights.restore(model, file, local_weights.buffers(model))
@@ -166,12 +152,8 @@ def start_point(
 ) -> StartPoint:
     """What a region goes on from: what it was given, what its accelerator has loaded, or the base of a run that it joins.
 
-    A collective call of all regions where none joins. `agreed`: whether they have agreed on `saved` before, as Trainer's
-    callback does.
-
-    Raises:
-        CheckpointError, InputError: see `agree_on_beginning`.
-        LinkError: no member of the run that it joins gives a base.
+    A collective call of all regions where none joins. `agreed`: they have agreed on `saved` before, as Trainer's callback does.
+    Raises like `agree_on_beginning`, and LinkError if no member of the run that it joins gives a base.
     """
     bases, is_new = place_for_bases(link, accelerator, journal), joins(link, accelerator)
     follows = is_new and saved is None
@@ -189,10 +171,7 @@ def start_point(
 def config_of(
     link: Link, accelerator: Accelerator, asked: OuterConfig, saved: Saved | None, max_steps: int | None
 ) -> OuterConfig:
-    """The settings of the run, with values in place of "auto": those of its checkpoint, if it goes on from one.
-
-    Warns of what they lose.
-    """
+    """The run's settings, with values in place of "auto"; those of its checkpoint, if it has one. Warns of what they lose."""
     config = for_rounds(asked if saved is None else continuing(asked, saved.facts.settings), max_steps)
     for warning in (lost_steps(config), too_few_rounds(config, max_steps)):
         # the settings are equal in all regions: one warning is enough
@@ -208,7 +187,7 @@ def agree_on_beginning(
 
     Args:
         model: unwrapped. It holds what the accelerator has loaded.
-        saved: what the loop was given to go on from; None for what the accelerator has loaded, if that is of a run of ours.
+        saved: what the loop was given; None for what the accelerator has loaded, if that is of a run of ours.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or regions have loaded different steps.
@@ -227,12 +206,12 @@ def agree_on_beginning(
             return saved
         assert folder is not None
         refuse_damaged(link, accelerator, folder)
-        found = disk.read(folder, link.lane, checked=True)
+        checkpoint = disk.read(folder, link.lane, checked=True)
         restore_buffers(model, folder, link.lane)
-        return found
+        return checkpoint
 
-    found = in_all(link, read, "what regions have loaded")
-    own = Origin(_NOTHING if found is None else found.facts.step, secrets.randbits(48))
+    checkpoint = in_all(link, read, "what regions have loaded")
+    own = Origin(_NOTHING if checkpoint is None else checkpoint.facts.step, secrets.randbits(48))
     origins = gather(link, own, "where regions begin")
     first = min(origins)
     for region, other in origins.items():
@@ -241,10 +220,10 @@ def agree_on_beginning(
                 f"region {first} begins {_in_words(origins[first])}, region {region} {_in_words(other)}. Let every region load "
                 "its own checkpoint of one step (accelerator.load_state), or none."
             )
-    if saved is None and found is not None:
-        logger.info("region %d goes on from %s, at step %d", link.region, folder, found.facts.step)
+    if saved is None and checkpoint is not None:
+        logger.info("region %d goes on from %s, at step %d", link.region, folder, checkpoint.facts.step)
     _WATCHED.add(accelerator)
-    return found, origins[first].run
+    return checkpoint, origins[first].run
 
 
 def _is_ours(link: Link, accelerator: Accelerator, folder: Path | None) -> bool:
@@ -259,7 +238,7 @@ def _in_words(origin: Origin) -> str:
 
 
 class Writer(NamedTuple):
-    """Region that wrote the checkpoint that a region resumes from; -1 if it was taken over."""
+    """Region that wrote the checkpoint from which a region resumes; -1 if it was taken over."""
 
     region: int
 
@@ -280,8 +259,8 @@ def check(
         is_new: the checkpoint is the base of a newcomer, which comes into a run that trains.
 
     Raises:
-        CheckpointError: the checkpoint is of another method, model or training, is used by two regions, or is of a region with
-            another number of lanes; or the model holds other weights.
+        CheckpointError: the checkpoint is of another method, model, training or number of lanes, or two regions use it; or the
+            model holds other weights.
     """
     facts = saved.facts
     writer = -1 if facts.taken_over else facts.region

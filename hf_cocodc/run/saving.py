@@ -40,14 +40,10 @@ def facts_of(outer: "OuterOptimizer") -> Facts:
 def write(
     accelerator: Accelerator, link: Link, model: nn.Module, checkpoint: Path, saved: Saved, whole: bool
 ) -> None:
-    """Write the part of every lane into a checkpoint that is not complete yet. A collective call of the region's ranks.
+    """Write every lane's part into a checkpoint that is not complete yet. A collective call of the region's ranks.
 
-    Args:
-        model: unwrapped, with the local weights.
-        whole: whether our own file holds all local weights; else it holds buffers, and the caller saves the parameters.
-
-    Raises:
-        CheckpointError: the disk refuses.
+    `model` is unwrapped, with the local weights. If `whole`, our own file holds all of them; else it holds buffers, and the
+    caller saves the parameters. Raises CheckpointError if the disk refuses.
     """
     if accelerator.is_main_process:
         disk.begin(checkpoint)
@@ -71,12 +67,11 @@ def seal(accelerator: Accelerator, link: Link, checkpoint: Path) -> None:
 def hook_into_saving(
     accelerator: Accelerator, outer: "OuterOptimizer", inner: InnerOptimizer
 ) -> list[Callable[[], Any]]:
-    """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this.
+    """Let `accelerator.save_state` and `load_state` save and load `outer` too; returns functions that undo this. Warns if
+    `save_state` leaves out state of `inner`.
 
-    A warning says if `save_state` leaves out state of `inner`.
-
-    Accelerate calls hooks before it writes or reads its own files, and the hooks receive the folder. Our last part must come
-    after Accelerate's files: the two methods of this accelerator are therefore wrapped.
+    Accelerate calls hooks before it writes or reads its own files, but our last part must come after them: the two methods of
+    this accelerator are therefore wrapped.
     """
     folder: list[Path] = []
     read: list[Saved] = []
@@ -135,7 +130,7 @@ def hook_into_saving(
 def _home_of(
     accelerator: Accelerator, output_dir: str | None = None, *args: Any, **kwargs: Any
 ) -> Path | None:
-    """The folder that belongs to the region that calls `save_state` with these arguments; None if they name none."""
+    """The folder of the region that calls `save_state` with these arguments; None if they name none."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         # of all checkpoints: Accelerate makes a new folder in it for each
         output_dir = accelerator.project_dir

@@ -65,12 +65,7 @@ _LONGEST_PERIOD_S = 1.0
 class WaitingWords:
     """Says for whom a region waits: to the command that started it at once, in the log after 10 s and then every minute.
 
-    Args:
-        coordinator: address of the coordinator at which it waits.
-        wait_s: seconds for which it waits at most (`regions.start_timeout_s`).
-
-    Attributes:
-        news: what the coordinator has told last.
+    `wait_s` is `regions.start_timeout_s`; `news` is what the coordinator has told last.
     """
 
     def __init__(self, region: int, run: str, coordinator: str, wait_s: float) -> None:
@@ -102,7 +97,7 @@ class WaitingWords:
         tell(stage, news=f"waits for {left_s:.0f} s at most: {why}")
 
     def _say(self, what: str) -> None:
-        """Say what it waits for, or why it does, if it is time to."""
+        """Log for whom it waits, or why, if it is time to."""
         now = time.monotonic()
         if now < self._says_at:
             return
@@ -115,7 +110,7 @@ class WaitingWords:
 
 
 def announce(message: str, *args: object) -> None:
-    """Log that regions are there: as information; where nobody has set up logging, as a warning, which Python shows then."""
+    """Log that regions are there: as information, or, where nobody has set up logging, as a warning, which Python shows."""
     logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *args)
 
 
@@ -124,7 +119,6 @@ class RegionContext:
     """What stays as it is, however often a region comes back.
 
     Attributes:
-        region: this one.
         regions: its settings, resolved.
         name: of the run.
         compared: what this region tells the others of itself.
@@ -172,11 +166,7 @@ class RegionContext:
         )
 
     def meet(self, join: bool) -> Client:
-        """Meet the other regions at the coordinator, or join the run that trains there.
-
-        Raises:
-            CocodcError: see `Client.meet`.
-        """
+        """Meet the other regions at the coordinator, or join the run that trains there. Raises like `Client.meet`."""
         regions = self.regions
         assert regions.coordinator is not None
         period_s = min(regions.timeout_s / 4, _LONGEST_PERIOD_S)
@@ -218,11 +208,7 @@ class RegionContext:
         )
 
     def link(self, client: Client) -> TcpLink:
-        """The link of a process that has met the others.
-
-        Raises:
-            LinkError: a region cannot be reached.
-        """
+        """The link of a process that has met the others. Raises LinkError if a region cannot be reached."""
         wait_s = self.regions.wait_s
         return TcpLink(
             client,
@@ -236,13 +222,8 @@ class RegionContext:
 
 
 class RegionSession:
-    """The leader's side of a run.
-
-    Attributes:
-        link: reaches the other regions.
-        wants: newcomers that want a base of this region.
-        leaves: why this region was asked to leave; empty if it was not.
-    """
+    """The leader's side of a run. `wants` has the newcomers that want a base of this region, `leaves` why it was asked to leave
+    (empty if it was not)."""
 
     def __init__(self, context: RegionContext, link: TcpLink) -> None:
         self.context, self.link = context, link
@@ -260,11 +241,8 @@ class RegionSession:
         link.on = self._hear
 
     def come_back(self) -> None:
-        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have.
-
-        Raises:
-            LinkError: there is no run to come back to, or it cannot be reached.
-        """
+        """Be a newcomer, after the others have gone on without this process, or it no longer knows whether they have. Raises
+        LinkError if there is no run to come back to, or it cannot be reached."""
         for donation in self._donations.values():
             self.link.stop_log(donation.log)
         self._drop_donations()
@@ -273,7 +251,7 @@ class RegionSession:
         self.link.begin_again(self.context.meet(join=True), self.context.wire())
 
     def get_base(self, folder: Path) -> Received:
-        """Get a base from some member. The next member is asked if one is lost meanwhile, or falls silent.
+        """Get a base from some member; the next one is asked if one is lost meanwhile, or falls silent.
 
         Raises:
             LinkError: no member gives one in time, or the run is over.
@@ -324,11 +302,8 @@ class RegionSession:
         self.link.follow(self._from[1].items)
 
     def applies(self, marker: Marker) -> bool:
-        """All inner steps up to this marker are made. Returns whether this process is a member now.
-
-        Raises:
-            LeftBehind: it cannot be one; or it has been ready for long, and nobody lets it in: somebody knows it no more.
-        """
+        """Whether this process is a member, once all inner steps up to this marker are made. Raises LeftBehind if it cannot be
+        one, or if it has long been ready and nobody lets it in: somebody knows it no more."""
         link, now = self.link, time.monotonic()
         if link.apply(marker):
             return True
@@ -349,12 +324,12 @@ class RegionSession:
         return {"donor": received.donor, "base": received.step}
 
     def forget_base(self) -> None:
-        """The base is loaded: its files are needed no more."""
+        """Delete the files of the base, which is loaded."""
         if self._from is not None:
             self._from[1].remove()
 
     def has_followed(self) -> None:
-        """Nothing of the log is needed any more."""
+        """End the log, of which nothing is needed any more."""
         if self._from is not None:
             member, base = self._from
             self.link.post(member, "enough")
@@ -401,7 +376,7 @@ class RegionSession:
         self.say_doing()
 
     def leave(self) -> None:
-        """Ask the coordinator to announce that this region leaves: it has said so in its trailers."""
+        """Ask the coordinator to announce that this region leaves, which it has said in its trailers."""
         self._asks_to_leave = True
         self._answers_at = time.monotonic()
         self.link.send(Leave())
@@ -420,7 +395,7 @@ class RegionSession:
         self.link.beat = replace(self.link.beat, doing=doing)
 
     def end(self, bye: Bye) -> None:
-        """Before the link is closed in good order, which then says `bye`."""
+        """Call before the link is closed in good order; the link then says `bye`."""
         self.link.ending = bye
         if bye.how == "finished":
             for donation in self._donations.values():
@@ -436,7 +411,7 @@ class RegionSession:
         self._donations.clear()
 
     def _hear(self, message: ToRegion) -> None:
-        """A message of the coordinator; in the thread of its client."""
+        """Take a message of the coordinator, in the thread of its client."""
         match message:
             case Posted(sender=sender, topic="base"):
                 self.wants.append(sender)
@@ -472,12 +447,12 @@ _SESSIONS: "weakref.WeakKeyDictionary[Link, RegionSession]" = weakref.WeakKeyDic
 
 
 def session_of(link: Link) -> RegionSession | None:
-    """On the leader of a region that reaches others over a network: its side of the run; None elsewhere."""
+    """The leader's side of a run over a network; None on other ranks, and without a network."""
     return _SESSIONS.get(link)
 
 
 def keep(link: Link, session: RegionSession) -> None:
-    """`session_of` returns this session for the link from now on."""
+    """Let `session_of` return this session for the link."""
     _SESSIONS[link] = session
 
 

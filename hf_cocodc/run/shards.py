@@ -69,8 +69,8 @@ def region_shard(
     if isinstance(dataset, Mapping) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise InputError(f"{type(dataset).__name__} is not a dataset. Pass one split, map-style or iterable.")
     if len(dataset) < num_regions:
-        found = f"{len(dataset)} samples for {num_regions} regions"
-        raise InputError(f"{found}: each region needs at least one. Use more data or fewer regions.")
+        counts = f"{len(dataset)} samples for {num_regions} regions"
+        raise InputError(f"{counts}: each region needs at least one. Use more data or fewer regions.")
     if isinstance(dataset, datasets.Dataset):
         return split_dataset_by_node(dataset, rank=region, world_size=num_regions)
     return Subset(dataset, range(region, len(dataset), num_regions))

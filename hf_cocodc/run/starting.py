@@ -29,19 +29,14 @@ logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 UNEVEN = 1.5
-"""The log names a largest fragment above this, relative to the mean."""
+"""The log names a largest fragment that is more than this many times the mean."""
 
 NEVER, UNKNOWN = 0, -1
 
 
 class Beginning(NamedTuple):
-    """What a region begins with.
-
-    Attributes:
-        max_steps: inner steps that it would make.
-        is_fixed: whether it has made its learning rate schedule over them already.
-        run: a number for the run; region 0's counts for all.
-    """
+    """What a region begins with: inner steps that it would make, whether its learning rate schedule is made over them already,
+    and a number for the run, of which the lowest region's counts for all."""
 
     max_steps: int
     is_fixed: bool
@@ -49,16 +44,13 @@ class Beginning(NamedTuple):
 
 
 class Habits(NamedTuple):
-    """When a region saves and evaluates.
+    """When a region saves and evaluates. What is not named here is Trainer's setting.
 
     Attributes:
         saves: inner steps between two checkpoints; NEVER, or UNKNOWN after epochs of unknown length.
         evaluates: inner steps between two evaluations; as `saves`.
-        eval_delay: Trainer's setting.
-        eval_on_start: Trainer's setting.
         averages: whether it evaluates the mean of the regions' own global weights (eager updates).
-        metric: checksum of the name of the metric by which Trainer decides, and of which values are better; 0 if there is none.
-        load_best_model_at_end: Trainer's setting.
+        metric: checksum of the metric by which Trainer decides, and of which values are better; 0 if there is none.
         saves_best: whether it saves where an evaluation was the best.
     """
 
@@ -76,10 +68,8 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
     """The smallest `max_steps` of all regions, and the lowest region's number for the run. A collective call.
 
     Shards of different lengths make epochs of different lengths. `before` is what a member tells a newcomer, by region: the run
-    keeps its length and its number.
-
-    Raises:
-        HandshakeError: a region cannot make fewer steps any more, or a newcomer not as many.
+    keeps its length and its number. Raises HandshakeError if a region cannot make fewer steps any more, or a newcomer not as
+    many.
     """
     for member, agreed in before.items():
         if own.max_steps < agreed.max_steps:
@@ -108,10 +98,7 @@ def agree_on_start(link: Link, own: Beginning, before: Mapping[int, Beginning] =
 def check_same_habits(link: Link, own: Habits, before: Mapping[int, Habits] = _NOTHING) -> None:
     """Check that all regions save at the same inner steps, and evaluate if they need each other for it. A collective call.
 
-    `before` is what a member tells a newcomer, by region.
-
-    Raises:
-        HandshakeError: two regions differ.
+    `before` is what a member tells a newcomer, by region. Raises HandshakeError if two regions differ.
     """
     by_region = {**before, **gather(link, own, "when a region saves and evaluates")}
     _check_same_interval({r: habits.saves for r, habits in by_region.items()}, "saves", "save")
@@ -156,28 +143,20 @@ def _check_same(setting: str, values: Mapping[int, Any]) -> None:
 
 
 def _check_same_interval(by_region: Mapping[int, int], verb: str, setting: str) -> None:
-    """Check the intervals of all regions.
-
-    Args:
-        verb: what regions do: "saves" or "evaluates".
-        setting: prefix of Trainer's settings: "save" or "eval".
-
-    Raises:
-        HandshakeError: two regions differ.
-    """
-    found = {region: steps for region, steps in by_region.items() if steps != UNKNOWN}
-    for region, steps in found.items():
-        first = min(found)
-        if steps == found[first]:
+    """Raises HandshakeError if intervals differ. `setting` is the prefix of Trainer's settings: "save" or "eval"."""
+    known = {region: steps for region, steps in by_region.items() if steps != UNKNOWN}
+    for region, steps in known.items():
+        first = min(known)
+        if steps == known[first]:
             continue
         way_out = f"Give {setting}_strategy and {setting}_steps the same values in every region."
-        if NEVER not in found.values():
+        if NEVER not in known.values():
             way_out = (
                 f"If the interval is an epoch, their shards differ in length: set {setting}_strategy=steps and "
-                f"{setting}_steps={min(found.values())} in every region."
+                f"{setting}_steps={min(known.values())} in every region."
             )
-        often = [f"every {each}" if each else "never" for each in (found[first], steps)]
-        unit = " inner steps" if found[first] else ""
+        often = [f"every {each}" if each else "never" for each in (known[first], steps)]
+        unit = " inner steps" if known[first] else ""
         raise HandshakeError(
             f"region {first} {verb} {often[0]}{unit}, region {region} {often[1]}, but all regions must do it together. {way_out}"
         )
@@ -211,17 +190,14 @@ def engine_for(
 
 
 def run_of(link: Link) -> str | None:
-    """What names an elastic run in its journals; known to leaders."""
+    """The name of an elastic run in its journals; known to leaders."""
     session = session_of(link)
     return None if session is None or not link.is_elastic else session.link.run
 
 
 def mark_of(saved: Saved | None, path: Path | None = None, run: str | None = None) -> Mark:
-    """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region.
-
-    Args:
-        run: of an elastic run. A region that comes back to it appends to its journal.
-    """
+    """How far a journal belongs to the run that goes on from `saved`; nowhere if nothing goes on in this region. A region that
+    comes back to the elastic run `run` appends to its journal."""
     if saved is not None and saved.facts.taken_over and path is not None and run is not None:
         return Mark.of(path, run)
     if saved is None or saved.facts.taken_over:
@@ -244,9 +220,7 @@ def note_start(
     training: Mapping[str, Any],
     run: str | None = None,
 ) -> None:
-    """Write into the journal what begins, or goes on from `saved`; into the log what it keeps in memory, and that fragments are
-    uneven.
-    """
+    """Write into the journal what begins, or goes on from `saved`; log its memory, and that fragments are uneven."""
     link = synchronizer.link
     clock = {"at": round(time.time(), 3)} if link.timing == "measured" else {}
     journal.write(

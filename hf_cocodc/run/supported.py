@@ -17,13 +17,8 @@ from ..settings import OuterConfig
 def refuse_unsupported(
     accelerator: Accelerator, config: OuterConfig, model: nn.Module, has_stages: bool = False
 ) -> None:
-    """Check that we support a region as `accelerate launch` has set it up, and its model.
-
-    `has_stages`: every rank of the region holds its own pipeline stage.
-
-    Raises:
-        InputError: we do not; the message says what to change.
-    """
+    """Check that we support a region as `accelerate launch` has set it up, and its model. Raises InputError if not, and says
+    what to change. `has_stages`: every rank of the region holds its own pipeline stage."""
     if has_stages and config.on_nonfinite == "stop":
         raise InputError(
             "outer.on_nonfinite=stop with pipeline stages is not supported: a stage does not know the rounds of the others, and "
@@ -65,14 +60,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] | None) -> tuple[int, int]:
-    """The lane of this rank, and the number of lanes of its region.
+    """The lane of this rank, and the number of lanes of its region. Raises InputError if the ranks hold what cannot be
+    exchanged.
 
-    Args:
-        model: unwrapped.
-        stage: (index, number of stages) if every rank of the region holds its own pipeline stage.
-
-    Raises:
-        InputError: the ranks hold what cannot be exchanged.
+    `model` is unwrapped. `stage`: (index, number of stages) if every rank of the region holds its own pipeline stage.
     """
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     sharded = accelerator.distributed_type is DistributedType.FSDP
@@ -99,7 +90,7 @@ def lanes_of(accelerator: Accelerator, model: nn.Module, stage: tuple[int, int] 
 
 
 def refuse_fixed(sharded: bool, stage: tuple[int, int] | None) -> None:
-    """Check that a region may be lost, come back or join. Raises InputError if its ranks hold different parameters."""
+    """Raise InputError if the ranks of a region hold different parameters: it cannot be lost, come back or join."""
     kind = "FSDP2 (the ranks of a region hold shards)" if sharded else "pipeline stages"
     if sharded or stage is not None:
         raise InputError(

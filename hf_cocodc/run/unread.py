@@ -1,7 +1,7 @@
 """What nobody trains on, because the region that it belongs to is not there.
 
-A part of the data belongs to the number of a region, and a region that comes back goes on at the inner step of the others.
-So nobody trains on a sample twice, and what a region misses while it is away is reported.
+A part of the data belongs to the number of a region, and a region that comes back goes on at the inner step of the others. So
+nobody trains on a sample twice, and what a region misses while it is away is reported.
 """
 
 import logging
@@ -25,10 +25,9 @@ class Unread(NamedTuple):
     """Inner steps of a region's part of the data that brought nothing into the global params.
 
     Attributes:
-        region: its number.
         from_step: the last inner step before them that did; 0 at the start of the run.
         to_step: the last of them.
-        samples: how many samples they would have read; None if unknown.
+        samples: how many they would have read; None if unknown.
     """
 
     region: int
@@ -50,12 +49,8 @@ class Unread(NamedTuple):
 
 
 class Attendance:
-    """Knows which inner steps of each region's data are in the global params.
-
-    Args:
-        num_shards: parts of the data; regions 0 .. num_shards - 1 have one each.
-        samples: samples of a region in one inner step; None if unknown.
-    """
+    """Knows which inner steps of each region's data are in the global params. Regions 0 .. num_shards - 1 have a part of the
+    data each, of which they read `samples` in one inner step (None if unknown)."""
 
     def __init__(
         self, num_shards: int, members: Collection[int], step: int = 0, samples: int | None = None
@@ -70,43 +65,38 @@ class Attendance:
         return sorted(self._read.keys() - self._members)
 
     def landed(self, sent_at: int, members: Iterable[int], coasted: Mapping[str, int] = _NOBODY) -> None:
-        """Outer gradients of `members`, sent at inner step `sent_at`, are in the global params.
-
-        `coasted`: last inner step of each that trained no more by then, by its number.
-        """
+        """Count outer gradients of `members`, sent at inner step `sent_at`. `coasted`: the last inner step of each region, by
+        its number, that trained no more by then."""
         for region in members:
             self._read[region] = max(self._read.get(region, 0), coasted.get(str(region), sent_at))
 
     def change(self, step: int, members: Collection[int]) -> list[Unread]:
         """From `step` on `members` take part; returns what those who come have missed. A late loss is noticed by its last
-        landing: what a region trained after that is lost with it.
-        """
+        landing: what a region trained after that is lost with it."""
         come = frozenset(members) - self._members
         self._members = frozenset(members)
         return self._close(come, step)
 
     def until(self, step: int) -> list[Unread]:
-        """What absent regions have missed so far, up to inner step `step`. They are counted from there afterwards."""
+        """What absent regions have missed up to inner step `step`. They are counted from there afterwards."""
         return self._close(self.absent, step)
 
     def _close(self, regions: Iterable[int], step: int) -> list[Unread]:
-        found = []
+        missed = []
         for region in sorted(regions):
             since = self._read.setdefault(region, 0)
             if step > since:
                 samples = None if self._samples is None else (step - since) * self._samples
-                found.append(Unread(region, since, step, samples))
+                missed.append(Unread(region, since, step, samples))
                 self._read[region] = step
-        return found
+        return missed
 
 
 def attendance_of(
     link: Link, regions: RegionConfig, about: About, step: int, is_new: bool = False
 ) -> Attendance:
-    """The attendance of a run that begins, or goes on, at inner step `step`. Regions are taken to read as much as this one.
-
-    A newcomer (`is_new`) knows who takes part only once it does: what others missed before, they report.
-    """
+    """The attendance of a run that begins, or goes on, at inner step `step`; regions are taken to read as much as this one. A
+    newcomer (`is_new`) knows who takes part only once it does: what others missed before, they report."""
     count = from_env(regions.count, os.environ, ENV_REGIONS, "regions.count") if link.is_elastic else None
     shards = num_shards(link.num_regions if count is None else count, regions.max)
     samples = about.facts.get("batch")
@@ -115,11 +105,8 @@ def attendance_of(
 
 
 def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], None]:
-    """Follow the events of a run, and write into its journal, and into the log, what nobody reads.
-
-    Returns:
-        A function that is to be called before a save, with the inner step: a resumed run counts from its checkpoint on.
-    """
+    """Follow the events of a run, and write into its journal and the log what nobody reads. Returns a function to call with the
+    inner step before a save, because a resumed run counts from its checkpoint on."""
     if attendance.absent:
         logger.warning(
             "the data has a part for each region that may take part (regions.max). Nobody reads that of region %s until a region "
@@ -129,8 +116,8 @@ def report_unread(journal: Journal, attendance: Attendance) -> Callable[[int], N
 
     reported: list[dict[str, Any]] = []
 
-    def tell(step: int, found: Iterable[Unread]) -> None:
-        for each in found:
+    def tell(step: int, missed: Iterable[Unread]) -> None:
+        for each in missed:
             reported.append({"kind": "unread", "step": step, **each._asdict()})
             journal.write(**reported[-1])
 
@@ -157,17 +144,17 @@ def merged(events: Iterable[Mapping[str, Any]]) -> list[Unread]:
     >>> merged([event, {"kind": "land"}, event | {"from_step": 5, "to_step": 6, "samples": 8}])
     [Unread(region=2, from_step=0, to_step=6, samples=48)]
     """
-    found: list[Unread] = []
+    ranges: list[Unread] = []
     for unread in sorted(
         Unread(event["region"], event["from_step"], event["to_step"], event["samples"])
         for event in events
         if event["kind"] == "unread"
     ):
-        last = found[-1] if found else None
+        last = ranges[-1] if ranges else None
         if last is None or (last.region, last.to_step) != (unread.region, unread.from_step):
-            found.append(unread)
+            ranges.append(unread)
         else:
             known = last.samples is not None and unread.samples is not None
             samples = (last.samples or 0) + (unread.samples or 0) if known else None
-            found[-1] = Unread(unread.region, last.from_step, unread.to_step, samples)
-    return found
+            ranges[-1] = Unread(unread.region, last.from_step, unread.to_step, samples)
+    return ranges

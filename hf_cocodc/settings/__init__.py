@@ -1,8 +1,8 @@
 """What users write: the settings of a run as frozen dataclasses, and recipes, which hold them. Nothing here imports torch.
 
 `OuterConfig` and `RegionConfig` are flat, and each field has a help text: `HfArgumentParser` can turn them into flags, and
-`help` shows them. Fields that most runs leave alone (`rules.expert`) come after the others. A field that is None takes the
-default of the method (`methods.py`) or, in `RegionConfig`, the value from the environment.
+`help` shows them. Fields that most runs leave alone (`fields.expert`) come last. A field that is None takes the default of the
+method (`methods.py`) or, in `RegionConfig`, the value from the environment.
 """
 
 from .environment import (

@@ -21,16 +21,13 @@ _TORCH_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
 def quiet_torch() -> None:
-    """Hide the warnings of torch's C++ in this process and in those that it starts, unless the user has chosen a level.
-
-    They are about a host without a name, of which we say more ourselves. torch reads the level when it is imported, and offers
-    no other way.
-    """
+    """Hide the warnings of torch's C++, here and in child processes, unless the user has chosen a level. They are about a host
+    without a name, of which we say more ourselves; torch reads the level when it is imported, and offers no other way."""
     os.environ.setdefault(_TORCH_LOGS, "ERROR")
 
 
 def refuse_old_names(env: Mapping[str, str]) -> None:
-    """Refuse a variable that has another name now. Raises InputError if it is set."""
+    """Raise InputError if a variable is set that has another name now."""
     if _OLD_COORDINATOR in env:
         raise InputError(
             f"{_OLD_COORDINATOR} is called {ENV_COORDINATOR} now. Set that, and unset the other."
@@ -38,11 +35,7 @@ def refuse_old_names(env: Mapping[str, str]) -> None:
 
 
 def check_alone(region: int | None, coordinator: str | None) -> None:
-    """Check a region that was not told how many regions there are: it is alone.
-
-    Raises:
-        InputError: it was told its number, or a coordinator: it is meant to have company.
-    """
+    """Raise InputError if a region that was not told how many there are has a number or a coordinator: it would train alone."""
     known = f"which region this is ({region})" if region is not None else f"a coordinator ({coordinator})"
     if region is not None or coordinator is not None:
         raise InputError(
@@ -53,7 +46,7 @@ def check_alone(region: int | None, coordinator: str | None) -> None:
 
 @functools.cache
 def warn_alone() -> None:
-    """Say, once in a process, that nothing told this region of others."""
+    """Warn, once in a process, that nothing told this region of others."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning(
             "training as a single region: nobody else takes part, because nothing says how many regions there are. For several "
@@ -64,11 +57,7 @@ def warn_alone() -> None:
 
 
 def from_env(value: int | None, env: Mapping[str, str], key: str, name: str) -> int | None:
-    """`value`, or the value of `key` in the environment if `value` is None.
-
-    Raises:
-        InputError: the two values contradict each other, or the one from the environment is not a number.
-    """
+    """`value`, or that of `key` in the environment if it is None. Raises InputError if they differ, or `key` has no number."""
     if key not in env:
         return value
     if not re.fullmatch(r"\d{1,9}", env[key]):

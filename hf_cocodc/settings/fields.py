@@ -21,7 +21,7 @@ def setting(text: str, default: Any = None) -> Any:
 
 
 def expert(text: str, default: Any = None) -> Any:
-    """The same for a field that most runs leave alone: it comes after all others, and its help says so."""
+    """A `setting` that most runs leave alone: it comes after all others, and its help says so."""
     return setting(_EXPERT + text, default)
 
 
@@ -36,7 +36,7 @@ def meaning(field: dataclasses.Field) -> str:
 
 
 def documented(cls: _C) -> _C:
-    """Add every field and its help text to the docstring of a settings class: `help` shows no metadata."""
+    """Add every field and its help text to the docstring of a settings class, because `help` shows no metadata."""
     lines = [cls.__doc__ or ""]
     groups = ("Attributes:", False), ("Attributes for experts, which most runs leave alone:", True)
     for head, of_experts in groups:
@@ -75,16 +75,12 @@ class Settings:
         return copy.deepcopy(values)
 
     def to_json_string(self) -> str:
-        """`to_dict` as JSON.
-
-        Raises:
-            InputError: a field holds an object, such as a Method.
-        """
+        """`to_dict` as JSON. Raises InputError if a field holds an object, such as a Method."""
         return json.dumps(self.to_dict(), indent=2)
 
 
 def take_number(config: Any, name: str) -> None:
-    """Turn a field that holds a number as text into a number. Flags give text to fields that also accept a word."""
+    """Turn a field that holds a number as text into a number: flags give text to fields that also accept a word."""
     value = getattr(config, name)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -99,7 +95,7 @@ def require(config: Any, name: str, holds: Any, rule: str, section: str = "outer
 
 
 def check_host(name: str, host: str) -> None:
-    """Raise InputError if `host` cannot be the name or the address of a machine. Whether there is one, only a network can say."""
+    """Raise InputError if `host` cannot be a machine's name or address. Whether there is one, only a network can say."""
     try:
         host.encode("idna")
     except UnicodeError as error:

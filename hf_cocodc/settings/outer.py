@@ -190,7 +190,7 @@ class OuterConfig(Settings):
         require(self, "device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
 
     def given(self) -> dict[str, Any]:
-        """The arguments for the method, without the fields that are None."""
+        """The arguments for the method: fields that are not None."""
         named = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {
             name: value for name, value in named.items() if value is not None and name not in OF_EVERY_METHOD
@@ -198,7 +198,7 @@ class OuterConfig(Settings):
 
 
 def _is_method(given: Any) -> bool:
-    """Whether it has the parts of a Method: the class itself would import torch."""
+    """Whether it has the parts of a Method, whose class would import torch."""
     return (
         dataclasses.is_dataclass(given)
         and not isinstance(given, type)
@@ -207,18 +207,16 @@ def _is_method(given: Any) -> bool:
 
 
 def _is_in(value: float | str, holds: Callable[[float], bool]) -> bool:
-    """Whether a value that may be auto is that, or a number for which `holds` is true."""
+    """Whether a value is auto, or a number for which `holds` is true."""
     return value == AUTO or (isinstance(value, float) and holds(value))
 
 
 def _options(given: Any) -> dict[str, Any]:
-    """The options of a method of a user's own, in words that regions can compare.
+    """The options of a user's own method, comparable between regions. Raises InputError if they are no mapping of names, one is
+    also the name of another setting, or a value is no plain one.
 
     >>> _options("k=32, decay=0.9")
     {'k': 32, 'decay': 0.9}
-
-    Raises:
-        InputError: they are no mapping of names, one is also the name of another setting, or a value is no plain one.
     """
     options = given
     if isinstance(given, str):
@@ -250,13 +248,10 @@ def _number(text: str) -> Any:
 
 
 def guard_settings(given: Any) -> dict[str, float] | str:
-    """The settings of the norm guard, all of them, or "none".
+    """All settings of the norm guard, or "none". Raises InputError if a value cannot be.
 
     >>> guard_settings("clip=3,drop=30"), guard_settings({"history": 8})
     ({'clip': 3.0, 'drop': 30.0, 'history': 16}, {'clip': 3.0, 'drop': 6.0, 'history': 8})
-
-    Raises:
-        InputError: a value cannot be.
     """
     if given == "none":
         return "none"
@@ -265,25 +260,25 @@ def guard_settings(given: Any) -> dict[str, float] | str:
         limits = dict(each.partition("=")[::2] for each in given.replace(" ", "").split(","))
     if not isinstance(limits, dict):
         raise InputError(f"outer.guard={shown(given)} must be none, or {{clip: 3, drop: 6, history: 16}}.")
-    found: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
+    guard: dict[str, float] = {name: float(value) for name, value in GUARD.items()}
     for name, value in limits.items():
-        if name not in found:
+        if name not in guard:
             raise InputError(
                 f"outer.guard={shown(given)}: {shown(name)} is not known.{nearest(str(name), list(GUARD))}"
             )
         try:
-            found[name] = float(value)
+            guard[name] = float(value)
         except (TypeError, ValueError) as error:
             raise InputError(f"outer.guard: {name}={shown(value)} is not a number.") from error
-    if not 1 < found["clip"] <= found["drop"] < math.inf:
+    if not 1 < guard["clip"] <= guard["drop"] < math.inf:
         raise InputError(
-            f"outer.guard: clip={found['clip']:g} and drop={found['drop']:g} must be finite, clip more than 1 and drop not less "
+            f"outer.guard: clip={guard['clip']:g} and drop={guard['drop']:g} must be finite, clip more than 1 and drop not less "
             "than clip. 1 is the ordinary norm."
         )
-    history, (least, most) = found["history"], _HISTORY
+    history, (least, most) = guard["history"], _HISTORY
     if not (least <= history <= most and history.is_integer()):
         raise InputError(
             f"outer.guard: history={history:g} must be a whole number from {least} to {most}. With fewer landings nobody knows "
             "what is ordinary."
         )
-    return found | {"history": int(history)}
+    return guard | {"history": int(history)}

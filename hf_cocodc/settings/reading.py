@@ -36,11 +36,7 @@ _GONE = {
 
 
 def read_file(path: str | os.PathLike) -> Any:
-    """Parse the YAML of a recipe's file, which `files.find` has found.
-
-    Raises:
-        InputError: the file cannot be read, or it is not valid YAML of a sensible size. The message has the line.
-    """
+    """Parse a recipe's file. Raises InputError, with the line, if it cannot be read, or is no YAML of a sensible size."""
     where = f"recipe {shown(os.fspath(path))}"
     try:
         with Path(path).open("rb") as stream:
@@ -170,7 +166,7 @@ _Constructor.yaml_constructors = {
 
 
 def shipped() -> dict[str, Path]:
-    """The recipes that come with the package, by name: quickstart/diloco and the like."""
+    """The recipes that come with the package, by name, such as quickstart/diloco."""
     package = Path(__file__).resolve().parents[1]
     folders = [package / "recipes" / "quickstart", package.parent / "recipes" / "quickstart"]
     folder = next((each for each in folders if each.is_dir()), folders[0])
@@ -178,13 +174,8 @@ def shipped() -> dict[str, Path]:
 
 
 def find(name: str | os.PathLike, folder: Path | None = None) -> Path:
-    """The file of a recipe: a path, relative to `folder` (by default where the process runs), or the name of a shipped one.
-
-    A file wins over a shipped recipe of the same name.
-
-    Raises:
-        InputError: there is neither, or the path is impossible.
-    """
+    """The file of a recipe: a path, relative to `folder` (by default where the process runs), or else the name of a shipped
+    one. Raises InputError if there is neither, or the path is impossible."""
     path = (folder or Path()) / name
     try:
         if path.is_file():
@@ -192,22 +183,20 @@ def find(name: str | os.PathLike, folder: Path | None = None) -> Path:
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise InputError(f"recipe {shown(os.fspath(name))} cannot be read: {error.strerror}.") from error
     known = shipped()
-    found = known.get(os.fspath(name).removesuffix(".yaml"))
-    if found is None:
+    recipe = known.get(os.fspath(name).removesuffix(".yaml"))
+    if recipe is None:
         raise InputError(
             f"recipe {shown(os.fspath(name))} is not a file. These come with the package: {', '.join(known)}."
         )
-    return found
+    return recipe
 
 
 def read_recipe(name: str | os.PathLike) -> tuple[dict[str, Any], str]:
-    """A recipe's content, and how messages call the recipe.
+    """A recipe's content, and how messages call the recipe. Raises InputError if a file cannot be read, is no mapping, or
+    extends itself.
 
-    A recipe may extend another one: `extends: other.yaml`, relative to its own file (or the name of a shipped recipe). Then
-    it only holds what differs: mappings are merged key by key, other values are replaced, and null removes a key.
-
-    Raises:
-        InputError: a file is missing or cannot be read, is no mapping, or extends itself.
+    A recipe may extend another one: `extends: other.yaml`, relative to its own file (or the name of a shipped recipe). Then it
+    only holds what differs: mappings are merged key by key, other values are replaced, and null removes a key.
     """
     chain = read_chain(name)
     content: dict[str, Any] = {}
@@ -218,11 +207,7 @@ def read_recipe(name: str | os.PathLike) -> tuple[dict[str, Any], str]:
 
 
 def read_chain(name: str | os.PathLike) -> list[tuple[Path, dict[str, Any]]]:
-    """The file of a recipe and its content, then those of the recipe that it extends, and so on.
-
-    Raises:
-        InputError: as `read_recipe`.
-    """
+    """The file of a recipe and its content, then those of the recipe that it extends, and so on. Raises like `read_recipe`."""
     path = find(name)
     chain = [(path, _read(path))]
     while _EXTENDS in chain[-1][1]:
@@ -255,7 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`: neither is written to."""
+    """`base` with `changes`, neither of which is written to."""
     merged = dict(base)
     for key, value in changes.items():
         if value is None and key in base:
@@ -268,11 +253,8 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def override_key(content: dict, override: str) -> None:
-    """Apply one "section.key=value" to a recipe in place; null removes the key, and "section=null" a section.
-
-    Raises:
-        InputError: it does not fit the recipe.
-    """
+    """Apply one "section.key=value" to a recipe in place; null removes the key, and "section=null" a section. Raises InputError
+    if it does not fit the recipe."""
     key, equals, text = override.partition("=")
     *parents, last = key.strip().split(".")
     value = read_yaml(text, f"--set {shown(override)}") if equals and last else None
@@ -298,7 +280,7 @@ def override_key(content: dict, override: str) -> None:
 
 
 def build(cls: type[T], content: Any, section: str = "") -> T:
-    """Build the dataclass `cls` from a mapping. Raises InputError for an unknown key, a missing section or a wrong type."""
+    """Build a dataclass from a mapping. Raises InputError for an unknown key, a missing section or a wrong type."""
     if not isinstance(content, Mapping):
         raise InputError(f"{section or 'it'} must be a mapping of keys, not {shown(content)}.")
     hints = get_type_hints(cls)
@@ -320,12 +302,10 @@ def build(cls: type[T], content: Any, section: str = "") -> T:
 def converted(value: Any, hint: Any, name: str, *, is_ours: bool = True) -> Any:
     """`value` as a type hint wants it: an int becomes a float where only a float fits, a mapping becomes its dataclass.
 
-    A hint may be a class, a union, a Literal, list[X] or dict[str, X]. Where it names a dataclass beside other types, a
-    mapping is taken as it is: the library that has this hint knows what it does with it.
-
-    Args:
-        is_ours: whether this package knows all words that a Literal should list. Where another library has the hint, any text
-            is taken: its Literal may stand for more, like PEFT's "pissa_niter_[number of iters]".
+    A hint may be a class, a union, a Literal, list[X] or dict[str, X]. Where it names a dataclass beside other types, a mapping
+    is taken as it is: the library that has this hint knows what it does with it. Where another library has the hint (not
+    `is_ours`), any text passes for a Literal, which may stand for more than it lists, like PEFT's "pissa_niter_[number of
+    iters]".
 
     Raises:
         InputError: the value has another type, or is a number that is not finite. The message names `name` and the type.
@@ -384,7 +364,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def words_of(option: Any, is_text_allowed: bool = False) -> list[str]:
-    """How messages name the values that a type hint, which is no union, accepts."""
+    """How messages name the values that a type hint accepts, which is no union."""
     if get_origin(option) is Literal:
         return [repr(each) for each in get_args(option)]
     kind = get_origin(option) or option

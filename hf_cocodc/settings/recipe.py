@@ -13,7 +13,7 @@ from .reading import build, override_key, read_recipe
 
 
 def _need_one(section: Any, name: str, **choices: str) -> None:
-    """Check that exactly one of two keys is given."""
+    """Raise InputError unless exactly one of two keys is given."""
     first, second = choices
     if (getattr(section, first) is None) == (getattr(section, second) is None):
         remedy = (
@@ -124,9 +124,8 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | os.PathLike, overrides: Sequence[str] = ()) -> "Recipe":
-        """Read a recipe: a YAML file, or one that comes with the package, by its name (quickstart/diloco).
-
-        A recipe may extend another one (`extends: other.yaml`): see `files.read_recipe`.
+        """Read a recipe: a YAML file, or one that comes with the package, by its name (quickstart/diloco). It may extend
+        another one (`extends: other.yaml`): see `reading.read_recipe`.
 
         Args:
             path: the file or the name.
@@ -151,7 +150,7 @@ class Recipe:
 
 
 def facts_of_data(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe says of its training data and tokenizer, by names in the recipe. Regions compare it before they train."""
+    """What a recipe says of its training data and tokenizer, by names in the recipe: regions compare it before they train."""
     kept = ("builtin", "path", "name", "split", "text_column", "streaming", "block_size")
     return {
         **{f"data.{name}": getattr(recipe.data, name) for name in kept},

@@ -27,15 +27,8 @@ OF_A_METHOD = {each.name for each in dataclasses.fields(OuterConfig)} - set(OF_E
 
 
 class Key(NamedTuple):
-    """One key of a recipe.
-
-    Attributes:
-        name: with its section, for example outer.sync_interval.
-        values: the kinds of value, in words.
-        default: as one writes it in YAML; empty if there is none.
-        meaning: one or more sentences.
-        is_expert: whether most runs leave it alone.
-    """
+    """One key of a recipe, in words: its name with the section (outer.sync_interval), the kinds of value, its default as in
+    YAML (empty if there is none), one or more sentences, and whether most runs leave it alone."""
 
     name: str
     values: str
@@ -66,9 +59,9 @@ def in_markdown() -> str:
     """The keys as two lists in Markdown, narrow enough for a terminal: the second one is for experts."""
 
     def item(title: str, text: str) -> str:
-        said = f"- {title}: {text}"
+        line = f"- {title}: {text}"
         return textwrap.fill(
-            said, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            line, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
 
     sections = [item(f"`{section}`", text) for section, text in OTHERS.items()]

@@ -161,21 +161,17 @@ class RegionConfig(Settings):
             self, "when_one_ends", lambda v: v in ENDINGS, f"must be one of {', '.join(ENDINGS)}", "regions"
         )
         if self.coordinator is not None:
-            found = _split(self.coordinator)
-            if found is None or found[1] is None:
+            host_port = _split(self.coordinator)
+            if host_port is None or host_port[1] is None:
                 raise InputError(
                     f"regions.coordinator={shown(self.coordinator)} must be HOST:PORT, for example 10.0.0.1:29650, with a "
                     "port in 1 .. 65535."
                 )
-            check_host("regions.coordinator", found[0])
+            check_host("regions.coordinator", host_port[0])
         self._check_elastic()
 
     def _check_elastic(self) -> None:
-        """Check what belongs to a run that goes on without a lost region.
-
-        Raises:
-            InputError: a value is impossible, or some do not go together.
-        """
+        """Check the settings of a run that outlives lost regions. Raises InputError if they are impossible or conflict."""
         require(self, "on_loss", lambda v: v in ON_LOSS, f"must be one of {', '.join(ON_LOSS)}", "regions")
         seconds = "must be positive, and at most 1e6 (11 days)"
         require(self, "wait_s", lambda v: 0 < v <= 1e6, seconds, "regions")
@@ -216,27 +212,20 @@ class RegionConfig(Settings):
     @property
     def announced(self) -> list[str]:
         """The addresses in `announce`."""
-        found = self.announce.split(",") if isinstance(self.announce, str) else self.announce or []
-        return [address.strip() for address in found]
+        addresses = self.announce.split(",") if isinstance(self.announce, str) else self.announce or []
+        return [address.strip() for address in addresses]
 
     def addresses(self, port: int, lane: int) -> tuple[tuple[str, int], ...]:
-        """Of `announce`: pairs of a host and a port at which others reach a lane of this region.
-
-        Args:
-            port: on which the lane listens.
-            lane: its number; a port that is announced is that of lane 0.
-
-        Raises:
-            InputError: the lane has no port.
-        """
-        found = [address_parts(address) for address in self.announced]
-        ports = [port if there is None else there + lane for _, there in found]
+        """Of `announce`: pairs of a host and a port at which others reach a lane of this region, which listens on `port`. A
+        port that is announced is that of lane 0. Raises InputError if the lane has no port."""
+        pairs = [address_parts(address) for address in self.announced]
+        ports = [port if there is None else there + lane for _, there in pairs]
         if max(ports, default=0) > 65_535:
             raise InputError(
                 f"regions.announce: rank {lane} has a port that is {lane} higher, {max(ports)}, and the highest is 65535. "
                 "Announce lower ones."
             )
-        return tuple((host, each) for (host, _), each in zip(found, ports, strict=True))
+        return tuple((host, each) for (host, _), each in zip(pairs, ports, strict=True))
 
     @property
     def elastic(self) -> bool:
@@ -256,7 +245,7 @@ class RegionConfig(Settings):
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings, of those that are `resolved`, that must be equal in all regions."""
+        """The settings that must be equal in all regions, once they are `resolved`."""
         names = ["connections", "timeout_s", "when_one_ends"]
         names += ["on_loss", "min", "max", "wait_s", "grace_s"] if self.elastic else []
         return {name: getattr(self, name) for name in names}
@@ -264,8 +253,8 @@ class RegionConfig(Settings):
     def resolved(self, env: Mapping[str, str] | None = None) -> "RegionConfig":
         """A checked copy in which the environment, or a default, fills the fields that are None.
 
-        A single region needs no coordinator.
-        In a run that ends with a lost region the fields that only other runs have stay None.
+        A single region needs no coordinator. In a run that ends with a lost region the fields that only other runs have stay
+        None.
 
         Raises:
             InputError: a value contradicts the environment, or a needed value is missing.
@@ -280,30 +269,26 @@ class RegionConfig(Settings):
             check_alone(region, coordinator)
             warn_alone()
             count = 1
-        found = dataclasses.replace(
+        filled = dataclasses.replace(
             self, region=region, count=count, coordinator=coordinator, join=join, run=self.name_of_run(env)
         )
-        if found.elastic:
-            found = dataclasses.replace(
-                found,
+        if filled.elastic:
+            filled = dataclasses.replace(
+                filled,
                 on_loss="continue",
                 min=1 if self.min is None else self.min,
                 max=count if self.max is None else self.max,
                 wait_s=WAIT_S if self.wait_s is None else self.wait_s,
             )
         else:
-            found = dataclasses.replace(found, on_loss="stop", join=None)
-        return found._placed()
+            filled = dataclasses.replace(filled, on_loss="stop", join=None)
+        return filled._placed()
 
     def _placed(self) -> "RegionConfig":
-        """A copy with the number of this region, which must exist and reach the others.
-
-        Raises:
-            InputError: it does not exist, or there is no coordinator.
-        """
+        """A copy with this region's number. Raises InputError if it cannot exist, or there is no coordinator."""
         assert self.count is not None
         most = self.max or self.count
-        found = self
+        placed = self
         if self.region is None:
             if self.join:
                 raise InputError(
@@ -315,16 +300,16 @@ class RegionConfig(Settings):
                     f"regions.count={self.count} but this process does not know which region it is. Set {ENV_REGION} to "
                     f"0 .. {self.count - 1} (hf-cocodc train sets it for you)."
                 )
-            found = dataclasses.replace(self, region=0)
-        assert found.region is not None
-        if found.region >= (most if self.join else self.count):
-            raise InputError(f"region {found.region} of {self.count}: {self._numbers()}")
+            placed = dataclasses.replace(self, region=0)
+        assert placed.region is not None
+        if placed.region >= (most if self.join else self.count):
+            raise InputError(f"region {placed.region} of {self.count}: {self._numbers()}")
         if most > 1 and self.coordinator is None:
             raise InputError(
                 f"{most} regions need a coordinator to find each other. Start one with `hf-cocodc coordinator` on a "
                 f"machine that all regions can reach, and set {ENV_COORDINATOR}=HOST:PORT (regions.coordinator, --coordinator)."
             )
-        return found
+        return placed
 
     def _numbers(self) -> str:
         """Which numbers regions have, and the way out for one that has another."""
@@ -342,11 +327,8 @@ class RegionConfig(Settings):
         return f"regions are numbered 0 .. {self.count - 1}. Lower {ENV_REGION} or raise {ENV_REGIONS} (regions.count).{higher}"
 
     def joins(self, env: Mapping[str, str]) -> bool:
-        """Whether this region enters a run that is training.
-
-        Raises:
-            InputError: `join` contradicts the environment, or what stands there is neither 0 nor 1.
-        """
+        """Whether this region enters a run that is training. Raises InputError if `join` contradicts the environment, or what
+        stands there is neither 0 nor 1."""
         wish = env.get(ENV_JOIN)
         if wish is None:
             return bool(self.join)
@@ -360,11 +342,7 @@ class RegionConfig(Settings):
         return wish == "1"
 
     def name_of_run(self, env: Mapping[str, str]) -> str | None:
-        """`run`, or the name in the environment if it is None.
-
-        Raises:
-            InputError: the two names differ.
-        """
+        """`run`, or the name in the environment if it is None. Raises InputError if the two names differ."""
         if self.run is not None and env.get(ENV_RUN, self.run) != self.run:
             raise InputError(
                 f"regions.run={shown(self.run)} but the environment says {ENV_RUN}={shown(env[ENV_RUN])}. Make them equal, or "
@@ -374,24 +352,20 @@ class RegionConfig(Settings):
 
 
 def address_parts(address: str) -> tuple[str, int | None]:
-    """Host and port of an address as in `announce`; without a port, None.
-
-    Raises:
-        InputError: it is no address.
-    """
-    found = _split(address)
-    if found is None:
+    """Host and port of an address as in `announce`; without a port, None. Raises InputError if it is no address."""
+    parts = _split(address)
+    if parts is None:
         raise InputError(
             f"regions.announce: {shown(address)} must be HOST or HOST:PORT, for example 203.0.113.7:29700 or "
             "[2001:db8::7]:29700, with a port in 1 .. 65535."
         )
-    check_host("regions.announce", found[0])
-    return found
+    check_host("regions.announce", parts[0])
+    return parts
 
 
 def _split(address: str) -> tuple[str, int | None] | None:
     """Host and port of HOST or HOST:PORT, IPv6 in brackets; None if it is neither."""
-    found = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", address)
-    if found is None or not 1 <= int(found[2] or 1) <= 65_535:
+    match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d{1,5}))?", address)
+    if match is None or not 1 <= int(match[2] or 1) <= 65_535:
         return None
-    return found[1].strip("[]"), None if found[2] is None else int(found[2])
+    return match[1].strip("[]"), None if match[2] is None else int(match[2])

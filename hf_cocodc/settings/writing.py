@@ -1,4 +1,4 @@
-"""Writes recipes with the comments of those that they come from. The comments belong to keys, so keys may come and go."""
+"""Writes recipes with the comments of those that they come from. Comments belong to keys, so that keys may come and go."""
 
 import contextlib
 import json
@@ -37,20 +37,14 @@ class Annotation(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """The comments of a file.
-
-    Attributes:
-        head: the lines above the first key.
-        at: by place.
-        end: the lines at the end that belong to no section.
-    """
+    """The comments of a file: `head` above the first key, `at` each place, and `end` below the last section."""
 
     head: tuple[str, ...]
     at: Mapping[Place, Annotation]
     end: tuple[str, ...]
 
     def over(self, base: "Notes") -> "Notes":
-        """These, and of another file those at places of which this one says nothing."""
+        """These, and those of another file at places of which this one says nothing."""
         return Notes(
             self.head,
             {**base.at, **{place: note for place, note in self.at.items() if note != Annotation()}},

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _TENSOR = "$tensor"
 _FLOAT = "$float"
 _DEEPEST = 64
-"""Levels of a state at most."""
+"""Most levels of a state."""
 
 TAKEN_OVER = "joining"
 """Name of `Facts.taken_over` in the file."""
@@ -68,12 +68,7 @@ def take_apart(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state that `take_apart` took apart.
-
-    Raises:
-        KeyError: a tensor is missing.
-        ValueError: it is no such state.
-    """
+    """The state that `take_apart` took apart. Raises KeyError if a tensor is missing, ValueError if it is no such state."""
     return _put_together(value, tensors, _DEEPEST)
 
 
@@ -121,17 +116,13 @@ class Facts:
 
     Attributes:
         step: inner steps made.
-        region: region that wrote it.
-        num_regions: number of regions at that time.
-        num_lanes: lanes of the region.
-        settings: all settings of the method.
-        finished: whether the run had finished.
+        region: the one that wrote it.
+        settings: of the method.
         journal: bytes of the journal that belong to the run up to here; `journal_sha256` is their hash (`journal.Mark`).
-        taken_over: whether it was copied from another region, and this region's own part is missing.
+        taken_over: whether it was copied from another region, so that this region's own part is missing.
         stopping: whether all regions stopped here, at a step at which no checkpoint was due.
-        model: `About.model` of the run; empty in checkpoints of older versions, as are the next.
-        facts: `About.facts` of the run.
-        members: the regions that took part then, by number; empty in checkpoints of older versions, where all did.
+        model: `About.model` of the run; empty in checkpoints of older versions, as is `facts` (`About.facts`).
+        members: the regions that took part then; empty in checkpoints of older versions, where all did.
     """
 
     step: int
@@ -163,14 +154,14 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Facts":
-        """Raises KeyError if a fact is missing that every version writes, ValueError if one is none."""
+        """Raises KeyError if a fact is missing that every version writes, ValueError if a value cannot be that fact."""
         named = {**content, "taken_over": content.get(TAKEN_OVER, False)}
         always = {each.name for each in fields(cls) if each.default is each.default_factory is MISSING}
-        found = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
-        for name, value in found.items():
+        facts = {each.name: named[each.name] for each in fields(cls) if each.name in named.keys() | always}
+        for name, value in facts.items():
             if not _IS[name](value):
                 raise ValueError(f"{name}={str(value)[:80]} is no such fact of a run")
-        return cls(**found)
+        return cls(**facts)
 
     def to_json(self) -> dict[str, Any]:
         named = asdict(self)
@@ -197,16 +188,13 @@ _IS: dict[str, Callable[[Any], bool]] = {
     "journal_sha256": lambda value: isinstance(value, str),
     "members": lambda value: isinstance(value, list | tuple) and all(map(_is_count, value)),
 }
-"""What holds for each fact."""
+"""What holds for the value of each fact."""
 
 
 class Saved(NamedTuple):
-    """Our part of a checkpoint, as read.
+    """Our part of a checkpoint, as read: what `Synchronizer.state_dict` returned, and the facts of the run that wrote it.
 
-    Attributes:
-        state: of `Synchronizer.state_dict`.
-        facts: of the run that wrote it.
-        weights: `parts.tensors.flat.digests` of the lane; empty if the checkpoint was taken over.
+    `weights` has the digests of the lane's weights (`parts.tensors.flat.digests`); it is empty after a take-over.
     """
 
     state: dict[str, Any]
@@ -230,11 +218,7 @@ def state_file(lane: int = 0) -> str:
 
 
 def begin(checkpoint: Path) -> None:
-    """Make a checkpoint's folder. The checkpoint is not complete before `seal`.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
+    """Make a checkpoint's folder. It is not complete before `seal`. Raises CheckpointError if the disk refuses."""
     with saving(checkpoint):
         (checkpoint / FOLDER).mkdir(parents=True, exist_ok=True)
         (checkpoint / COMPLETE).unlink(missing_ok=True)
@@ -242,11 +226,7 @@ def begin(checkpoint: Path) -> None:
 
 
 def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
-    """Write the engine's state into a checkpoint.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written; other checkpoints are untouched.
-    """
+    """Write the engine's state into a checkpoint. Raises CheckpointError if the disk refuses; other checkpoints stay intact."""
     with saving(checkpoint):
         tree, tensors = take_apart(saved.state)
         replace(checkpoint / tensors_file(lane), lambda path: save_file(tensors, path))
@@ -256,11 +236,7 @@ def write(checkpoint: Path, saved: Saved, lane: int = 0) -> None:
 
 
 def seal(checkpoint: Path) -> None:
-    """Declare a checkpoint complete: all of its files are on the disk now, and listed with their hashes (`manifest`).
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written.
-    """
+    """Complete a checkpoint: flush its files, and list them with their hashes. Raises CheckpointError if the disk refuses."""
     folder = checkpoint.parent
     with saving(checkpoint):
         manifest.write(checkpoint, run_of(folder))
@@ -269,10 +245,8 @@ def seal(checkpoint: Path) -> None:
 
 
 def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
-    """The engine's state and the facts of its run.
-
-    Args:
-        checked: whether the caller has found the checkpoint undamaged: its files are then not hashed again.
+    """The engine's state and the facts of its run. With `checked`, the caller has compared the hashes, and this is not
+    repeated.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of a format that this version does not know.
@@ -298,28 +272,20 @@ def read(checkpoint: Path, lane: int = 0, checked: bool = False) -> Saved:
 
 
 def mark_taken_over(checkpoint: Path) -> None:
-    """Write into a copied checkpoint that it is another region's."""
+    """Note in a copied checkpoint that it is another region's."""
     for path in (checkpoint / FOLDER).glob("state*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
         path.write_text(json.dumps({**content, "weights": {}, TAKEN_OVER: True}), encoding="utf-8")
 
 
 def trained(checkpoint: Path) -> frozenset[str]:
-    """Names of the parameters that the run of a complete checkpoint trains.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Names of the parameters that a complete checkpoint's run trains. Raises CheckpointError if it is damaged."""
     with refusing(checkpoint / state_file()):
         return names_in(_content_of(checkpoint)["state"]["layout"])
 
 
 def facts_of(checkpoint: Path) -> Facts:
-    """What identifies the run of a complete checkpoint, without reading its tensors.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
+    """The facts of a complete checkpoint, without reading its tensors. Raises CheckpointError if it is damaged."""
     with refusing(checkpoint / state_file()):
         return Facts.from_json(_content_of(checkpoint))
 
@@ -330,7 +296,7 @@ def _content_of(checkpoint: Path, lane: int = 0) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Inside the block, whatever a damaged file leads to is a CheckpointError."""
+    """Inside the block, whatever a damaged file raises becomes a CheckpointError."""
     try:
         yield
     except CheckpointError:

@@ -1,8 +1,8 @@
-"""A region that is in the run gives a newcomer a base, and from then on the log of what happens after it.
+"""A member gives a newcomer a base, and from then on the log of what happens after it.
 
-The base has what a region needs that takes over a checkpoint: the engine's state, the inner optimizer's, and what is not
-trained. The training thread writes it to the disk at the end of an inner step. A thread of its own sends it over a stream
-of the pair, which survives broken sockets, and then the log, as it comes.
+The base is what a region needs for a take-over: the engine's state, the inner optimizer's, and what is not trained. The
+training thread writes it to the disk at the end of an inner step. Another thread sends it, and then the log as it comes, over a
+stream of the pair, which survives broken sockets.
 """
 
 import hashlib
@@ -36,23 +36,23 @@ logger = logging.getLogger(__name__)
 _CALLED_WITHIN_S = 60.0
 _LEAST_LOG_BYTES = 64 << 20
 _BASES_IN_LOG = 4
-"""The log may wait with so many times the bytes of the base: a newcomer that is so far behind will not catch up."""
+"""The log may grow to this many times the bytes of the base: a newcomer that is further behind will not catch up."""
 HEARTBEAT_S = 1.0
 """Seconds after which a donor that has nothing to send gives a heartbeat."""
 _TAKEN_WITHIN_S = 2.0
-"""Once the log has ended, a newcomer that takes nothing for so long is frozen, or has ended itself."""
+"""A newcomer that takes nothing for so long after the log has ended is frozen, or has ended itself."""
 _GONE = "gone", "the region that sends the base has left the run"
 STARTED = f"{disk.FOLDER}/start.json"
-"""File in a base: what the regions agreed on before step 1."""
+"""File in a base with what the regions agreed on before step 1."""
 
 
 OpenStream = Callable[[int, float, Callable[[], object]], Stream]
-"""Opens a stream: (its number, seconds, a function that is called meanwhile and may raise) -> it."""
+"""Opens a stream by its number, within some seconds, during which it calls a function that may raise."""
 
 
 class Inner(NamedTuple):
-    """The rest of a region's training, as a newcomer continues from it: the states of inner optimizers, schedules and scalers, by
-    their names in a checkpoint of Trainer; and what writes further files into the folder of a base."""
+    """The rest of a region's training, for a newcomer: states of inner optimizers, schedules and scalers, by their names in a
+    checkpoint of Trainer; and a function that writes further files into the folder of a base."""
 
     states: Mapping[str, Any]
     files: Callable[[Path], object] = lambda folder: None
@@ -66,27 +66,20 @@ class Offer(NamedTuple):
     step: int
 
 
-def offered(said: Mapping[str, Any]) -> Offer:
-    """The offer of a member.
-
-    Raises:
-        KeyError, ValueError: it is none.
-    """
-    token = said["token"]
+def offered(content: Mapping[str, Any]) -> Offer:
+    """The offer in a member's message. Raises KeyError or ValueError if it is none."""
+    token = content["token"]
     if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
         raise ValueError("it has no token")
-    return Offer(whole(said["number"], *STREAMS), token, whole(said["step"]))
+    return Offer(whole(content["number"], *STREAMS), token, whole(content["step"]))
 
 
 def write_base(
     folder: Path, saved: Saved, lane: int, model: nn.Module, inner: Inner, started: Mapping[str, Any]
 ) -> None:
-    """Write a base into a folder of its own; what lies there is deleted. Of the weights of `model`, which is unwrapped, only what
-    is not trained is written: a newcomer starts from the global params. `started`: see `STARTED`.
-
-    Raises:
-        CheckpointError: the disk refuses, or a state cannot be written without a pickle.
-    """
+    """Write a base into `folder`, whose old content is deleted. Of `model`, which is unwrapped, only what is not trained is
+    written: a newcomer starts from the global params. For `started` see `STARTED`. Raises CheckpointError if the disk refuses,
+    or if a state cannot be written without a pickle."""
     shutil.rmtree(folder, ignore_errors=True)
     with disk.saving(folder):
         (folder / disk.FOLDER).mkdir(parents=True)
@@ -103,17 +96,12 @@ def write_base(
 
 
 class Donation:
-    """What one newcomer gets of this region: a base, which is on the disk, and a log, which grows.
+    """What one newcomer gets of this region: a base, then a log of what happens after it; `over` once nothing more is sent.
 
     Args:
         folder: of the base; deleted at the end.
-        about: told with the base; JSON-able.
+        about: sent with the base; JSON-able.
         rate: bytes per second to send at most; None for no limit.
-
-    Attributes:
-        offer: where the newcomer gets it.
-        log: takes what happens after the base.
-        over: whether nothing more is sent.
     """
 
     def __init__(
@@ -147,7 +135,7 @@ class Donation:
         self.log.close()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until all is sent, for a while."""
+        """Wait until all is sent, for at most `timeout_s`."""
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
@@ -172,7 +160,7 @@ class Donation:
             raise LinkError(f"{self._last[1]}.")
 
     def _newcomer_waits(self) -> None:
-        """The newcomer takes nothing for now. It may be busy while the log grows, but not once that has ended."""
+        """The newcomer takes nothing for now: it may be busy while the log grows, but not once that has ended."""
         if self.log.overflowed or self._ended.is_set():
             self._until = min(self._until, time.monotonic() + _TAKEN_WITHIN_S)
         if time.monotonic() > self._until:

@@ -1,4 +1,4 @@
-"""Files that are whole: on the disk under their names, or absent; and the hashes that show that they have not changed."""
+"""Files that are complete or absent on the disk, and hashes that show whether they have changed."""
 
 import errno
 import hashlib
@@ -19,16 +19,16 @@ _MOST_THREADS = 4
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""The numbers of errors of a disk that takes no more."""
+"""Error numbers of a disk that takes no more."""
 _OF_RUST = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust pass on an error of the system; that of the tokenizers has no class of its own."""
+"""How libraries in Rust pass on a system error; that of the tokenizers has no class of its own."""
 _OF_TORCH = ("inline_container", "iostream error")
-"""Words of torch where a file could not be written. It does not say why."""
+"""What torch says where a file could not be written. It does not say why."""
 
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into a CheckpointError that says what to do, whichever library has met it."""
+    """Turn a disk error, of whichever library, into a CheckpointError that says what to do."""
     try:
         yield
     except CocodcError:
@@ -44,7 +44,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def _of_the_disk(error: Exception) -> str | None:
-    """What is wrong with the disk; None for another error. An error of the network has no number, or another one."""
+    """What is wrong with the disk; None for another error. A network error has no number, or another one."""
     words = str(error)
     if isinstance(error, OSError):
         return words if error.errno is not None else None
@@ -57,7 +57,7 @@ def _of_the_disk(error: Exception) -> str | None:
 
 
 def replace(path: Path, save: Callable[[Path], Any]) -> None:
-    """Write a file under another name, and rename it when it is on the disk: the file is complete or absent."""
+    """Write a file under another name, and rename it once it is on the disk: the file is complete or absent."""
     half = path.with_name(f"{path.name}.half")
     try:
         save(half)
@@ -78,7 +78,7 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file, as 64 hexadecimal digits."""
+    """The SHA-256 of a file in hex."""
     sha, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
@@ -87,13 +87,10 @@ def sha256(path: Path) -> str:
 
 
 def sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """The SHA-256 of each file. A thread needs about a second per GB; at most four threads share the files.
-
-    A file with several names (hard links) is read once.
-    """
+    """The SHA-256 of each file; hard links are read once. Up to four threads share the files, each at about a second per GB."""
     known = [(path.stat().st_dev, path.stat().st_ino) for path in paths]
     files = dict(zip(known, paths, strict=True))
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-hash") as pool:
-        found = dict(zip(files, pool.map(sha256, files.values()), strict=True))
-    return [found[file] for file in known]
+        hashes = dict(zip(files, pool.map(sha256, files.values()), strict=True))
+    return [hashes[file] for file in known]

@@ -1,6 +1,6 @@
-"""The global model in a checkpoint: as `save_pretrained` writes it, beside our folder; and once more in `global/`.
+"""The global model in a checkpoint: beside our folder, as `save_pretrained` writes it; and once more in `global/`.
 
-The folder costs nothing, for its files are hard links. It also tells which files beside our folder are the global model's.
+`global/` takes no space, because its files are hard links, and tells which files beside our folder are the global model's.
 """
 
 import os
@@ -13,11 +13,11 @@ from .folders import PREFIX, run_of
 from .manifest import EXPORT, FOLDER
 
 SAVED = f"{FOLDER}/saved"
-"""In the folder of a region: the number of the run whose model lies there, and the inner step that it is of."""
+"""File in a region's folder: the run whose final model lies there, and that model's inner step."""
 
 
 def put_into_folder(checkpoint: Path) -> None:
-    """Give all files that lie in a checkpoint now, but our own, a second name in `global/`."""
+    """Give every file of a checkpoint, but our own, a second name in `global/`."""
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint)
         if path.is_file() and name.parts[0] not in (FOLDER, EXPORT):
@@ -25,7 +25,7 @@ def put_into_folder(checkpoint: Path) -> None:
 
 
 def put_beside(checkpoint: Path) -> None:
-    """Give all files in `global/` a second name in the checkpoint's own folder."""
+    """Give every file in `global/` a second name in the checkpoint's own folder."""
     folder = checkpoint / EXPORT
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -33,31 +33,25 @@ def put_beside(checkpoint: Path) -> None:
 
 
 def note_saved(folder: Path, step: int) -> None:
-    """Note that the run has saved its model in a region's folder, at the end, after `step` inner steps.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
+    """Note that the run has saved its final model in a region's folder. Raises CheckpointError if the disk refuses."""
     with saving(folder):
         replace(folder / SAVED, lambda path: path.write_text(f"{run_of(folder)} {step}", encoding="ascii"))
 
 
 def is_saved(folder: Path, step: int) -> bool:
-    """Whether the folder of a run that has finished has its model: as `note_saved` says, every weight's file, with its size.
-
-    A model may also lie there that an earlier run has saved, or the same run before it went on.
-    """
+    """Whether a finished run's folder has its model: `note_saved` says so, and every weight file has its size. A model of an
+    earlier run may lie there too, or one that this run saved before it went on."""
     checkpoint = folder / f"{PREFIX}{step}"
     if manifest.damage(checkpoint, hashes=False) is not None:
         return False
     noted = (folder / SAVED).read_bytes() if (folder / SAVED).is_file() else b""
     if noted != f"{run_of(folder)} {step}".encode():
         return False
-    found = []
+    matches = []
     for path in (checkpoint / EXPORT).rglob("*.safetensors"):
         saved = folder / path.relative_to(checkpoint / EXPORT)
-        found.append(saved.is_file() and saved.stat().st_size == path.stat().st_size)
-    return bool(found) and all(found)
+        matches.append(saved.is_file() and saved.stat().st_size == path.stat().st_size)
+    return bool(matches) and all(matches)
 
 
 def _same(path: Path, other: Path) -> None:

@@ -1,6 +1,6 @@
-"""A snapshot as files that travel: which there are, under which names, and how a region takes over another one's.
+"""A snapshot as files that travel: which ones, under which names, and how a region takes over another's checkpoint.
 
-Only files with known names travel, as JSON, text or safetensors: never a pickle. Trainer's own pickles (inner optimizer,
+Only files with known names travel, as JSON, text or safetensors, never as a pickle. Trainer's own pickles (inner optimizer,
 scheduler, scaler) are taken apart before, and written anew by the region that takes over.
 """
 
@@ -30,7 +30,7 @@ from .export import put_beside
 logger = logging.getLogger(__name__)
 
 TREES = "trees"
-"""Folder of what was taken apart, while it travels."""
+"""Folder for states that were taken apart, while they travel."""
 _STATE = r"(optimizer|scheduler|scaler)(_\d+)?\.(pt|bin)|optimizer_\d+"
 """States that Trainer and Accelerate pickle; a folder is sharded."""
 _ITEMS = "$items"
@@ -48,42 +48,36 @@ _CHUNK_BYTES = 1 << 26
 
 
 def check_files(sizes: Any, source: int) -> dict[str, int]:
-    """The list of the files that travel, as region `source` sends it: their names and sizes.
-
-    Raises:
-        LinkError: it is no such list.
-        CheckpointError: it has a file that no checkpoint has.
-    """
+    """Names and sizes of the files that region `source` announces. Raises LinkError if it sends no such list, CheckpointError
+    if no checkpoint has a file of such a name."""
     try:
-        found = {name: whole(size, most=_LARGEST_FILE) for name, size in sizes.items()}
+        checked = {name: whole(size, most=_LARGEST_FILE) for name, size in sizes.items()}
     except (AttributeError, ValueError) as error:
         raise LinkError(f"region {source} does not say which files it sends ({error}).") from error
-    for name in found:
+    for name in checked:
         if len(name) > _LONGEST_NAME or not _KNOWN.fullmatch(name):
             raise CheckpointError(
                 f"region {source} sends a file named {name[:200]!r} with its checkpoint, which no checkpoint has: it is not "
                 "written. Do all regions have the same version of hf_cocodc?"
             )
-    return found
+    return checked
 
 
 def files_in(*folders: Path) -> dict[str, Path]:
     """The files below these folders that may travel, by their names in a checkpoint."""
-    found = {
+    paths = {
         path.relative_to(folder).as_posix(): path
         for folder in folders
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    return {name: path for name, path in found.items() if _KNOWN.fullmatch(name)}
+    return {name: path for name, path in paths.items() if _KNOWN.fullmatch(name)}
 
 
 @contextmanager
 def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
-    """The files that another region can continue from: no local weights or random numbers, and pickles taken apart.
-
-    Of the local weights, only what is not trained goes with them: buffers, and frozen weights.
-    """
+    """The files from which another region can continue: no random numbers, pickles taken apart, and of the local weights only
+    what is not trained (buffers and frozen weights)."""
     aside = checkpoint.with_name(f"{checkpoint.name}.sent")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -101,11 +95,7 @@ def files_to_send(checkpoint: Path) -> Iterator[dict[str, Path]]:
 
 
 def make_own(checkpoint: Path) -> None:
-    """Turn the received files into a checkpoint: a region that takes over starts from the global weights.
-
-    Raises:
-        CheckpointError: they are no checkpoint.
-    """
+    """Turn received files into a checkpoint, to start from its global weights. Raises CheckpointError if they are none."""
     trees = checkpoint / TREES
     put_beside(checkpoint)
     for path in trees.glob("*.json"):
@@ -117,11 +107,7 @@ def make_own(checkpoint: Path) -> None:
 
 
 def write_tree(state: Any, to: Path) -> None:
-    """Write a state of tensors, numbers and words as `to`.json and `to`.safetensors, as it travels.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
+    """Write a state of tensors, numbers and text as `to`.json and `to`.safetensors. Raises CheckpointError if it is none."""
     tree, tensors = take_apart(_with_items(state))
     try:
         Path(f"{to}.json").write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
@@ -133,14 +119,14 @@ def write_tree(state: Any, to: Path) -> None:
 
 
 def _leave_out(weights: Path, names: Collection[str], to: Path) -> None:
-    """Copy a file of tensors without those of these names."""
+    """Copy a file of tensors without those named."""
     with safe_open(weights, framework="pt") as file:
         kept = {name: file.get_tensor(name) for name in file.keys() if name not in names}  # noqa: SIM118
         save_file(kept, to, file.metadata())
 
 
 def _take_apart(state: Path, to: Path) -> None:
-    """Write a pickled state as JSON and safetensors. Only tensors, numbers and words are read of it."""
+    """Write a pickled state as JSON and safetensors; only tensors, numbers and words are unpickled."""
     pickled = state
     if state.is_dir():
         pickled = to.with_name(f"{to.name}.pickle")
@@ -155,7 +141,7 @@ def _take_apart(state: Path, to: Path) -> None:
 
 
 def _put_together(tree: Path, state: Path) -> None:
-    """Write what `write_tree` made of a state as Trainer expects it."""
+    """Turn what `write_tree` wrote into the file that Trainer expects."""
     content = json.loads(Path(f"{tree}.json").read_text(encoding="utf-8"))
     _pickle(_without_items(put_together(content, load_file(f"{tree}.safetensors"))), state)
 
@@ -171,7 +157,7 @@ def _pickle(content: Any, path: Path) -> None:
 
 
 def _with_items(value: Any) -> Any:
-    """The value with dicts whose keys are not all words as lists of pairs: JSON knows no other keys."""
+    """Turn dicts with keys other than text, which JSON does not know, into lists of pairs."""
     if isinstance(value, dict):
         pairs = [[key, _with_items(each)] for key, each in value.items()]
         return dict(pairs) if all(isinstance(key, str) for key in value) else {_ITEMS: pairs}
@@ -186,11 +172,10 @@ def _without_items(value: Any) -> Any:
 
 
 def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) -> None:
-    """Send a checkpoint from the first region that has it to the regions that do not. A collective call of the leaders.
+    """Send a checkpoint from the first region that has it to those that do not; a collective call of the leaders.
 
     Raises:
-        CheckpointError: the global model has changed since it was saved; a file cannot be sent, or its name is not known; or
-            the disk refuses.
+        CheckpointError: the global model has changed, a file cannot be sent or has an unknown name, or the disk refuses.
     """
     source = min(holders)
     lacking = link.region not in holders
@@ -220,7 +205,7 @@ def take_over(link: Link, checkpoint: Path, holders: Sequence[int], run: int) ->
 
 
 def _travel(link: Link, source: int, files: dict[str, Path], into: Path | None) -> None:
-    """Send files by their names in the checkpoint; write those that arrive below `into`, if given."""
+    """Send files by their names in the checkpoint; write what arrives below `into`, if given."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     listed = spread(
         link, source, json.dumps(sizes).encode(), f"the list of files of region {source}'s checkpoint"

@@ -1,11 +1,11 @@
 """A region's folder of checkpoints: whose it is, which run writes there, and the links beside it.
 
-A file in the folder names the region that saves there: two regions of a run would overwrite each other. The file's own name has
-the number of the run, so that only one region of a run can make it.
+A file in the folder names the region that saves there, because two regions would overwrite each other. The name of that file
+has the number of the run, so that only one region of a run can make it.
 
-`output_dir/checkpoint-N` points to `output_dir/region-R/checkpoint-N`: Transformers' `get_last_checkpoint(output_dir)` finds the
-newest of these links. Regions that share a disk share the links: each makes those that are missing, and removes those to its own
-folder that no longer lead to a complete checkpoint.
+`output_dir/checkpoint-N` links to `output_dir/region-R/checkpoint-N`: Transformers' `get_last_checkpoint(output_dir)` finds the
+newest of these links. Regions on one disk share them: each makes those that are missing, and removes those to its own folder
+that no longer lead to a complete checkpoint.
 """
 
 import contextlib
@@ -26,40 +26,29 @@ from .manifest import COMPLETE, FOLDER
 logger = logging.getLogger(__name__)
 
 RUN = f"{FOLDER}/run"
-"""In the folder of the checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
+"""In a folder of checkpoints: the number of the run that writes there now. In a checkpoint: of the run that began it."""
 _UNSAVED = "unsaved"
-"""Word after the number, as long as the run that began from step 0 has no complete checkpoint in the folder."""
+"""Word after the number while a run that began from step 0 has no complete checkpoint in the folder."""
 PREFIX = "checkpoint-"
 _REGION = re.compile(r"region-\d+")
 _SAVED_BY = "saved-by-"
 _WRITE_S = 1.0
-"""Seconds in which another region that has just made the file has written into it."""
+"""Seconds that another region may take to write into a file that it has just made."""
 
 
 def run_of(folder: Path) -> int:
-    """The number of the run that writes to a folder; 0 if there is none.
-
-    Raises:
-        CheckpointError: the file with the number is damaged.
-    """
+    """The number of the run that writes to a folder; 0 if there is none. Raises CheckpointError if its file is damaged."""
     return _run(folder)[0]
 
 
 def is_unsaved(folder: Path) -> bool:
-    """Whether the run that writes to a folder began there from step 0, and has no complete checkpoint there yet.
-
-    Raises:
-        CheckpointError: the file with the number of the run is damaged.
-    """
+    """Whether the run that writes to a folder began there at step 0, without a complete checkpoint. Raises like `run_of`."""
     return _run(folder)[1]
 
 
 def begin_run(folder: Path, run: int, unsaved: bool = False) -> None:
-    """From now on checkpoints in `folder` belong to `run`. Checkpoints of an earlier run stay, but are not continued from.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
+    """From now on checkpoints in `folder` belong to `run`; those of an earlier run stay, but are not continued from. Raises
+    CheckpointError if the disk refuses."""
     text = f"{run} {_UNSAVED}" if unsaved else f"{run}"
     with saving(folder):
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -87,11 +76,7 @@ def _check(text: str) -> str:
 
 
 def point(folder: Path) -> None:
-    """Bring the links beside a region's folder in line with the complete checkpoints of its run.
-
-    Args:
-        folder: `output_dir/region-R`. For a folder of another name nothing is done.
-    """
+    """Update the links beside `folder` to the complete checkpoints of its run, if its name is region-R."""
     if not _REGION.fullmatch(folder.name):
         return
     good = {path.name for path in checkpoints(folder).values() if unusable(path, hashes=False) is None}
@@ -123,10 +108,8 @@ def target(path: Path) -> str | None:
 
 
 def is_pointer(path: Path, folder: Path) -> bool:
-    """Whether a path is one of the links beside a region's folder, or has the place of one that is not there.
-
-    A copy of the output folder may have copies of checkpoints in place of links.
-    """
+    """Whether a path is one of the links beside a region's folder, or has the place of one: it is missing, or a copy of the
+    output folder has a copied checkpoint there."""
     known = re.fullmatch(rf"{PREFIX}\d+", path.name) and _REGION.fullmatch(folder.name)
     beside = path.parent.absolute().resolve() == folder.absolute().parent.resolve()
     if not known or not beside:
@@ -136,14 +119,8 @@ def is_pointer(path: Path, folder: Path) -> bool:
 
 
 def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None:
-    """Note that a region saves into a folder, before anything is written there.
-
-    Args:
-        members: the regions that take part now. A folder of any other one is free.
-
-    Raises:
-        CheckpointError: the folder is another region's, or the disk refuses.
-    """
+    """Note that a region saves into a folder, before anything is written there. A folder of a region that is not among
+    `members`, those that take part now, is free. Raises CheckpointError if it is another member's, or the disk refuses."""
     path = folder / FOLDER / f"{_SAVED_BY}{run:x}"
     with saving(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +142,7 @@ def claim(folder: Path, run: int, region: int, members: Collection[int]) -> None
 
 
 def forget_earlier(folder: Path, run: int) -> None:
-    """Remove what earlier runs have noted in a folder, while it holds no complete checkpoint."""
+    """Remove what earlier runs have noted in a folder, as long as it holds no complete checkpoint."""
     for path in (folder / FOLDER).glob(f"{_SAVED_BY}*"):
         if path.name != f"{_SAVED_BY}{run:x}":
             path.unlink(missing_ok=True)
@@ -181,11 +158,7 @@ def _region_in(path: Path) -> int | None:
 
 
 def unusable(checkpoint: Path, run: int | None = None, hashes: bool = True) -> str | None:
-    """Why a run cannot continue from a checkpoint in its folder; None if it can.
-
-    Args:
-        run: number of the run; None for the run that writes to the folder now.
-    """
+    """Why `run` (None: the one that writes to its folder now) cannot continue from a checkpoint; None if it can."""
     if is_of_another_run(checkpoint, run):
         return "it is of an earlier run in this folder; give its path to continue that run"
     return manifest.damage(checkpoint, hashes)
@@ -202,36 +175,32 @@ def is_of_another_run(checkpoint: Path, run: int | None = None) -> bool:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Every `checkpoint-N` in a folder, complete or not, by its step, oldest first."""
-    found = {}
+    by_step = {}
     for path in folder.glob(f"{PREFIX}*"):
         step = path.name.removeprefix(PREFIX)
         if path.is_dir() and step.isdecimal():
-            found[int(step)] = path
-    return dict(sorted(found.items()))
+            by_step[int(step)] = path
+    return dict(sorted(by_step.items()))
 
 
 def rotate(folder: Path, limit: int | None, saved_everywhere: int, keep: set[int]) -> None:
-    """Delete the run's oldest checkpoints until `limit` are left, but keep those that a region may still need.
+    """Delete the run's oldest checkpoints until `limit` are left; None keeps all. Those of an earlier run are not counted, and
+    stay.
 
-    Checkpoints of an earlier run in the folder are not counted, and stay.
-
-    Args:
-        limit: number of checkpoints to keep; None for all.
-        saved_everywhere: step of the newest checkpoint that is complete in every region: it stays, and so do later ones.
+    Kept are those that a region may still need: `keep`, and from step `saved_everywhere` on, the newest complete in every
+    region.
     """
     run = run_of(folder)
-    found = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
-    surplus = len(found) - limit if limit else 0
-    old = [step for step in found if step < saved_everywhere and step not in keep]
+    by_step = {step: path for step, path in checkpoints(folder).items() if _writer(path) == run}
+    surplus = len(by_step) - limit if limit else 0
+    old = [step for step in by_step if step < saved_everywhere and step not in keep]
     for step in old[: max(surplus, 0)]:
-        _remove(found[step])
+        _remove(by_step[step])
 
 
 def make_room(checkpoint: Path, run: int | None = None) -> None:
-    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now) that is about to be saved.
-
-    What was saved to its end is renamed, for a user may have put files into it. A part that a killed process left is deleted.
-    """
+    """Clear the place of a checkpoint of `run` (None: the one that writes to its folder now). A complete one is renamed,
+    because a user may have put files into it; what a killed process left is deleted."""
     if not manifest.is_sealed(checkpoint):
         _remove(checkpoint)
         return
@@ -246,7 +215,7 @@ def make_room(checkpoint: Path, run: int | None = None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, if there is one. A checkpoint that is half deleted is not complete."""
+    """Delete a checkpoint, if there is one; a half deleted one is not complete."""
     (checkpoint / COMPLETE).unlink(missing_ok=True)
     if checkpoint.is_dir():
         shutil.rmtree(checkpoint)

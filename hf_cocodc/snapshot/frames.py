@@ -1,4 +1,4 @@
-"""What a donor and a newcomer say on a stream: objects of JSON, and bytes whose number such an object tells. Never a pickle."""
+"""What a donor and a newcomer send on a stream: JSON objects, and bytes that such an object announces. Never a pickle."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from ..net.validation import whole
 from .checkpoint import put_together, take_apart
 
 CHUNK = 1 << 17
-"""Bytes of a message at most, but for objects: on a slow link it must come long before the other end gives up."""
+"""Most bytes of a message other than an object: on a slow link it must come long before the other end gives up."""
 _LONGEST = 1 << 22
 """Bytes of the longest message."""
 _MOST_TENSORS = 1024
@@ -32,15 +32,13 @@ _DTYPES = {
 
 
 class Frames:
-    """Sends and receives frames; for one thread at a time.
+    """Sends and receives frames, for one thread at a time; methods raise LinkError if the stream has ended, or has no frame.
 
     Args:
         token: with a secret of the run, what is sealed on this stream opens on no other one.
-        alive: called now and then while the other end sends nothing, or takes nothing; raises if there is nothing to wait for.
+        alive: called now and then while the other end sends or takes nothing; raises if there is nothing to wait for.
         rate: bytes per second to send at most; None for no limit.
         patience_s: seconds without a message after which the other end counts as gone, while this end waits for it.
-
-    All methods raise LinkError if the stream has ended, or if what comes is no frame.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class Frames:
         self._send(json.dumps({"kind": kind, **content}).encode())
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes, which an object has announced."""
+        """Send bytes that an object has announced."""
         rest = memoryview(data).cast("B")
         for start in range(0, len(rest), self._most):
             self._send(rest[start : start + self._most])
@@ -71,12 +69,12 @@ class Frames:
     def receive(self) -> dict[str, Any]:
         """The next object."""
         try:
-            found = json.loads(self._receive())
+            message = json.loads(self._receive())
         except (ValueError, RecursionError) as error:
             raise LinkError(f"the other end sent what is no JSON ({error}).") from error
-        if not isinstance(found, dict) or not isinstance(found.get("kind"), str):
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise LinkError("the other end sent an object without a kind.")
-        return found
+        return message
 
     def receive_bytes(self, size: int) -> Iterator[bytes]:
         """The bytes that an object has announced, in chunks."""
@@ -127,7 +125,7 @@ class Frames:
             raise LinkError(f"the other end sent what is no value of ours ({repr(error)[:200]}).") from error
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the other end has taken all, for a while."""
+        """Wait until the other end has taken all, for at most `timeout_s`."""
         self._connection.drain(time.monotonic() + timeout_s)
 
     def close(self) -> None:

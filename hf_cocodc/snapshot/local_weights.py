@@ -1,8 +1,8 @@
-"""A region's local weights in its checkpoints: in our own file, under the model's own names, and with a digest of each.
+"""A region's local weights in its checkpoints: in a file of our own, under the model's own names, with a digest of each.
 
-Transformers renames some weights, and splits others, when it saves a model; Trainer then loads what still has its name and
-leaves out the rest (transformers#48805). Our file holds what the model holds. After a resume has loaded weights, whichever file
-they came from, they are compared with the digests that were saved.
+When it saves a model, Transformers renames some weights and splits others; Trainer then loads those that still have their names
+and leaves out the rest (transformers#48805). Our file holds what the model holds. After a resume has loaded weights, from
+whichever file, they are compared with the digests that were saved.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from .durable import replace
 from .manifest import FOLDER
 
 _UNSAVED = "unsaved_buffers"
-"""In the file's own metadata: JSON list of the names of buffers that a state_dict leaves out."""
+"""Metadata of the file: a JSON list of the buffers that a state_dict leaves out."""
 
 
 def weights_file(lane: int | str = 0) -> str:
@@ -31,14 +31,10 @@ def weights_file(lane: int | str = 0) -> str:
 
 
 def kept(model: nn.Module, synchronised: Collection[str] = ()) -> dict[str, Tensor]:
-    """What a checkpoint restores of a model, by name: this rank's own tensors, tied ones once.
+    """What a checkpoint restores of an unwrapped model, by name: this rank's own tensors, tied ones once.
 
-    These are all parameters and all buffers. If the model has adapters, or quantised weights, its frozen base is left out: every
-    run loads it anew, and `base_digest` compares it.
-
-    Args:
-        model: unwrapped.
-        synchronised: names of parameters that the run has trained: they count though they may be frozen now.
+    These are all parameters and buffers, except the frozen base under adapters or quantised weights, which every run loads anew
+    and `base_digest` compares. Parameters that the run has trained (`synchronised`) count, even if they are frozen now.
     """
     adapters = set(getattr(model, "peft_config", None) or ())
     whole = not has_a_base(model)
@@ -57,7 +53,7 @@ def _all(model: nn.Module) -> dict[str, Tensor]:
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers of a model by name, those that a state_dict leaves out too: a longer context may have changed them."""
+    """All buffers of a model by name, even those that a state_dict leaves out: a longer context may have changed them."""
     return {name: local_shard(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -73,25 +69,17 @@ def unsaved_buffers(model: nn.Module) -> list[str]:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], unsaved: Collection[str] = ()) -> None:
-    """Write tensors into a file that is complete or absent. Two tensors may share memory.
-
-    Args:
-        unsaved: see `unsaved_buffers`; the model may make them anew only at its first forward pass.
-    """
+    """Write tensors, of which two may share memory, into a file that is complete or absent. For `unsaved` see
+    `unsaved_buffers`: the model may make these only at its first forward pass."""
     content = {name: _alone(tensor) for name, tensor in tensors.items()}
     replace(path, lambda half: save_file(content, half, {_UNSAVED: json.dumps(sorted(unsaved))}))
 
 
 @torch.no_grad()
 def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
-    """Copy a file's tensors into the model, in place.
+    """Copy a file's tensors into an unwrapped model, in place; the file may hold more than the names `expected`.
 
-    A buffer takes the shape that it had when it was saved. One that a state_dict leaves out is made if the model has not made
-    it yet.
-
-    Args:
-        model: unwrapped.
-        expected: names that must be in the file; it may hold more of what the model holds.
+    A buffer takes the shape that it had when it was saved. One that a state_dict leaves out is made if the model lacks it yet.
 
     Raises:
         CheckpointError: the file lacks a name, or has one that the model does not have, or another shape or type.
@@ -127,10 +115,9 @@ def restore(model: nn.Module, path: Path, expected: Iterable[str]) -> None:
 
 
 def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[str]) -> None:
-    """Check that a model holds the local weights that were saved.
+    """Check that an unwrapped model, after every file has been loaded, holds the local weights that were saved.
 
     Args:
-        model: unwrapped, after every file has been loaded.
         saved: `digests` of what was saved; empty if it was taken over: nothing is compared then.
         synchronised: names of the parameters that the run had trained.
 
@@ -139,11 +126,11 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[s
     """
     if not saved:
         return
-    found = digests(kept(model, synchronised))
-    wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
+    current = digests(kept(model, synchronised))
+    wrong = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if wrong:
         first = "; ".join(
-            f"{name}: {saved.get(name, 'nothing')} was saved, the model has {found.get(name, 'nothing')}"
+            f"{name}: {saved.get(name, 'nothing')} was saved, the model has {current.get(name, 'nothing')}"
             for name in wrong[:3]
         )
         raise CheckpointError(
@@ -155,10 +142,8 @@ def check(model: nn.Module, saved: Mapping[str, str], synchronised: Collection[s
 
 
 def base_digest(model: nn.Module) -> str | None:
-    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantised weights.
-
-    None if the model has no base, or if this rank does not hold it yet.
-    """
+    """A digest of all that no checkpoint holds: the frozen base under adapters, with the scales of quantised weights. None if
+    the model has no base, or if this rank does not hold it yet."""
     if not has_a_base(model):
         return None
     mine = kept(model)
@@ -169,8 +154,8 @@ def base_digest(model: nn.Module) -> str | None:
             base[name] = tensor
     if any(tensor.device.type == "meta" for tensor in base.values()):
         return None
-    found = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
-    return f"{zlib.crc32(repr(found).encode()):08x}"
+    checksums = digests({name: part for name in sorted(base) for part in [local_shard(base[name])]})
+    return f"{zlib.crc32(repr(checksums).encode()):08x}"
 
 
 def _alone(tensor: Tensor) -> Tensor:

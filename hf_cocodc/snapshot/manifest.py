@@ -1,11 +1,11 @@
 """The last file of a checkpoint: the list of all others, with their sizes and hashes. It shows what is missing or has changed.
 
-Every file is hashed when the checkpoint is saved. What a resume reads is hashed again before anything of it is loaded: local
-weights, inner optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB
-and thread (`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before
-another region takes it over. Users may edit cards, and add files that no resume reads.
+Every file is hashed when the checkpoint is saved, and hashed again before a resume loads anything of it: local weights, inner
+optimizer, scheduler, random numbers, Trainer's state and our own files. Each time costs about a second per GB and thread
+(`durable.sha256_of_all`), during which the region does not train. The global model is hashed again only before another region
+takes it over. Users may edit cards, and add files that no resume reads.
 
-A checkpoint without this list was interrupted while it was saved; it is never read.
+A checkpoint without this list was interrupted while it was saved, and is never read.
 """
 
 import hashlib
@@ -34,29 +34,18 @@ _LOADED = re.compile(
 )
 """Files that Trainer or Accelerate load from a checkpoint's own folder if they find them there."""
 _FOLDERS = re.compile(rf"{FOLDER}|default|pytorch_model_fsdp(_\d+)?|optimizer_\d+")
-"""Folders that we, PEFT, or Trainer and Accelerate load from. Further adapters have folders of their names."""
+"""Folders that we, PEFT, Trainer or Accelerate load from. Further adapters have folders of their names."""
 
 
 class File(NamedTuple):
-    """A file on the list.
-
-    Attributes:
-        size: in bytes.
-        sha256: of its content.
-    """
+    """A file on the list: its bytes, and the SHA-256 of its content."""
 
     size: int
     sha256: str
 
 
 class Manifest(NamedTuple):
-    """The list of a checkpoint's files.
-
-    Attributes:
-        format: version of the files.
-        run: number of the run that wrote them; 0 if it had none.
-        files: by their names in the checkpoint.
-    """
+    """The list of a checkpoint's files, by name; `format` is their version, `run` the run that wrote them (0: none)."""
 
     format: int
     run: int
@@ -86,11 +75,7 @@ def write(checkpoint: Path, run: int) -> None:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The list of a checkpoint's files; without the files if it is of another format.
-
-    Raises:
-        ValueError: the list is missing or damaged.
-    """
+    """The list of a checkpoint's files; empty if it is of another format. Raises ValueError if it is missing or damaged."""
     try:
         content = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
         if int(content["format"]) != FORMAT:  # its other entries may mean something else
@@ -100,10 +85,10 @@ def read(checkpoint: Path) -> Manifest:
         files = {
             name: File(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()
         }
-        found = Manifest(FORMAT, int(content.get("run", 0)), files)
+        manifest = Manifest(FORMAT, int(content.get("run", 0)), files)
     except (OSError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return found
+    return manifest
 
 
 def is_sealed(checkpoint: Path) -> bool:
@@ -112,12 +97,10 @@ def is_sealed(checkpoint: Path) -> bool:
 
 
 def damage(checkpoint: Path, hashes: bool = True) -> str | None:
-    """What is wrong with what a resume reads of a checkpoint: the file, what was expected and what was found; None if nothing is.
+    """What is wrong with a file that a resume reads, what was expected and what is there; None if all are well.
 
-    What a training script has saved beside Trainer's files counts, too: the script may read it.
-
-    Args:
-        hashes: whether to read every file and to compare its hash; else only names and sizes are compared.
+    What a training script has saved beside Trainer's files counts, too: the script may read it. Without `hashes`, only names
+    and sizes are compared.
     """
     return _compare(checkpoint, False, hashes)
 
@@ -128,7 +111,7 @@ def damage_of_export(checkpoint: Path) -> str | None:
 
 
 def wrong_in(checkpoint: Path, folder: str) -> str | None:
-    """Why the files in a folder of a checkpoint may not be those that were saved there, by their hashes; None if they are."""
+    """Why files in a folder of a checkpoint may not be those that were saved there, by their hashes; None if they are."""
     if not is_sealed(checkpoint):
         return f"{COMPLETE} is missing"
     listed = read(checkpoint).files
@@ -142,7 +125,7 @@ def wrong_in(checkpoint: Path, folder: str) -> str | None:
 
 
 def _compare(checkpoint: Path, exported: bool, hashes: bool) -> str | None:
-    """What is wrong with the files of the global model, or with all others; cards, which only people read, never count."""
+    """What is wrong with the global model's files, or with all others; cards, which only people read, never count."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     if not is_sealed(checkpoint):
@@ -196,8 +179,8 @@ def _edited(checkpoint: Path, files: Mapping[str, File], hashes: bool) -> str | 
     """A file whose hash is another."""
     if not hashes:
         return None
-    found = sha256_of_all([checkpoint / name for name in files])
-    for (name, file), sha256 in zip(files.items(), found, strict=True):
+    current = sha256_of_all([checkpoint / name for name in files])
+    for (name, file), sha256 in zip(files.items(), current, strict=True):
         if sha256 != file.sha256:
             return f"{name} has changed since it was saved: its SHA-256 is {sha256[:12]}, {file.sha256[:12]} was saved"
     return None

@@ -28,25 +28,25 @@ from .frames import Frames
 logger = logging.getLogger(__name__)
 
 NAME = ".base"
-"""End of the name of a received base's folder, beside the checkpoints: it is none of them."""
+"""End of the name of a received base's folder, which lies beside the checkpoints but is none of them."""
 _ITEM_MARGIN = 64 << 20
-"""An item of the log has at most twice the bytes of the base, and so many more."""
+"""An item of the log has at most twice the bytes of the base, plus this."""
 _HEARTBEATS = 4
-"""A donor is not given up before so many of its heartbeats are due."""
+"""A donor is given up only once it has missed so many heartbeats."""
 _BYTES_OF_A_VALUE = 64
-"""Of each value of the model, a base has at most so many bytes: global and outer state, transfers in flight, inner optimizer."""
+"""Most bytes of a base per value of the model: global and outer state, transfers in flight, inner optimizer."""
 _BASE_MARGIN = 1 << 30
 _CONNECT_S = 20.0
 _LONGEST_WHY = 400
 
 _POLL_S = 0.1
 _AGAIN_S = 10.0
-"""A member is asked again after so many seconds: what travels while the coordinator is away is lost."""
+"""Seconds after which a member is asked again: what travels while the coordinator is away is lost."""
 
 
 class Received(NamedTuple):
-    """What all ranks of a region know of a base: its folder, a checkpoint that can be loaded; the region that wrote it; its inner
-    step; the number of the run; and what the regions of the run agreed on before step 1."""
+    """What all ranks of a region know of a base: its folder, which is a checkpoint that can be loaded; the region that wrote
+    it; its inner step; the number of the run; and what the regions of the run agreed on before step 1."""
 
     folder: Path
     donor: int
@@ -56,17 +56,13 @@ class Received(NamedTuple):
 
 
 def received_in(plain: Any) -> Received:
-    """What another rank has received, as JSON has it."""
+    """What another rank has received, from JSON."""
     folder, *facts = plain
     return Received(Path(folder), *facts)
 
 
 class Base:
-    """A base that has been received.
-
-    Attributes:
-        items: the log after the base, as it comes. Raises DonorLost if nothing more comes, RunOver if the run has ended.
-    """
+    """A received base. `items`, the log after it, raises DonorLost if nothing more comes, RunOver if the run has ended."""
 
     def __init__(self, received: Received, frames: Frames, num_bytes: int) -> None:
         self.received = received
@@ -74,7 +70,7 @@ class Base:
         self._frames = frames
 
     def remove(self) -> None:
-        """Delete the folder: once it is loaded, it is needed no more."""
+        """Delete the folder, which is needed no more once it is loaded."""
         shutil.rmtree(self.received.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -92,11 +88,10 @@ def receive(
     timeout_s: float,
     most: int = 1 << 50,
 ) -> Base:
-    """Get the base that a donor offers.
+    """Get the base that a donor offers into `folder`, where other regions may put theirs, too.
 
     Args:
-        folder: where to put it; other regions may put theirs there, too.
-        timeout_s: seconds without a message after which the donor is given up; one that has nothing to send gives heartbeats.
+        timeout_s: seconds without a message after which the donor is given up; an idle one sends heartbeats.
         most: bytes of the largest base that this region's model can have.
 
     Raises:
@@ -142,7 +137,7 @@ def largest_base(model: nn.Module) -> int:
 
 
 def _receive_files(frames: Frames, half: Path, donor: int, most: int) -> tuple[dict[str, Any], int]:
-    """Write the files of a base; returns what the donor says about it, and the bytes of the files."""
+    """Write the files of a base; returns what the donor says about it, and their bytes."""
     try:
         about = frames.receive()
         sizes = check_files(about.get("files"), donor)
@@ -214,12 +209,7 @@ def _items(frames: Frames, donor: int, largest: int) -> Iterator[Item]:
 
 
 class Donors:
-    """The newcomer's side of it.
-
-    Args:
-        is_there: whether a member still takes part.
-        stream: opens a stream to a member; see `TcpLink.stream`.
-    """
+    """Asks members for bases. `is_there`: whether one still takes part; `stream`: opens a stream to it (`TcpLink.stream`)."""
 
     def __init__(
         self,
@@ -233,14 +223,12 @@ class Donors:
         self._answers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
 
     def hear(self, sender: Member, topic: str, content: dict[str, Any]) -> None:
-        """Take a message of another process, if it is an answer. Any thread may call it."""
+        """Take another process's message, if it is an answer. Any thread may call it."""
         if topic in ("offer", "no_base") and sender == self._asked:
             self._answers.put((topic, content))
 
     def base_of(self, member: Member, folder: Path, *, stuck_timeout_s: float, **how: Any) -> Base:
-        """Ask a member for a base, which it has to offer within `stuck_timeout_s`; blocks until `folder` has it.
-
-        `how`: see `receive`.
+        """Get a base from a member, which has to offer it within `stuck_timeout_s`, into `folder`. For `how` see `receive`.
 
         Raises:
             DonorLost: it gives none.

@@ -1,8 +1,8 @@
 """Regions choose the checkpoint that all of them resume from.
 
 Each region says what it was asked for and which checkpoints it holds, by names and sizes. `choose`, the same pure rule in all
-regions, picks one. Only then is every byte of that one hashed, which costs a second per GB: where it is damaged, the region
-takes it off its list, and the rule is asked again.
+regions, picks one. Only that one is hashed in full, which costs a second per GB: where it is damaged, the region takes it off
+its list, and the rule is asked again.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ from .files import take_over
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20
-"""What a region says about its checkpoints, at most: many thousands of them."""
+"""Most bytes of what a region says about its checkpoints: many thousands of them."""
 
 
 class CanResume(NamedTuple):
-    """Whether a region can go on: 1 if it can, else 0. Of a checkpoint at a path, `run` is the number of its run."""
+    """Whether a region can go on (1 or 0); `run` is the run of the checkpoint, where it was given by its path."""
 
     is_good: int
     run: int = 0
@@ -44,10 +44,7 @@ class CanResume(NamedTuple):
 class HeldCheckpoint:
     """A checkpoint that a region can resume from, as far as names and sizes show.
 
-    Attributes:
-        step: its inner step.
-        writers: regions that took part when it was written.
-        stopping: whether all regions stopped there, at a step at which no checkpoint was due.
+    `writers` are the regions that took part then. `stopping`: all regions stopped there, though no checkpoint was due.
     """
 
     step: int
@@ -59,7 +56,6 @@ class ResumeRequest(NamedTuple):
     """What a region is asked to begin from.
 
     Attributes:
-        resumes: whether it is to resume.
         is_exact: whether it was given the path of a checkpoint; else the newest is meant that all regions have.
         step: of the checkpoint that it was given; 0 if none was named.
         is_there: whether it sees a checkpoint of this step, complete or not.
@@ -83,14 +79,12 @@ class ResumeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Holdings:
-    """The checkpoints that a region has of a run.
+    """The checkpoints that a region has of a run, whose number is 0 if there is none.
 
     Attributes:
-        run: number of the run; 0 if there is none.
         is_unsaved: whether the run began here from step 0, and was ended before it had a complete checkpoint here.
-        num_damaged: checkpoints that were saved to their end, and have changed since or are of another run. Those of another
-            run do not count if `is_unsaved`: the run had none.
-        held: its checkpoints of the run.
+        num_damaged: checkpoints that were complete, and have changed since or are of another run. Those of another run do not
+            count if `is_unsaved`: the run had none.
     """
 
     run: int = 0
@@ -100,7 +94,7 @@ class Holdings:
 
 
 def holdings_in(plain: Any) -> Holdings:
-    """What another region has, as JSON says it. Raises ValueError, KeyError or TypeError if that is none."""
+    """What another region has, from JSON. Raises ValueError, KeyError or TypeError if it is malformed."""
     held = tuple(
         HeldCheckpoint(whole(each["step"], 1), tuple(map(whole, each["writers"])), bool(each["stopping"]))
         for each in plain["held"]
@@ -109,15 +103,13 @@ def holdings_in(plain: Any) -> Holdings:
 
 
 class Choice(NamedTuple):
-    """The checkpoint that all regions resume from.
+    """The checkpoint that all regions resume from; step 0 to start from step 0.
 
     Attributes:
-        step: its step; 0 to start from step 0.
         holders: regions that have it.
         run: number of the run that wrote it, or that starts once more; 0 to begin a new run.
         unsaved: the region for whose sake all start once more.
-        absent: regions whose checkpoints do not count, because they were not there when the newest one was written.
-        newest: the step of that one.
+        absent: regions whose checkpoints do not count: they were not there when the newest one (of step `newest`) was written.
     """
 
     step: int = 0
@@ -131,13 +123,13 @@ class Choice(NamedTuple):
 def choose(holdings: Mapping[int, Holdings]) -> Choice:
     """The newest checkpoint that every region has that has any.
 
-    If there is none, the newest of all is used, and regions without it take it over. If checkpoints are of different runs,
-    regions continue the run that most of them have. Two kinds of checkpoints do not count: those of another run (the folder
-    was used before), and those of a region that had left before the newest ones were written.
+    If there is none, regions take over the newest of all. If checkpoints are of different runs, regions continue the run that
+    most of them have. Two kinds of checkpoints do not count: those of another run (the folder was used before), and those of a
+    region that had left before the newest ones were written.
 
-    A run may have been killed when some regions had their first checkpoint and others did not. All regions then start once
-    more from step 0: this is exact, and a take-over is not. If all regions had stopped there, they may have made many more
-    steps than between two checkpoints: then nobody starts once more.
+    A run may have been killed when only some regions had their first checkpoint. All then start once more from step 0: this is
+    exact, and a take-over is not. But if all regions had stopped there, they may have made many more steps than between two
+    checkpoints: then nobody starts once more.
 
     >>> old, new = HeldCheckpoint(2, (0, 1)), HeldCheckpoint(4, (0, 1))
     >>> choose({0: Holdings(run=7, held=(old, new)), 1: Holdings(run=7, held=(old,))})[:3]
@@ -169,12 +161,10 @@ def choose(holdings: Mapping[int, Holdings]) -> Choice:
 
 
 class Start(NamedTuple):
-    """Where this region starts.
+    """Where this region starts: from a checkpoint, or from step 0 without one.
 
-    Attributes:
-        checkpoint: to resume from; None to start from step 0.
-        run: number of the run that is resumed, or that starts once more; 0 to begin a new run.
-        skipped: sentences about newer checkpoints that cannot be used.
+    `run` is the number of the run that goes on or starts once more, 0 to begin a new one; `skipped` tells of newer checkpoints
+    that cannot be used.
     """
 
     checkpoint: Path | None
@@ -183,7 +173,7 @@ class Start(NamedTuple):
 
 
 def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wanted: Any) -> Start:
-    """The checkpoint that this region resumes from. Every byte of it has been compared with what was saved. A collective call.
+    """The checkpoint that this region resumes from, compared in full with what was saved. A collective call.
 
     Args:
         wanted: what Trainer's `resume_from_checkpoint` says: False or None; True for the newest checkpoint that all regions
@@ -214,12 +204,9 @@ def checkpoint_to_resume(link: Link, accelerator: Accelerator, folder: Path, wan
 
 
 def refuse_discord(asked: Mapping[int, ResumeRequest]) -> None:
-    """Check that regions are asked for what goes together.
+    """Raise CheckpointError if regions are asked for what does not go together, or for a checkpoint that no region has.
 
     If only some are to resume, a region that is not, and has no checkpoint, resumes as well: it is new, or has lost its disk.
-
-    Raises:
-        CheckpointError: they are not; or they are asked for a checkpoint that no region has.
     """
     first, wanted = next((region, each) for region, each in asked.items() if each.resumes)
     way_out = (
@@ -249,8 +236,8 @@ def _asked_of_all(
 
     def of_this() -> ResumeRequest:
         if not wanted:
-            found = folders.checkpoints(folder).values()
-            has_some = any(folders.unusable(path, hashes=False) is None for path in found)
+            checkpoints = folders.checkpoints(folder).values()
+            has_some = any(folders.unusable(path, hashes=False) is None for path in checkpoints)
             return ResumeRequest(False, has_some=has_some)
         if wanted is True:
             return ResumeRequest(True)
@@ -273,11 +260,8 @@ def _of_region(checkpoint: Path, region: int) -> Path:
 
 
 def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
-    """The checkpoint at the path that this region was given, once it is known to be good in every region.
-
-    Raises:
-        CheckpointError: it is not; the message names the newest that is good in every region.
-    """
+    """The checkpoint at the path that this region was given, if it is good in every region. Raises CheckpointError, which names
+    the newest good one, if it is not."""
     wrong = main_says(link, accelerator, partial(disk.damage, checkpoint), f"the check of {checkpoint}")
     own = CanResume(True, manifest.read(checkpoint).run) if wrong is None else CanResume(False)
     verdicts = gather(link, own, "the checkpoint to resume from")
@@ -303,11 +287,8 @@ def _of_path(link: Link, accelerator: Accelerator, checkpoint: Path) -> Path:
 
 
 def _of_all(link: Link, inventory: "Inventory", bound: int | None) -> Start:
-    """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged, or the disk refuses.
-    """
+    """The newest checkpoint of step `bound` at most; a region that lacks it takes over another region's. Raises CheckpointError
+    if all are damaged, or the disk refuses."""
     choice = inventory.choose(bound)
     if not choice.step:
         if choice.unsaved is None:
@@ -340,11 +321,8 @@ class Inventory:
     All ranks of the region make the same calls in the same order; the main process looks at the disk.
 
     Attributes:
-        link: reaches the other regions.
-        accelerator: of this region.
-        folder: of the region's checkpoints.
-        beside: a checkpoint in the folder: those of its run are meant. By default those of the run that writes to the folder
-            now, or of the newest checkpoint if the folder does not say, because a checkpoint was copied there.
+        beside: a checkpoint in `folder`: those of its run are meant. By default those of the run that writes there now, or of
+            the newest checkpoint if the folder does not say, because a checkpoint was copied there.
         skipped: one sentence for each checkpoint that was looked at and cannot be used.
         holdings: what all regions have, once a choice was made.
     """
@@ -362,7 +340,7 @@ class Inventory:
 
         Raises:
             CheckpointError: the number of the run cannot be read.
-            LinkError: another region sends what is no such list.
+            LinkError: another region sends no such list.
         """
         look = partial(self._look, bound)
         own, self.skipped = main_says(
@@ -383,10 +361,8 @@ class Inventory:
     def choose(self, bound: int | None = None) -> Choice:
         """The checkpoint of step `bound` at most that all regions resume from, hashed where it is held. A collective call.
 
-        A step of 0 may also say that they have only checkpoints that are damaged or of another run (`refuse_damaged`).
-
-        Raises:
-            LinkError: a region lists a checkpoint again that it has found damaged: this would never end.
+        Step 0 may also mean that they have only checkpoints that are damaged or of another run (`refuse_damaged`). Raises
+        LinkError if a region lists a checkpoint again that it has found damaged: this would never end.
         """
         link, own = self.link, self.link.region
         found_damaged: set[tuple[int, int]] = set()
@@ -442,8 +418,8 @@ class Inventory:
             num_damaged += manifest.is_sealed(path) and not another
             if not held or step in self._damaged:
                 skipped.append(f"region {self.link.region}: {path} is not used: {wrong}.")
-        found = Holdings(run, is_unsaved, num_damaged, tuple(held))
-        return asdict(found), skipped
+        holdings = Holdings(run, is_unsaved, num_damaged, tuple(held))
+        return asdict(holdings), skipped
 
     def _run(self) -> int:
         """The number of the run whose checkpoints are meant."""
@@ -452,13 +428,13 @@ class Inventory:
                 return manifest.read(self.beside).run
         if (self.folder / folders.RUN).exists():
             return folders.run_of(self.folder)
-        found = [
+        undamaged = [
             p for p in folders.checkpoints(self.folder).values() if manifest.damage(p, hashes=False) is None
         ]
-        return manifest.read(found[-1]).run if found else 0
+        return manifest.read(undamaged[-1]).run if undamaged else 0
 
     def refuse_damaged(self, bound: int | None) -> None:
-        """Raises CheckpointError if a run cannot just begin from step 0."""
+        """Raise CheckpointError if a run cannot just begin from step 0."""
         damaged = [region for region, each in self.holdings.items() if each.num_damaged]
         if damaged:
             raise CheckpointError(
@@ -475,13 +451,8 @@ class Inventory:
 
 
 def settle_in(folder: Path, run: int, start: Start, step: int, region: int) -> None:
-    """From now on `folder` holds this run, up to `step`. Later checkpoints of the run no longer count.
-
-    Checkpoints of another run stay, and `save_total_limit` does not count them.
-
-    Raises:
-        CheckpointError: the disk refuses.
-    """
+    """From now on `folder` holds this run, up to `step`: its later checkpoints no longer count. Those of another run stay, and
+    `save_total_limit` does not count them. Raises CheckpointError if the disk refuses."""
     folders.begin_run(folder, start.run or run, unsaved=start.checkpoint is None)
     for later, path in folders.checkpoints(folder).items():
         if later > step and folders.unusable(path, hashes=False) is None:

@@ -20,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_trainer() -> Trainer | None:
-    """The Trainer whose method is calling us: Trainer passes everything but itself to callbacks.
-
-    Searches the call stack for the innermost frame whose `self` is a Trainer (or a subclass).
-    """
+    """The Trainer whose method is calling us, from the innermost frame: Trainer passes everything but itself to callbacks."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -34,7 +31,7 @@ def find_trainer() -> Trainer | None:
 
 
 def settle(trainer: Trainer, region: int) -> None:
-    """Let a Trainer write into the folder of its region; region 0 reports for all. A tracker shows whose run it is."""
+    """Let a Trainer write into its region's folder; region 0 reports for all. A tracker shows whose run it is."""
     args = trainer.args
     folder = Path(args.output_dir or "trainer_output")
     if folder.name != f"region-{region}":  # the arguments may serve a second Trainer
@@ -49,14 +46,7 @@ def settle(trainer: Trainer, region: int) -> None:
 
 
 def refuse(trainer: Trainer, callback: TrainerCallback, evaluate_on: str) -> None:
-    """Check that a Trainer can train across regions.
-
-    Args:
-        evaluate_on: "global" or "local": the weights that it evaluates while it trains.
-
-    Raises:
-        InputError: it cannot; the message says what to change.
-    """
+    """Check that a Trainer can train across regions. Raises InputError, which says what to change."""
     if any(
         each is not callback and isinstance(each, type(callback))
         for each in trainer.callback_handler.callbacks
@@ -106,11 +96,7 @@ def refuse_arguments(args: TrainingArguments, evaluate_on: str) -> None:
 
 
 def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> bool:
-    """Whether the run of a checkpoint had finished, and the arguments ask for no more steps or epochs.
-
-    Raises:
-        InputError: the run had not finished, but the arguments ask for no more steps than it has made.
-    """
+    """Whether the run had finished, and no more steps are asked for. Raises InputError if it had not, and none are left."""
     if args.max_steps > 0:
         if facts.finished or facts.step < args.max_steps:
             return args.max_steps <= facts.step
@@ -127,11 +113,7 @@ def has_finished(facts: Facts, args: TrainingArguments, checkpoint: Path) -> boo
 def leave_as_it_is(
     trainer: Trainer, link: Link, checkpoint: Path, saved: Saved, load_best: Callable[[], None]
 ) -> TrainOutput:
-    """A run that had finished needs only its weights: those of the checkpoint, or of the best one, which `load_best` loads.
-
-    Raises:
-        CheckpointError: the model holds other weights after loading.
-    """
+    """Load the weights of a finished run, or its best ones. Raises CheckpointError if the model then holds others."""
     logger.warning("the run had finished when %s was saved: nothing is left to train.", checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
     if not trainer.is_fsdp_enabled:  # the model is not sharded yet, and digests are of shards

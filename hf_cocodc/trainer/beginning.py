@@ -24,11 +24,7 @@ from ..snapshot.receive import Received
 
 
 def refuse_epochs(args: TrainingArguments) -> None:
-    """Check that a Trainer saves and evaluates at inner steps: a region that comes back counts no whole epochs.
-
-    Raises:
-        InputError: it does so at the ends of epochs.
-    """
+    """Raise InputError if a Trainer saves or evaluates at ends of epochs: a region that comes back counts no whole epochs."""
     for name, strategy in (("save_strategy", args.save_strategy), ("eval_strategy", args.eval_strategy)):
         if strategy in (IntervalStrategy.EPOCH, SaveStrategy.EPOCH):
             steps = name.replace("strategy", "steps")
@@ -39,11 +35,7 @@ def refuse_epochs(args: TrainingArguments) -> None:
 
 
 def base_for(link: Link, trainer: Trainer) -> Received | None:
-    """The base that a newcomer begins from; None for a region that has met the others at the start.
-
-    Raises:
-        LinkError: no member gives one.
-    """
+    """The base that a newcomer begins from; None for other regions. Raises LinkError if no member gives one."""
     if link.is_elastic:
         refuse_epochs(trainer.args)
     if not joins(link, trainer.accelerator):
@@ -52,7 +44,7 @@ def base_for(link: Link, trainer: Trainer) -> Received | None:
 
 
 def take_part(trainer: Trainer, outer: OuterOptimizer, agreed: Beginning, habits: Habits) -> None:
-    """Let newcomers begin as this Trainer would, and let it go along where its region has jumped to another inner step."""
+    """Let newcomers begin as this Trainer would, and let it go along when its region jumps to another inner step."""
     outer.inner = lambda: _inner_of(trainer)
     outer.has_jumped = lambda before, after: jump(trainer, before, after)
     outer.takes_over = lambda base: take_best(trainer, base)
@@ -60,7 +52,7 @@ def take_part(trainer: Trainer, outer: OuterOptimizer, agreed: Beginning, habits
 
 
 def take_best(trainer: Trainer, base: Path) -> None:
-    """Know the best model so far as the region knows it that wrote a base: this one has missed evaluations."""
+    """Take over the best model so far from the region that wrote a base: this one has missed evaluations."""
     state, theirs = trainer.state, TrainerState.load_from_json(str(base / "trainer_state.json"))
     state.best_metric, state.best_global_step = theirs.best_metric, theirs.best_global_step
     step, folder = theirs.best_global_step, Path(trainer.args.output_dir or ".")
@@ -68,7 +60,7 @@ def take_best(trainer: Trainer, base: Path) -> None:
 
 
 def told(received: Received | None, kind: Callable[..., Any]) -> Mapping[int, Any]:
-    """What the regions of a run have agreed on before step 1, for a newcomer; nothing for others."""
+    """For a newcomer, what the regions of a run have agreed on before step 1; nothing for others."""
     name = getattr(kind, "__name__", "")
     if received is None or name not in received.started:
         return {}
@@ -76,10 +68,7 @@ def told(received: Received | None, kind: Callable[..., Any]) -> Mapping[int, An
 
 
 def jump(trainer: Trainer, before: int, after: int) -> None:
-    """Let a Trainer's own count of steps, and its learning rate, go along from one inner step to a later one.
-
-    The data goes on where this region is: what it would have read meanwhile is not read.
-    """
+    """Let a Trainer's count of steps and its learning rate jump to a later inner step; its data goes on where it is."""
     control = trainer.control
     go_along(trainer, after)
     control.should_save = control.should_evaluate = control.should_log = False  # the others did it then
@@ -90,12 +79,10 @@ def jump(trainer: Trainer, before: int, after: int) -> None:
 
 
 def go_along(trainer: Trainer, step: int) -> None:
-    """Let a Trainer's own count of steps go along to a later inner step that was not trained.
-
-    Its losses are sums: it divides them by the steps since its last log, and since the beginning. Only trained ones count.
-    """
+    """Let a Trainer's count of steps go along to a later inner step that was not trained."""
     skipped = step - trainer.state.global_step
     trainer.state.global_step = step
+    # Trainer divides sums of losses by the steps since these two: only trained ones count
     trainer._initial_global_step += skipped
     trainer._globalstep_last_logged += skipped
 
@@ -133,19 +120,14 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def agree_on_length(
-    link: Link, max_steps: int, is_fixed: bool, told: Mapping[int, Beginning] = _NOTHING
+    link: Link, max_steps: int, is_fixed: bool, known: Mapping[int, Beginning] = _NOTHING
 ) -> Beginning:
-    """The inner steps that all regions make, and a number for the run. A collective call.
+    """The inner steps that all regions make (this one would make `max_steps`), and a number for the run. A collective call.
 
-    Args:
-        max_steps: inner steps that this region would make.
-        is_fixed: whether its learning rate schedule is made already.
-        told: for a newcomer, what a member has told it of the run.
-
-    Raises:
-        HandshakeError: the schedule of a region is made already, and too long.
+    `is_fixed`: the learning rate schedule is made already. `known`: what a member has told a newcomer. Raises HandshakeError if
+    the schedule of a region is made already, and too long.
     """
-    return agree_on_start(link, Beginning(max_steps, is_fixed, secrets.randbits(48)), told)
+    return agree_on_start(link, Beginning(max_steps, is_fixed, secrets.randbits(48)), known)
 
 
 def check_habits(
@@ -154,16 +136,12 @@ def check_habits(
     state: TrainerState,
     loader: Any,
     averages: bool,
-    told: Mapping[int, Habits] = _NOTHING,
+    known: Mapping[int, Habits] = _NOTHING,
 ) -> Habits:
     """Check that all regions save, and evaluate if need be, at the same inner steps; returns when. A collective call.
 
-    Args:
-        averages: whether an evaluation while training shows the mean of the regions' own global weights.
-        told: for a newcomer, what a member has told it of the run.
-
-    Raises:
-        HandshakeError: two regions differ.
+    `averages`: an evaluation while training shows the mean of the regions' own global weights. `known`: see `agree_on_length`.
+    Raises HandshakeError if two regions differ.
     """
     own = Habits(
         saves=interval(args.save_strategy, state.save_steps, args, loader, state.max_steps),
@@ -175,7 +153,7 @@ def check_habits(
         load_best_model_at_end=args.load_best_model_at_end,
         saves_best=args.save_strategy == SaveStrategy.BEST,
     )
-    check_same_habits(link, own, told)
+    check_same_habits(link, own, known)
     return own
 
 

@@ -40,14 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Score(NamedTuple):
-    """A region's metric at an evaluation.
-
-    Attributes:
-        inner_step: of the evaluation.
-        has_evaluated: whether the region has evaluated; one that only keeps in step with the others has not.
-        is_there: whether the evaluation has given the metric.
-        value: the metric; NaN if there is none.
-    """
+    """A region's metric at an evaluation (NaN: none). A region that only keeps in step has not evaluated."""
 
     inner_step: int
     has_evaluated: bool
@@ -56,18 +49,16 @@ class Score(NamedTuple):
 
 
 class HeldBest(NamedTuple):
-    """The best checkpoint that a region knows of: its step, 0 if there is none; and whether the region has it, undamaged."""
+    """The best checkpoint that a region knows of: its step (0: none), and whether the region has it, undamaged."""
 
     step: int
     is_good: bool
 
 
 def mean_score(link: Link, own: Score, name: str) -> float:
-    """The mean of a metric over the regions that have evaluated; NaN if a region's is NaN, or none has. A collective call.
+    """The mean of a metric over the regions that have evaluated; NaN if one's is NaN, or none has. A collective call.
 
-    Raises:
-        InputError: the evaluation of a region has not given the metric.
-        LinkError: regions evaluate at different inner steps.
+    Raises InputError if an evaluation has not given the metric, LinkError if regions evaluate at different inner steps.
     """
     scores = gather(link, own, f"{name} at an evaluation")
     for region, other in scores.items():
@@ -94,15 +85,9 @@ def mean_score(link: Link, own: Score, name: str) -> float:
 def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may_copy: bool) -> Path | None:
     """See to it that all regions have the checkpoint of the best global weights so far. A collective call.
 
-    Args:
-        best: where this region must have the checkpoint; None if no best one is known.
-        may_copy: whether the checkpoint of another region has the same global weights.
-
-    Returns:
-        `best`; None if no region has the checkpoint any more.
-
-    Raises:
-        CheckpointError: regions know of different ones; or a region lacks it, and no other region's can take its place.
+    `best`: where this region must have it, if a best one is known. `may_copy`: another region's has the same global weights.
+    Returns `best`, or None if no region has it any more. Raises CheckpointError if regions know of different ones, or a region
+    lacks it and no other region's can take its place.
     """
     wrong = None
     if best is not None:
@@ -136,12 +121,9 @@ def bring(link: Link, accelerator: Accelerator, best: Path | None, run: int, may
 class Best:
     """Chooses the best model of a Trainer's run with the other regions, and loads it.
 
-    Args:
-        averages: whether an evaluation while training shows the mean of the regions' own global weights (eager updates).
-
     Attributes:
-        averages: as given.
-        ignore_keys: what `trainer.train` was told to leave out of predictions.
+        averages: whether an evaluation while training shows the mean of the regions' own global weights (eager updates).
+        ignore_keys: what `trainer.train` leaves out of predictions.
         loaded: the inner step and the metric of the best model, once the model holds it.
     """
 
@@ -156,7 +138,7 @@ class Best:
 
     @property
     def metric(self) -> str | None:
-        """The metric by which Trainer decides, under the name that an evaluation gives it; None if there is none."""
+        """See `metric_of`."""
         return metric_of(self._trainer.args)
 
     def forget(self) -> None:
@@ -173,14 +155,9 @@ class Best:
         self._trainer.args.save_total_limit = self._limit
 
     def begin(self, link: Link, start: Start, wrote: Facts, is_newcomer: bool = False) -> None:
-        """Find the best checkpoint of a run that is resumed, in all regions. A collective call.
+        """Find the best checkpoint of a run that goes on from `start`, in all regions. Collective, except for a newcomer.
 
-        Args:
-            start: the checkpoint that the run goes on from.
-            is_newcomer: whether this region joins a run: it gets the best checkpoint when it needs it, at the end.
-
-        Raises:
-            CheckpointError: a region lacks it, and cannot get it.
+        A newcomer gets it at the end, when it needs it. Raises CheckpointError if a region lacks it, and cannot get it.
         """
         self._is_resumed, self._stopped_at = True, wrote.step if wrote.stopping else None
         assert start.checkpoint is not None
@@ -208,7 +185,7 @@ class Best:
             state.best_metric = state.best_global_step = None
 
     def make_up(self, start: Start) -> None:
-        """Evaluate where a run was stopped, if that was due: a run that is stopped does not. A collective call then."""
+        """Make up for a due evaluation that a stopped run has not made. A collective call then."""
         trainer = self._trainer
         state = trainer.state
         stopped_at, self._stopped_at = self._stopped_at, None
@@ -222,9 +199,7 @@ class Best:
             state.best_model_checkpoint = str(start.checkpoint)  # it may lie in another folder
 
     def stand_in(self, outer: OuterOptimizer) -> None:
-        """Where other regions evaluate, and this one only keeps in step with them: do what they need of it, and hear what they
-        decide.
-        """
+        """While other regions evaluate, and this one only keeps in step: do what they need, and learn what they decide."""
         step = outer.inner_step
         if outer.verdict == "stop" or not self._is_due_at(step):
             return
@@ -280,15 +255,10 @@ class Best:
             self._is_due = False
 
     def share(self, outer: OuterOptimizer, metrics: dict[str, float], is_last: bool = False) -> None:
-        """Put the mean over the regions in the place of this region's metric. A collective call, once for an evaluation.
+        """Replace this region's metric with the mean over the regions. A collective call, once for an evaluation.
 
-        Args:
-            metrics: of an evaluation, perhaps one of several on different data; changed in place.
-            is_last: whether no more metrics will come.
-
-        Raises:
-            InputError: the evaluation of a region has not given the metric.
-            LinkError: regions evaluate at different inner steps.
+        `metrics` may be from one of several data sets (`is_last`: no more will come), and is changed in place. Raises
+        InputError if an evaluation has not given the metric, LinkError if regions evaluate at different inner steps.
         """
         name = self.metric
         if not self._is_due or name is None or (name not in metrics and not is_last):
@@ -302,15 +272,11 @@ class Best:
             metrics[name] = mean
 
     def load(self, outer: OuterOptimizer) -> None:
-        """At the end of a run: leave the global weights of the best checkpoint in the model, in all regions. A collective call.
-
-        Raises:
-            CheckpointError: the checkpoint is gone or damaged, and another region's cannot take its place.
-        """
+        """At the end, load the best checkpoint's global weights. A collective call. Raises CheckpointError if it is lost."""
         best = Path(self._trainer.state.best_model_checkpoint or "")
         run = run_of(best.parent)
-        found = bring(outer.link, self._trainer.accelerator, best, run, may_copy=not self.averages)
-        if found is None:
+        checkpoint = bring(outer.link, self._trainer.accelerator, best, run, may_copy=not self.averages)
+        if checkpoint is None:
             raise CheckpointError(
                 f"the best model is gone: no region has {best} any more. The model holds the last one."
             )
@@ -332,7 +298,7 @@ class Best:
         self._note(self._known)
 
     def _show(self, synchronizer: Synchronizer, best: Path, saved: Saved) -> None:
-        """Leave what a checkpoint holds in the model: its global weights, and all that is not trained, such as buffers."""
+        """Leave the contents of a checkpoint in the model: its global weights, and all that is not trained, such as buffers."""
         accelerator = self._trainer.accelerator
         model = accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         file = best / weights_file(accelerator.process_index if self._trainer.is_fsdp_enabled else 0)
@@ -341,7 +307,7 @@ class Best:
         synchronizer.show_saved(saved.state)
 
     def _note(self, best: Path) -> None:
-        """Say which weights the model holds now."""
+        """Note and log which weights the model holds now."""
         state = self._trainer.state
         step = int(best.name.removeprefix(PREFIX))
         self.loaded = step, float(state.best_metric)

@@ -62,12 +62,12 @@ class CoCoDCCallback(TrainerCallback):
         trainer.train()                      # the model holds the global weights afterwards
 
     Each region writes under `{output_dir}/region-{r}`. `evaluate()`, `predict()` and `save_model()` use the global weights.
-    `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region.
-    Ctrl-C and SIGTERM stop all regions at the same step, with a checkpoint; a second Ctrl-C, or a SIGTERM 5 s later, ends this
-    process at once. `train` then raises RunStopped. A script that does not catch it ends with its message and exit code 3.
+    `train(resume_from_checkpoint=True)` continues exactly from the newest checkpoint that is good in every region. Ctrl-C and
+    SIGTERM stop all regions at the same step, with a checkpoint, and `train` raises RunStopped; a script that does not catch it
+    ends with its message and exit code 3. A second Ctrl-C, or a SIGTERM 5 s later, ends this process at once.
 
-    Other callbacks see local weights while the model trains, and the global ones in `on_train_end`. A moving average that is
-    to be equal in all regions is updated inside `callback.outer.global_weights()`, at the same inner steps in all regions: not
+    Other callbacks see local weights while the model trains, and the global ones in `on_train_end`. A moving average that is to
+    be equal in all regions is updated inside `callback.outer.global_weights()`, at the same inner steps in all regions: not
     with eager updates, where the others wait for a region that catches up. Any other average is each region's own.
 
     Args:
@@ -258,7 +258,7 @@ class CoCoDCCallback(TrainerCallback):
         return self.outer
 
     def hold(self, control: TrainerControl) -> None:
-        """Turn a request to stop this region into one to stop all: train on until the others have heard of it."""
+        """Turn a request to stop this region into one to stop all: train on until the others have learned of it."""
         outer = self._running
         if control.should_training_stop and not outer.should_stop:
             control.should_training_stop = False
@@ -296,14 +296,9 @@ class CoCoDCCallback(TrainerCallback):
         return bool(outer is not None and not outer.finished and trainer is not None and trainer.is_in_train)
 
     def train(self, train: Callable[[str | None], Any], resume_from_checkpoint: Any) -> Any:
-        """Do the work of `trainer.train` across regions.
+        """Do the work of `trainer.train` across regions; `train` is Trainer's own method, given the checkpoint to resume from.
 
-        Args:
-            train: Trainer's own method, given the checkpoint to resume from.
-            resume_from_checkpoint: True for the newest checkpoint that all regions have; or a path.
-
-        Raises:
-            RunStopped: all regions stopped together, with a checkpoint.
+        `resume_from_checkpoint`: True for the newest one that all regions have; or a path. Raises RunStopped.
         """
         trainer = self._trainer
         assert trainer is not None
@@ -358,13 +353,7 @@ class CoCoDCCallback(TrainerCallback):
 
 
 def of_trainer(trainer: Trainer, model: nn.Module, more: Mapping[str, Any]) -> About:
-    """What a Trainer's training is.
-
-    Args:
-        trainer: of this region, with the region's own output folder.
-        model: unwrapped.
-        more: more facts, by name.
-    """
+    """What this region's Trainer trains, an unwrapped model, with `more` facts by name."""
     args = trainer.args
     facts = {f"training.{name}": jsonable(getattr(args, name, None)) for name in _COMPARED}
     facts["batch"] = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps

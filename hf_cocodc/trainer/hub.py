@@ -36,11 +36,7 @@ OURS = (f"{FOLDER}/*", f"{PREFIX}*", "region-*", "log.txt", "log.*.txt", "log-ma
 
 
 def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str:
-    """The card's section, in Markdown.
-
-    Args:
-        best: the inner step of the weights, and their metric, if they are the best of the run and not the last.
-    """
+    """The card's section, in Markdown. `best`: inner step and metric of the weights, if they are not the last ones."""
     settings, synchronizer = outer.settings, outer.synchronizer
     interval = settings.get("sync_interval")  # a method of a user's own need not have one
     paper = paper_of(str(settings["method"]))
@@ -81,13 +77,10 @@ def section(outer: OuterOptimizer, best: tuple[int, float] | None = None) -> str
 
 
 def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Let Trainer draft the card, and add our section; behind it stays what a user wrote there.
+    """Let Trainer's method `create` draft the card, and add our section; what a user wrote behind it stays.
 
     Trainer's draft is named after the folder of the run, not after a region's. Where it has no name for the base model or for
     the dataset, it says so in words.
-
-    Args:
-        create: Trainer's method; the other arguments are its own.
     """
     path = folder / README
     behind = _apart(path.read_text(encoding="utf-8"))[1] if path.is_file() else ""
@@ -98,8 +91,8 @@ def draft(folder: Path, section: str, create: Callable, /, *args: Any, **kwargs:
     create(*given.args, **given.kwargs)
     if path.is_file():
         text = path.read_text(encoding="utf-8")
-        for found, known in _UNKNOWN.items():
-            text = text.replace(found, known)
+        for phrase, replacement in _UNKNOWN.items():
+            text = text.replace(phrase, replacement)
         path.write_text(text, encoding="utf-8")
     write(folder, section, behind)
 
@@ -121,7 +114,7 @@ def write(folder: Path, section: str, behind: str = "") -> None:
 
 
 def _apart(text: str) -> tuple[str, str]:
-    """What stands before and behind our section. A section without its end, of an older version, ends at the next heading."""
+    """What stands before and behind our section. A section of an older version, without an end, ends at the next heading."""
     before, heading, rest = text.partition(HEADING)
     if END in rest:
         return before, rest.partition(END)[2]
@@ -136,8 +129,8 @@ _WRAPPERS: set[Any] = set()
 def only_region_0_creates(kind: type[TrainerCallback]) -> None:
     """Let Trainers with a callback of type `kind` create a repository in region 0 alone, named after the run's folder.
 
-    Trainer's constructor creates it before it tells any callback. Therefore this one method is wrapped in the class, and not in
-    the object; for Trainers without our callback nothing changes. Calling this again does nothing.
+    Trainer's constructor creates it before it tells any callback, so this one method is wrapped in the class, not in the
+    object, once; for Trainers without our callback nothing changes.
     """
     create = Trainer.init_hf_repo
     if create in _WRAPPERS:
@@ -170,10 +163,7 @@ def leave_to_region_0(region: int) -> None:
 
 @contextlib.contextmanager
 def only_the_model() -> Iterator[None]:
-    """Inside the block, Trainer's uploads leave out what is `OURS`.
-
-    Trainer uploads its whole folder, and takes no patterns.
-    """
+    """Inside the block, Trainer's uploads leave out what is `OURS`: it uploads its whole folder, and takes no patterns."""
     # older versions of Transformers have no such object and call the function
     where: Any = its_module.hf_api() if hasattr(its_module, "hf_api") else its_module
     upload = where.upload_folder

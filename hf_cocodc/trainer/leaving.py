@@ -36,10 +36,8 @@ def answer(name: str, region: int, leaves_alone: bool) -> str:
 def first_signal(note: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, call note(name) at the first SIGINT or SIGTERM. A second signal has its usual effect.
 
-    Only SIGTERMs that come together are one signal (`TOGETHER_S`).
-
-    An existing SIGTERM handler (Trainer's just-in-time checkpoint) is called too. Does nothing outside the main thread,
-    where Python allows no handlers.
+    SIGTERMs that come together are one signal (`TOGETHER_S`). An existing SIGTERM handler (Trainer's just-in-time checkpoint)
+    is called too. Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,12 +74,7 @@ def first_signal(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, error: BaseException) -> None:
-    """Leave in good order if possible, so that the other regions can stop with a checkpoint; or so that they go on.
-
-    Args:
-        link: reaches the other regions; None before they have met.
-        outer: the outer optimizer; None before there is one.
-    """
+    """Leave in good order if possible, so that the other regions can stop with a checkpoint, or go on."""
     reason = f"{type(error).__name__} at step {outer.inner_step if outer else 0}: {error}"
     if outer is None:
         if link is not None:
@@ -103,18 +96,13 @@ def leave(trainer: Trainer, link: Link | None, outer: OuterOptimizer | None, err
 
 
 def keeps_in_step(trainer: Trainer, error: BaseException) -> bool:
-    """Whether a region can keep in step with the others until they have heard of an error."""
+    """Whether a region can keep in step with the others until they have learned of an error."""
     is_orderly = isinstance(error, Exception) and not isinstance(error, LinkError)
     return is_orderly and trainer.accelerator.num_processes == 1
 
 
 def say_farewell(outer: OuterOptimizer) -> None:
-    """At the end of a training.
-
-    Raises:
-        RunStopped: all regions have stopped together, with a checkpoint, or this one has left (RunLeft).
-        InputError: the journal could not be written.
-    """
+    """Raise RunStopped, or RunLeft, if the run has not finished; else InputError if the journal could not be written."""
     if not outer.finished:
         step, why = outer.inner_step, outer.why
         stopped = RunStopped(farewell(step, why, outer.endings.word.saved_at, outer.endings.saved_everywhere))

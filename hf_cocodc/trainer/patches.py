@@ -1,8 +1,8 @@
 """All methods of Trainer that we wrap, and all its private methods that we rely on.
 
-A bare callback is not told about evaluation, saving or logging before they happen. Therefore these methods of one Trainer
-object are replaced by wrappers; every other Trainer stays as it is. `WRAPPED` and `CALLED` name everything private that we
-need: a test compares them with the installed Transformers.
+A bare callback learns of evaluation, saving or logging only afterwards. So these methods of one Trainer object are replaced by
+wrappers; every other Trainer stays as it is. `WRAPPED` and `CALLED` name everything private that we need: a test compares them
+with the installed Transformers.
 """
 
 import contextlib
@@ -59,22 +59,14 @@ COUNTERS = ("_globalstep_last_logged", "_initial_global_step")
 """Private numbers of Trainer's loop that go along where a region jumps to another inner step."""
 
 SAMPLES = 3
-"""Place of the number of samples of the whole run among the initial training values; the last one is the number of steps."""
+"""Place of the number of samples of the run among the initial training values; the last one is the number of steps."""
 
 IGNORED = -100
 """The label of a token that has no loss."""
 
 
 class PatchedCallback(Protocol):
-    """The callback, as far as the wrappers need it.
-
-    Attributes:
-        outer: the outer optimizer; None before training.
-        evaluate_on: "global" or "local".
-        region: this one.
-        started: when training started, by the link's clock.
-        blocked_before: seconds that training was blocked before it was resumed.
-    """
+    """The callback, as far as the wrappers need it; see `CoCoDCCallback`."""
 
     outer: OuterOptimizer | None
     evaluate_on: str
@@ -101,11 +93,7 @@ class PatchedCallback(Protocol):
 
 
 class Patches:
-    """Wrappers for the methods of one Trainer; each gets the original method as its first argument.
-
-    Args:
-        callback: trains the Trainer's model across regions.
-    """
+    """Wrappers for the methods of one Trainer; each gets the original method as its first argument."""
 
     def __init__(self, trainer: Trainer, callback: PatchedCallback, best: Best) -> None:
         self._trainer, self._callback, self._best = trainer, callback, best
@@ -301,10 +289,7 @@ class Patches:
 
     @contextlib.contextmanager
     def _chosen_weights(self) -> Iterator[None]:
-        """Inside the block the model holds the weights that the user has chosen.
-
-        An evaluation on several data sets calls itself for each: the weights are shown once, whatever their number.
-        """
+        """Inside the block the model holds the weights that the user has chosen; nested evaluations show them once."""
         outer, callback = self._callback.outer, self._callback
         swap = callback.in_training and callback.evaluate_on == "global" and not self._shows_global
         if outer is None or not swap:
@@ -331,10 +316,8 @@ class Patches:
 def tokens_of(batches: Iterable[Any]) -> Any:
     """Tokens in the micro-batches of one inner step, as a number or a tensor of one: to read it may wait for a GPU.
 
-    What counts are the labels that have a loss; without labels, what the attention mask shows; without a mask, `input_ids`.
-
-    Raises:
-        InputError: a batch has none of them.
+    Counts labels that have a loss; without labels, the attention mask; without a mask, `input_ids`. Raises InputError if a
+    batch has none of them.
 
     >>> import torch
     >>> int(tokens_of([{"input_ids": torch.ones(2, 3), "labels": torch.tensor([[1, 2, -100], [1, -100, -100]])}]))
@@ -352,8 +335,8 @@ def _tokens_in(batch: Any) -> Any:
         return fields["attention_mask"].ne(0).sum()
     if isinstance(fields.get("input_ids"), Tensor):
         return fields["input_ids"].numel()
-    found = ", ".join(map(str, fields)) if fields else type(batch).__name__
+    description = ", ".join(map(str, fields)) if fields else type(batch).__name__
     raise InputError(
-        f"outer.weights=tokens, but a batch ({found}) has no labels, attention_mask or input_ids to count. Set outer.weights to "
-        "equal or steps."
+        f"outer.weights=tokens, but a batch ({description}) has no labels, attention_mask or input_ids to count. Set "
+        "outer.weights to equal or steps."
     )

@@ -14,10 +14,9 @@ SPREAD = 256
 
 
 def first_samples(dataset: Any) -> str:
-    """Digest of the first samples of a map-style dataset; empty for a stream, and for what has no samples.
+    """Digest of the first samples of a map-style dataset; empty for a stream, and for a dataset without samples.
 
-    A stream is not read: a sample may be gone afterwards, or cost the download of a whole shuffle buffer. The state of random
-    generators is put back.
+    A stream is not read: a sample may be gone afterwards, or cost the download of a whole shuffle buffer.
     """
     return _digest(dataset, lambda length: range(min(length, SAMPLES)))
 

@@ -29,16 +29,11 @@ def export(trainer: Trainer, folder: Path, save_model: Callable[[], None]) -> No
 
 
 def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> None:
-    """Load the local weights of a checkpoint into a Trainer's model.
+    """Load the local weights of a checkpoint into a Trainer's model; `load` is Trainer's own method for it.
 
     Of a checkpoint that was taken over, only what is not trained: the rest are the global params, which the outer optimizer
     copies into the model. If its run had finished, there may be no outer optimizer, and the global model is loaded as well.
-
-    Args:
-        load: Trainer's own method, for this checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has other weights than the model.
+    Raises CheckpointError if the checkpoint has other weights than the model.
     """
     model = _bare(trainer)
     lane = trainer.accelerator.process_index if trainer.is_fsdp_enabled else 0
@@ -56,14 +51,7 @@ def load_local(trainer: Trainer, checkpoint: Path, load: Callable[[], None]) -> 
 
 
 def load_pretrained_(model: nn.Module, folder: Path) -> None:
-    """Copy the weights that `save_pretrained` wrote into a model, in place; names are converted as `from_pretrained` does.
-
-    Args:
-        model: unwrapped; of the class that was saved.
-
-    Raises:
-        CheckpointError: a weight of the model is not in the files.
-    """
+    """Copy the files of `save_pretrained` into a model of this class. Raises CheckpointError if a weight is missing."""
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
             f"the weights in {folder} have other names than those of {type(model).__name__}, which is not a model of "
@@ -71,10 +59,10 @@ def load_pretrained_(model: nn.Module, folder: Path) -> None:
         )
     # fp32 holds every value of a 16-bit weight
     with torch.random.fork_rng():
-        loaded, found = type(model).from_pretrained(
+        loaded, loading_info = type(model).from_pretrained(
             folder, config=copy.deepcopy(model.config), dtype=torch.float32, output_loading_info=True
         )
-    lacking = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
+    lacking = sorted({*loading_info["missing_keys"], *(each[0] for each in loading_info["mismatched_keys"])})
     theirs = loaded.state_dict()
     lacking += sorted(model.state_dict().keys() - theirs.keys())
     if lacking:
@@ -90,11 +78,9 @@ def load_pretrained_(model: nn.Module, folder: Path) -> None:
 def _load_beside(
     model: nn.Module, checkpoint: Path, load: Callable[[], None], converted: bool = False
 ) -> None:
-    """Load the global weights, which `save_pretrained` has written beside our folder.
-
-    Trainer's own method leaves out weights that have another name in the file (transformers#48805).
-    """
+    """Load the global weights, which `save_pretrained` has written beside our folder."""
     adapters = set(getattr(model, "peft_config", None) or ())
+    # Trainer's own method leaves out weights that have another name in the file (transformers#48805)
     if not adapters and (converted or _has_other_names(model, checkpoint)):
         load_pretrained_(model, checkpoint)
         return

@@ -1,7 +1,6 @@
 """Builds what a recipe describes: the arguments of Trainer, the tokenizer and the model.
 
-The libraries raise every kind of exception for a value that they cannot use. Here each becomes an InputError that names the
-section of the recipe.
+The libraries raise every kind of exception for an unusable value; each becomes an InputError that names the recipe's section.
 """
 
 import contextlib
@@ -18,21 +17,19 @@ MUON = "muon"
 
 
 def output_dir(recipe: Recipe) -> Path:
-    """Return the folder of the whole run. Each region writes to `region-{r}` in it."""
+    """The folder of the whole run. Each region writes to `region-{r}` in it."""
     name = str(getattr(recipe.outer.method, "name", recipe.outer.method))
     return Path(recipe.training.get("output_dir") or f"runs/{name.rpartition(':')[2]}")
 
 
 @contextlib.contextmanager
 def blaming(section: str) -> Iterator[None]:
-    """Turn an exception of a library inside the block into an InputError about a section of the recipe.
-
-    A GPU that is full or broken is no fault of a value: its exception passes through, with the traceback that shows where.
-    """
+    """Turn an exception of a library inside the block into an InputError about a section of the recipe."""
     import torch
 
     try:
         yield
+    # a GPU that is full or broken is no fault of a value: its traceback shows where
     except (CocodcError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -40,11 +37,7 @@ def blaming(section: str) -> Iterator[None]:
 
 
 def arguments(recipe: Recipe, kind: type) -> Any:
-    """The `TrainingArguments` of a recipe.
-
-    Raises:
-        InputError: a value is refused.
-    """
+    """The `TrainingArguments` of a recipe. Raises InputError if a value is refused."""
     ours = {"optim": "adamw_torch"} if has_muon(recipe) else {}
     with blaming("training"):
         return kind(**{**recipe.training, **ours, "output_dir": str(output_dir(recipe))})
@@ -56,11 +49,7 @@ def has_muon(recipe: Recipe) -> bool:
 
 
 def inner_optimizer(recipe: Recipe, args: Any, model: Any) -> Any:
-    """The inner optimizer that Trainer is given; None if it makes its own.
-
-    Raises:
-        InputError: the recipe wants Muon, and the model has nothing for it.
-    """
+    """Trainer's inner optimizer; None if it makes its own. Raises InputError if the model has nothing for Muon."""
     if not has_muon(recipe):
         return None
     from ..run.muon import muon
@@ -87,14 +76,7 @@ def tokenizer(recipe: Recipe) -> Any:
 
 
 def model(recipe: Recipe, vocab_size: int) -> Any:
-    """The model of a recipe, with its adapter if the recipe has one.
-
-    Args:
-        vocab_size: number of tokens that the tokenizer knows.
-
-    Raises:
-        InputError: there is no such model, the tokenizer has more tokens than it, or no module takes the adapter.
-    """
+    """A recipe's model, with its adapter. Raises InputError if it cannot be built, or knows fewer than `vocab_size` tokens."""
     from transformers import AutoModelForCausalLM
 
     section = recipe.model
@@ -123,10 +105,7 @@ def config(recipe: Recipe, vocab_size: int) -> Any:
 
 
 def random_weights(recipe: Recipe, config: Any) -> Any:
-    """A model of this config with random weights, in the recipe's dtype or fp32.
-
-    The config of trained weights may name the dtype in which they are loaded: it then comes before fp32.
-    """
+    """A model with random weights, in the dtype of the recipe, else of the config of trained weights, else fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """The text of a recipe: load it, tokenise it and pack it into blocks; and a corpus that needs no download.
 
-Importing this module does not import torch, datasets or transformers. Each function imports the libraries that it uses.
+This module does not import torch, datasets or transformers: each function imports the libraries that it uses.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "i
 def python_stdlib(split: str) -> datasets.Dataset:
     """Source of the running interpreter's standard library: about 10 MB, one document per file, in path order.
 
-    It excludes tests, third-party packages, duplicates, empty files and files that are not UTF-8. A hash of the path
-    decides the split ("train", or "test" for 1 file in 20): a file has the same split in every Python version.
-
-    Raises:
-        InputError: the split does not exist, or the interpreter has no source files.
+    It excludes tests, third-party packages, duplicates, empty files and files that are not UTF-8. A hash of the path decides
+    the split ("train", or "test" for 1 file in 20), so a file has the same split in every Python version. Raises InputError if
+    the split does not exist, or the interpreter has no source files.
     """
     if split not in ("train", "test"):
         raise InputError(f"data.split={shown(split)} does not exist in python-stdlib. Use 'train' or 'test'.")
@@ -62,7 +60,7 @@ def python_stdlib(split: str) -> datasets.Dataset:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer of 257 tokens: the 256 bytes, and 256 = <|endoftext|> as bos, eos and pad."""
+    """A tokenizer of 257 tokens: the 256 bytes, and 256 = <|endoftext|> as bos, eos and pad."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -82,10 +80,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_text(
     builtin: str | None, path: str | None, name: str | None, split: str, text_column: str, streaming: bool
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the dataset that the `data` section of a recipe names: `builtin`, or `path` (on the Hub, or a local folder).
+    """Load the dataset of a recipe's section `data`: `builtin`, or `path` (on the Hub, or a local folder).
 
-    Raises:
-        InputError: builtin and path are both set or both missing, or the corpus, dataset, split or column does not exist.
+    Raises InputError unless exactly one of them is set, and corpus, dataset, split and column exist.
     """
     import datasets
 
@@ -113,20 +110,12 @@ def load_text(
 
 
 def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text_column: str = "text") -> Any:
-    """Tokenise documents, add an eos token after each, join them, and cut the result into equal blocks.
+    """Tokenise documents, add an eos token after each, but no other special one, join them, and cut them into equal blocks.
 
-    Packs 1000 documents at a time and drops their tokens after the last full block. A stream stays a stream, but this
-    function reads its first block, to fail now and not after the model has been built.
-
-    Args:
-        dataset: datasets.Dataset or IterableDataset of documents. `input_ids` and `labels` replace all its columns;
-            they are equal, each (block_size,), stored as int32.
-        tokenizer: its eos token is the only special token that is added.
-        block_size: tokens per block, at least 2.
-
-    Raises:
-        InputError: the tokenizer has no eos token, the column or documents are missing, or the text is
-            shorter than one block.
+    Packs 1000 documents at a time and drops their tokens after the last full block. `input_ids` and `labels`, equal, each
+    (block_size,) and int32, replace all columns. A stream stays a stream, but its first block is read, to fail now and not
+    after the model has been built. Raises InputError if the tokenizer has no eos token, the column or documents are missing, or
+    the text is shorter than one block.
     """
     if block_size < 2:
         raise InputError(f"block_size={block_size} must be at least 2: a token and the next one. Raise it.")
@@ -151,8 +140,8 @@ def pack(dataset: Any, tokenizer: PreTrainedTokenizerBase, block_size: int, text
             datasets.enable_progress_bars()
     if next(iter(blocks), None) is None:
         counts = [len(tokenizer(row[text_column], add_special_tokens=False).input_ids) + 1 for row in dataset]
-        found = f"{len(counts)} documents with {sum(counts)} tokens, packed {PACKED_TOGETHER} documents at a time,"
-        raise InputError(f"{found} do not fill one block of {block_size=}. Use more text or smaller blocks.")
+        amount = f"{len(counts)} documents with {sum(counts)} tokens, packed {PACKED_TOGETHER} documents at a time,"
+        raise InputError(f"{amount} do not fill one block of {block_size=}. Use more text or smaller blocks.")
     return blocks
 
 
@@ -171,7 +160,7 @@ def _pack_batch(batch: Any, tokenizer: Any, block_size: int, text_column: str) -
 
 
 def _columns(dataset: Any, text_column: str) -> list[str]:
-    """Return the columns, `text_column` among them. A stream may know its columns only from its first sample."""
+    """The columns, `text_column` among them. A stream may know its columns only from its first sample."""
     columns = dataset.column_names or list(next(iter(dataset), {}))
     if not columns:
         raise InputError(

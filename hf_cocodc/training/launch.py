@@ -1,6 +1,6 @@
 """Start the regions of a recipe on this machine, one `accelerate launch` each, and wait until they end.
 
-A region ends when the command that started all regions is gone: no process trains on that no one watches.
+A region ends when the command that started all regions is gone, so that no process trains unwatched.
 """
 
 import atexit
@@ -36,8 +36,7 @@ ENV_OUTLIVES = "HF_COCODC_OUTLIVES_COMMAND"
 """1 for a region that was started on its own, otherwise 0."""
 POLL_S = 1.0
 PATIENCE_S = 600.0
-"""Time for a last checkpoint. Without the command there is no coordinator, and regions hear of a signal only with a
-transfer: that may be a round away."""
+"""Time for a last checkpoint: without a coordinator, regions learn of a signal only with a transfer, up to a round later."""
 
 GRACE_S = 30.0
 _CHECK_S = 0.2
@@ -45,10 +44,7 @@ _ASKED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 def end_with_command() -> None:
-    """Watch the command, if there is one. When it is gone, this process gets SIGTERM, and SIGKILL if it goes on.
-
-    A process that may outlive the command gets no signal.
-    """
+    """Watch the command, if any: when it is gone, this process gets SIGTERM, then SIGKILL, unless it may outlive it."""
     command = os.environ.get(ENV_COMMAND)
     if command is not None:
         threading.Thread(target=_watch, args=(int(command),), name="hf_cocodc-command", daemon=True).start()
@@ -75,16 +71,7 @@ def _watch(command: int) -> None:
 
 @dataclass
 class RegionProcess:
-    """A region that this process has started.
-
-    Attributes:
-        region: its number.
-        folder: where it writes.
-        process: its launcher.
-        log: the output of the launcher and its ranks.
-        log_begins_at: bytes in the log of earlier runs.
-        status: file in which the region says what it is doing.
-    """
+    """A region that this process has started: `process` is its launcher, and in its `log` come earlier runs first."""
 
     region: int
     folder: Path
@@ -124,21 +111,19 @@ class RegionProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its launcher has ended, and the ranks too that a launcher has left behind because a signal ended it.
-
-        Slurm signals every process of a job. A launcher that has one rank ends at once, and the rank takes its leave.
-        """
+        """Whether its launcher has ended, and so have ranks that it left behind because a signal ended it."""
+        # Slurm signals every process of a job: a launcher with one rank ends at once, while the rank takes its leave
         code = self.process.poll()
         return code is not None and not (code in _ASKED and self._left_behind())
 
     def _left_behind(self) -> list[psutil.Process]:
         """The living processes of the launcher's group."""
-        found = []
+        living = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if os.getpgid(each.pid) == self.process.pid and each.status() != psutil.STATUS_ZOMBIE:
-                    found.append(each)
-        return found
+                    living.append(each)
+        return living
 
     def end(self, sig: signal.Signals) -> None:
         """Signal the launcher and every rank that it started: together they form a process group."""
@@ -147,7 +132,7 @@ class RegionProcess:
 
 
 def machine_of(launcher_args: Sequence[str]) -> int:
-    """Which machine of its region this is, by the arguments or the configuration of accelerate launch; 0 if it is the only one.
+    """Which machine of its region this is, by accelerate's arguments or configuration; 0 if it is the only one.
 
     Machine 0 has the region's rank 0, which writes the journal. Only its command shows a summary and draws the picture.
     """
@@ -165,7 +150,7 @@ def machine_of(launcher_args: Sequence[str]) -> int:
 
 
 def log_name(machine: int) -> str:
-    """The log of one machine of a region. Machines may share the region's folder."""
+    """The log of one machine of a region; machines may share the region's folder."""
     return f"log-machine-{machine}" if machine else "log"
 
 
@@ -173,10 +158,8 @@ def log_name(machine: int) -> str:
 def sole_writer(folders: Sequence[Path], machine: int = 0) -> Iterator[Callable[[Path], None]]:
     """Inside the block, no other command of this machine of a region starts it in one of these folders.
 
-    It gets a function that gives one of the folders away: another command may bring a lost region back.
-
-    Raises:
-        InputError: another command has started them, or they are training without one.
+    It gets a function that gives one of the folders away: another command may bring a lost region back. Raises InputError if
+    another command has started them, or they are training without one.
     """
     with contextlib.ExitStack() as locks:
         held = {}
@@ -207,12 +190,8 @@ def launches(
     coordinator: str | None,
     launcher_args: Sequence[str] = (),
 ) -> list[Launch]:
-    """How `accelerate launch -m hf_cocodc.train` is started for each of `regions` on this machine. Starts nothing.
-
-    Raises:
-        InputError: this machine has GPUs, but fewer than regions.
-    """
-    found = []
+    """How `accelerate launch` is started for each of `regions` here. Raises InputError if there are too few GPUs."""
+    planned = []
     for place, region in enumerate(regions):
         env = {
             ENV_REGION: str(region),
@@ -224,8 +203,8 @@ def launches(
         sets = [part for each in (*overrides, "training.disable_tqdm=true") for part in ("--set", each)]
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *arguments]
         command += ["-m", "hf_cocodc.train", recipe_path, *sets]
-        found.append(Launch(region, output_dir(recipe) / f"region-{region}", env, command))
-    return found
+        planned.append(Launch(region, output_dir(recipe) / f"region-{region}", env, command))
+    return planned
 
 
 def start(
@@ -283,11 +262,7 @@ def _open_log(path: Path, continues: bool) -> IO[bytes]:
 
 
 def _launcher_arguments(place: int, places: int, env: dict[str, str]) -> list[str]:
-    """Default arguments for accelerate: an equal share of this machine's GPUs, or one CPU process; `env` gets what they need.
-
-    Raises:
-        InputError: this machine has GPUs, but fewer GPUs than regions.
-    """
+    """Default arguments for accelerate: an equal share of the GPUs, or one CPU process; `env` gets what they need."""
     import torch
 
     common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -325,8 +300,8 @@ def watch(
 ) -> list[RegionProcess]:
     """Wait for all regions and call `show` meanwhile; return the regions that failed, in the order in which they did.
 
-    After a failure the other regions have time to notice it (`timeout_s`) and to save. Then this function ends them. If they
-    can go on without a lost region, it tells `lose` which one it is. Before they train they cannot: they wait for all.
+    After a failure the others have time to notice it (`timeout_s`) and to save, before they are ended. If they can go on
+    without a lost region, `lose` is called with it. Before they train they cannot: they wait for all.
     """
     failed: list[RegionProcess] = []
     lost: list[RegionProcess] = []
@@ -358,11 +333,8 @@ def watch(
 def ask_to_stop(processes: Sequence[RegionProcess], asked: set[psutil.Process]) -> None:
     """Signal the ranks: they stop together, with a checkpoint. A signalled launcher would not wait for its ranks.
 
-    A launcher that has not started its ranks yet gets the signal itself. One that is about to start them may have another
-    child now, which asks about the machine. So call this again and again: each process gets one signal.
-
-    Args:
-        asked: the processes that were signalled, and their launchers; changed in place, empty at first.
+    A launcher that has not started its ranks yet gets the signal itself. One that is about to may have another child, which
+    asks about the machine. So call this again and again with one set `asked`, empty at first: each process gets one signal.
     """
     for each in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -74,13 +74,9 @@ METRICS: dict[str, type[_LabelMean]] = {"perplexity": Perplexity, "accuracy": To
 
 
 def causal_lm_metrics(names: Sequence[str]) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Return Trainer's `compute_metrics` and `preprocess_logits_for_metrics` for next-token prediction.
+    """Trainer's `compute_metrics` and `preprocess_logits_for_metrics` for next-token prediction.
 
-    Args:
-        names: "perplexity" and "accuracy" become eval_perplexity and eval_accuracy; () gives (None, None).
-
-    Raises:
-        InputError: a metric does not exist.
+    "perplexity" and "accuracy" become eval_perplexity and eval_accuracy; () gives (None, None). Raises InputError for others.
     """
     for name in names:
         if name not in METRICS:

@@ -9,15 +9,11 @@ from ..resolve import settings
 from ..settings.recipe import Recipe
 
 _PATHS = ("/", "./", "../")
-"""How a text begins that can only be a path."""
+"""Beginnings of texts that can only be paths."""
 
 
 def check_sections(recipe: Recipe) -> None:
-    """Check what needs no library: the settings of the method, and what the sections demand of each other.
-
-    Raises:
-        InputError: the recipe cannot work.
-    """
+    """Check the settings of the method, and what the sections demand of each other. Raises InputError."""
     check_outer(recipe.outer)
     inner = INNER.get(str(recipe.outer.method))
     if inner is not None and recipe.training.get("optim") != inner:

@@ -40,11 +40,7 @@ _ALSO = {"resume_from_checkpoint": bool, "fsdp": bool, "lora_alpha": float}
 
 
 def check(recipe: Recipe) -> None:
-    """Check a recipe as far as possible without building anything.
-
-    Raises:
-        InputError: the recipe cannot work.
-    """
+    """Check a recipe as far as possible without building anything. Raises InputError if it cannot work."""
     from transformers import TrainingArguments
 
     from ..resolve import from_config
@@ -59,15 +55,9 @@ def check(recipe: Recipe) -> None:
 
 
 def preflight(recipe: Recipe, regions_here: int = 1) -> None:
-    """Check a recipe and build what its regions will build, the model without weights.
+    """Check a recipe and build what its regions will build, the model without weights. Raises InputError if it cannot work.
 
-    Reads the configs and tokenizers that the recipe names, as a region would; no weights, no data.
-
-    Args:
-        regions_here: number of regions that this machine will train at once.
-
-    Raises:
-        InputError: the recipe cannot work.
+    Reads the configs and tokenizers that the recipe names; no weights, no data. `regions_here`: regions on this machine.
     """
     check(recipe)
     with _quietly():
@@ -83,10 +73,9 @@ def preflight(recipe: Recipe, regions_here: int = 1) -> None:
 
 
 def on_meta(recipe: Recipe) -> Any:
-    """The model of a recipe on the meta device, whatever machine will train it: this one need not have its GPU or its memory.
+    """The model of a recipe on the meta device; this machine need not have the GPU or the memory to train it.
 
-    Raises:
-        InputError: the recipe cannot work, or names an adapter, whose base model only its region finds.
+    Raises InputError if the recipe cannot work, or names an adapter, whose base model only its region finds.
     """
     check(recipe)
     known = recipe.model.config is None or "vocab_size" in recipe.model.config
@@ -193,11 +182,7 @@ def _optimizer(args: Any, model: Any, ours: Any) -> None:
 
 @contextlib.contextmanager
 def _without_cuda() -> Iterator[None]:
-    """Let TrainingArguments believe that a CUDA device knows bf16 and TF32.
-
-    It would ask the device. That starts CUDA, which holds some memory of the GPU until the process ends, and the command lives
-    as long as its regions. They ask themselves.
-    """
+    """Let TrainingArguments believe in a CUDA device with bf16 and TF32: asking it would start CUDA, and hold GPU memory."""
     import torch
     from transformers import training_args
 
@@ -293,15 +278,12 @@ def _few_tensors() -> Iterator[None]:
 
 
 def _refuse_too_large(recipe: Recipe, model: Any, regions_here: int) -> None:
-    """Refuse a model whose weights alone surely do not fit into the memory of this machine.
+    """Raise InputError for a model whose weights alone surely do not fit into the memory of this machine.
 
-    On a machine without a GPU each region here keeps its own copy of the weights that it trains. Frozen weights may be pages
-    of a file that regions share: they are counted once. With a GPU, host memory holds the weights only while they are built:
-    those of one region must fit if they are random; trained ones are read from files, without a limit. DeepSpeed divides
-    weights among ranks and disks: no limit either.
-
-    Raises:
-        InputError: they do not fit.
+    Without a GPU each region here keeps its own copy of the weights that it trains. Frozen weights may be pages of a file that
+    regions share: they are counted once. With a GPU, host memory holds weights only while they are built: those of one region
+    must fit if they are random; trained ones are read from files, without a limit. DeepSpeed divides weights among ranks and
+    disks: no limit either.
     """
     import torch
 
@@ -349,11 +331,7 @@ def _quietly() -> Iterator[None]:
 
 
 def known_fields(section: str, given: dict[str, Any], kind: type) -> None:
-    """Check a section against the dataclass `kind` of a library.
-
-    Raises:
-        InputError: a key is none of its fields, or a value has another type, or is a word that the library does not know.
-    """
+    """Check a section against a library's dataclass. Raises InputError for an unknown key, a wrong type, or an unknown word."""
     known = [field.name for field in dataclasses.fields(kind) if field.init]
     hints = get_type_hints(kind)
     for key, value in given.items():

@@ -14,13 +14,7 @@ TELL_S = 1.0
 
 
 class Progress(TrainerCallback):
-    """Tells once a second, from a thread of its own: also while training waits for the link.
-
-    It tells nothing if no command listens. Rates count from the beginning of training in this process.
-
-    Args:
-        tokens_per_step: tokens that this region trains on in an inner step.
-    """
+    """Tells once a second, from its own thread: also while training waits. Rates count from the start in this process."""
 
     def __init__(self, callback: CoCoDCCallback, tokens_per_step: int) -> None:
         self._callback, self._tokens_per_step = callback, tokens_per_step

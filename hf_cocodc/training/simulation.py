@@ -25,19 +25,18 @@ def simulate(
 ) -> list[Any]:
     """Train all regions of a run in this process. The regions take turns; nothing depends on timing.
 
-    Regions compare what they are, as those of a real run do at the coordinator, and refuse the same differences. The numbers are
-    exactly those of a real run if the schedule does not follow measured times. Two methods follow them: CoCoDC, unless
-    `overlap_steps` and `sends_per_interval` are given; and DiLoCoX, as soon as its rank has fallen so far that a round would
-    be shorter than a transfer. A recipe's regions write under `{output_dir}/simulated`, apart from those of a
-    real run.
+    Regions compare what they are, as those of a real run do at the coordinator, and refuse the same differences. The numbers
+    are exactly those of a real run if the schedule does not follow measured times, as CoCoDC's does unless `overlap_steps` and
+    `sends_per_interval` are given, and DiLoCoX's as soon as its rank has fallen so far that a round would be shorter than a
+    transfer. A recipe's regions write under `{output_dir}/simulated`, apart from those of a real run.
 
     Args:
-        what: a recipe, its path, or a function body(region, link) that trains one region. The function may use a Trainer
-            with `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, or a `Synchronizer`.
+        what: a recipe, its path, or a function body(region, link) that trains one region. The function may use a Trainer with
+            `CoCoDCCallback(config, link=link)`, a loop with `OuterOptimizer(..., link=link)`, or a `Synchronizer`.
         regions: number of regions M; default: the recipe's regions.count.
         overrides: changes to a recipe that is given by its path, each "section.key=value".
-        link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer
-            takes no time, a schedule that follows measured times has no times to follow, and journals have no times.
+        link: simulates time: T_c (step time), latency and bandwidth decide when transfers arrive. Without it a transfer takes
+            no time, a schedule that follows measured times has no times to follow, and journals have no times.
         method: trains a recipe with this method instead of its own, whose settings then do not count.
 
     Returns:

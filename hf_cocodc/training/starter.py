@@ -47,16 +47,10 @@ def starter(
     lora: bool = False,
     bf16: bool = True,
 ) -> str:
-    """A recipe in YAML, which trains `model` on `data` as it is.
+    """A recipe in YAML, which trains `model` on `data` as it is. Raises InputError if a value is impossible.
 
-    Args:
-        model: folder or name on the Hub, of trained weights and their tokenizer.
-        data: what `datasets.load_dataset` loads, or "python-stdlib".
-        lora: train an adapter instead of all parameters.
-        bf16: compute in bfloat16.
-
-    Raises:
-        InputError: a value is impossible.
+    `model`: folder or name on the Hub, of trained weights and their tokenizer. `data`: what `datasets.load_dataset` loads, or
+    "python-stdlib". `lora`: train an adapter instead of all parameters.
     """
     if method not in known():
         raise InputError(f"--method {shown(method)} is not known.{nearest(method, list(known()))}")
@@ -111,10 +105,7 @@ def starter(
 
 
 def _outer(method: str) -> dict[str, Any]:
-    """The settings of a method, without those that follow from others by default: they must still follow when others change.
-
-    Of two that follow the number of rounds, `auto` says so.
-    """
+    """The settings of a method, without those that follow from others by default; `auto` where they follow the rounds."""
     defaults = {name: each.default for name, each in inspect.signature(known()[method]).parameters.items()}
     return {
         name: AUTO if name in SHORT_RUN.get(method, {}) else value

@@ -23,11 +23,7 @@ from .preflight import check, preflight
 def run(recipe: Recipe, link: Any = None) -> Any:
     """Train one region of the recipe; return its Trainer, whose model holds the global weights.
 
-    Args:
-        link: reaches the other regions; default: a link made from `recipe.regions` and the environment.
-
-    Raises:
-        CocodcError: see errors.py.
+    `link` is by default made from `recipe.regions` and the environment. Raises CocodcError (see errors.py).
     """
     from transformers import TrainingArguments
 
@@ -151,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: CocodcError) -> int:
-    """Say the error where people look, even if the log is on a disk that is full; its exit code."""
+    """Report the error where people look, even if the log is on a disk that is full; returns its exit code."""
     tell("has ended with an error", error=str(error), exit_code=error.exit_code)
     with contextlib.suppress(OSError):
         sys.stderr.write(f"error: {error}\n")

@@ -1,9 +1,9 @@
 """From outer gradients to bytes, and back to their mean over the regions.
 
-A `Codec` describes one transfer as a conversation. The conversation is a generator: it yields a `Message` (values, and the
-coder that turns them into bytes) and receives the mean of this message over the regions. It may then yield a second message
-that depends on the first mean. Most codecs need one message. Links drive the conversation in the background. Wrappers such
-as error feedback pass it through with `yield from`.
+A `Codec` describes one transfer as a conversation: a generator that yields a `Message` (values, and the coder that turns them
+into bytes) and receives its mean over the regions. It may then yield a second message that depends on the first mean; most
+codecs need only one. Links drive the conversation in the background. Wrappers such as error feedback pass it through with
+`yield from`.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -24,8 +24,7 @@ CodecState = dict[str, Any]
 class Coder(Protocol):
     """Turns fp32 values into bytes and back, with the same result on every machine.
 
-    The payload of a part depends only on that part. Encoding and decoding can therefore work part by part, into parts of
-    one buffer (`out`).
+    The payload of a part depends only on that part: encoding and decoding can work part by part into one buffer (`out`).
 
     Attributes:
         block: number of neighbouring values that are encoded together. A message is cut only at multiples of `block`.
@@ -37,15 +36,14 @@ class Coder(Protocol):
     def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
         """Bytes (1-D uint8) of the 1-D fp32 `values`.
 
-        Written to `out` (1-D uint8 of length `num_bytes(values.numel())`) if given. Else the result may be a view of
-        `values`.
+        Written to `out` (1-D uint8 of length `num_bytes(values.numel())`) if given; else the result may be a view of `values`.
         """
         ...
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """The `numel` fp32 values that `payload` encodes.
 
-        Written to `out` (1-D fp32 of length `numel`) if given. Else the result may be a view of `payload`.
+        Written to `out` (1-D fp32 of length `numel`) if given; else the result may be a view of `payload`.
         """
         ...
 
@@ -96,20 +94,14 @@ class Codec(Protocol):
 
 
 def copies(codec: object) -> int:
-    """Flat tensors of the fragment's length that a conversation takes beside the outer gradient, the mean and its state.
-
-    0, unless the codec, or one inside it, has an attribute `copies`.
-    """
+    """Flat tensors that a conversation takes beside outer gradient, mean and state: the codecs' attributes `copies`, or 0."""
     inner = getattr(codec, "codec", None)
     return getattr(codec, "copies", 0) + (0 if inner is None else copies(inner))
 
 
 def unshared(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split 1-D tensors of equal length into parts so small that torch does not use its other threads for them.
-
-    The other threads are busy with training. To wait for them after each operation takes many times longer than to do
-    their share in this thread.
-    """
+    """Split 1-D tensors of equal length into parts so small that torch does not use its other threads for them."""
+    # they are busy with training: to wait for them after each operation takes many times longer than to do their share here
     size = max(len(tensors[0]), 1) if torch.get_num_threads() == 1 else UNSHARED
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
@@ -126,10 +118,10 @@ def shards(numel: int, block: int, num_regions: int) -> list[slice]:
 
 
 def swaps_whole(coder: Coder, num_regions: int) -> bool:
-    """Whether every region sends its whole payload to every other region. Otherwise each region averages one shard for all.
+    """Whether every region sends its whole payload to every other one; else each region averages one shard for all.
 
-    Two regions always swap whole payloads. With more regions, only a coder with `gather = True` does: its payload is so
-    small that M - 1 copies are cheap, and its mean would lose too much in a second encoding.
+    Two regions always do. With more, only a coder with `gather = True` does: its payload is so small that M - 1 copies are
+    cheap, and its mean would lose too much in a second encoding.
     """
     return num_regions <= 2 or getattr(coder, "gather", False)
 
@@ -153,8 +145,7 @@ def weighted_mean(
 ) -> Tensor:
     """Mean of decoded payloads, summed in fp32 in the order of the regions, and thus with equal bits everywhere.
 
-    A region with weight 0 sits out; its payload is not read. If all regions sit out, the mean is zero. The weighted sum is
-    divided by `divisor`, which is the sum of the weights unless it is given.
+    A payload with weight 0 is not read. If all weights are 0, so is the mean. `divisor` is by default the sum of the weights.
     """
     total = torch.empty(numel, dtype=torch.float32) if out is None else out
     present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
@@ -177,10 +168,9 @@ def mean_of(
 ) -> list[Reply]:
     """Replies to one message from each region. Every link must do exactly this arithmetic.
 
-    Two regions swap whole payloads, and so do more regions if the coder requires it (`swaps_whole`). Values are then
-    rounded only once. Otherwise the regions scatter: region j receives shard j of all regions, averages it in fp32, encodes
-    the mean again and sends it to all. All regions decode these bytes, region j included. A region then sends at most
-    2 (M-1)/M of a payload.
+    If regions swap whole payloads (`swaps_whole`), values are rounded only once. Otherwise the regions scatter: region j
+    receives shard j of all regions, averages it in fp32, encodes the mean again and sends it to all. All regions decode these
+    bytes, region j included. A region then sends at most 2 (M-1)/M of a payload.
     """
     coder, numel, num_regions = messages[0].coder, messages[0].values.numel(), len(messages)
     if swaps_whole(coder, num_regions):

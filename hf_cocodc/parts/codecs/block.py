@@ -1,8 +1,8 @@
 """Block formats: a few bits per value, and one fp32 scale per block of neighbouring values.
 
-Encoding and decoding are element-wise, except for the largest magnitude of a block, which is exact in any order of
-evaluation. Every machine therefore gets the same bytes, and decodes the same values from them. If a value in a block is not
-finite, the whole block decodes to NaN, and cannot be mistaken for large numbers. All other blocks stay finite.
+Encoding and decoding are element-wise, except for the largest magnitude of a block, which is exact in any order of evaluation:
+every machine gets the same bytes, and decodes the same values from them. If a value in a block is not finite, the whole block
+decodes to NaN, and cannot be mistaken for large numbers. All other blocks stay finite.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ _SIGN_AND_EXPONENT = 0x83800000 - (1 << 32)
 """Mask on the bits of an fp32 number (as int32): the sign and the lowest three exponent bits."""
 _BYTES = {n: torch.tensor(n, dtype=torch.uint8) for n in (1, 4, 8, 15, 240)}
 _INTS = {n: torch.tensor(n, dtype=torch.int32) for n in (5, 22, 28, 0x3FFFFF, _SIGN_AND_EXPONENT)}
-"""Constants as tensors. From a Python number torch makes a new tensor in every call, which takes as long as the operation."""
+"""Constants as tensors: torch would make a tensor from a Python number in every call, which costs as much as the operation."""
 
 
 class Blocks(ABC):
@@ -33,8 +33,8 @@ class Blocks(ABC):
     Zeros fill up a short last block. Bytes that encode only filling are not sent.
 
     Args:
-        per_byte: codes per byte, 1 or 2. With 2, byte i of a block holds value i in its low half and value i + block / 2
-            in its high half. Each half is then read and written as a run of neighbours, not value by value.
+        per_byte: codes per byte, 1 or 2. With 2, byte i of a block holds value i in its low half and value i + block / 2 in its
+            high half, so that each half is read and written as a run of neighbours.
     """
 
     def __init__(self, block: int, per_byte: int) -> None:
@@ -77,11 +77,8 @@ class Blocks(ABC):
         return 4 * (full + (rest > 0)) + full * width + min(rest, width)
 
     def _steps(self) -> tuple[int, int]:
-        """Number of blocks whose scales are computed at once, and number of blocks for each other operation.
-
-        An operation on many blocks costs little more than one on few blocks. But it must stay in this thread: torch's other
-        threads are busy with training. To wait for them after each operation takes many times longer than to do their share.
-        """
+        """Number of blocks whose scales are computed at once, and number of blocks for each other operation."""
+        # An operation on many blocks costs little more than one on few, but it must stay in this thread (see `base.unshared`).
         unshared = max(1, UNSHARED // self.block)
         group = unshared * max(1, _GROUP // (unshared * self.block))
         return group, group if torch.get_num_threads() == 1 else unshared
@@ -134,13 +131,7 @@ class Blocks(ABC):
 
 
 class _Scratch:
-    """Memory for intermediate results, reused for each piece: allocating memory costs more than the work done in it.
-
-    Attributes:
-        floats, ints: the same memory as fp32 and as int32 (blocks, block).
-        codes: one byte per value (blocks, block).
-        spare: like `codes`.
-    """
+    """Memory (blocks, block) for intermediate results, reused because allocating it costs more than the work done in it."""
 
     def __init__(self, num_blocks: int, block: int) -> None:
         self.floats = torch.empty(num_blocks, block, dtype=torch.float32)
@@ -260,7 +251,7 @@ def _below(number: float) -> float:
 def int8(block: int = 256) -> Codec:
     """One byte per value and one fp32 scale per block: 1.016 bytes per value with blocks of 256.
 
-    Error: at most absmax / 254, with the absmax of the block. For normal values: 0.007 of their standard deviation.
+    Error: at most absmax / 254, with the block's absmax; for normal values 0.007 of their standard deviation.
 
     >>> coder = int8(block=4).coder
     >>> coder.decode(coder.encode(torch.tensor([127.0, -1.4, 63.6, 0.0])), 4)
@@ -272,8 +263,8 @@ def int8(block: int = 256) -> Codec:
 def int4(block: int = 256) -> Codec:
     """Half a byte per value and one fp32 scale per block: 0.516 bytes per value with blocks of 256 (DiLoCoX, 2506.21263).
 
-    Error: at most absmax / 14, with the absmax of the block. For normal values: 0.126 of their standard deviation.
-    Differs from the paper: the paper does not say which values share a scale.
+    Error: at most absmax / 14, with the block's absmax; for normal values 0.126 of their standard deviation. Differs from the
+    paper, which does not say which values share a scale.
 
     Args:
         block: number of values that share a scale; even.
@@ -288,11 +279,9 @@ def int4(block: int = 256) -> Codec:
 def fp4(block: int = 64) -> Codec:
     """E3M0, half a byte per value and one fp32 scale per block: 0.5625 bytes per value with blocks of 64 (2501.18512).
 
-    Small values keep their order of magnitude; `int4` keeps large values more exactly. Error for normal values: 0.19 of
-    their standard deviation.
-
-    Source: Streaming DiLoCo, 2501.18512. Differs from the paper: the paper does not say which values share a scale, nor
-    which code is zero.
+    Small values keep their order of magnitude; `int4` keeps large values more exactly. Error for normal values: 0.19 of their
+    standard deviation. Source: Streaming DiLoCo, 2501.18512. Differs from the paper, which does not say which values share a
+    scale, nor which code is zero.
 
     Args:
         block: number of values that share a scale; even.

@@ -63,9 +63,8 @@ def feedback(codec: Codec, decay: float = 1.0) -> Codec:
 
         meant = Delta + decay e ;  sent = decode(encode(meant)) ;  e = meant - sent
 
-    `sent` is the value of this region's own bytes. With more than two regions, the region that averages a shard rounds the
-    mean once more; no residual contains this error. No residual keeps the outer gradient of a region that sits a transfer
-    out, either.
+    `sent` is the value of this region's own bytes. With more than two regions, the region that averages a shard rounds the mean
+    once more. No residual contains this error, nor the outer gradient of a region that is excluded from a transfer.
 
     Args:
         decay: share of the residual that is sent again, 0 (no feedback) to 1 (all).

@@ -17,10 +17,7 @@ Sides = Mapping[int, tuple[int, int]]
 
 
 class LowRank:
-    """See `lowrank`. Factors are kept and sent transposed, (rank, side), so that a block holds values of one direction.
-
-    The norms of the directions differ by orders of magnitude. In a block with strong directions, weak ones would round to 0.
-    """
+    """See `lowrank`. Factors are transposed, (rank, side): in a block with strong directions, weak ones would round to 0."""
 
     def __init__(self, rank: int, coder: Coder, rank_min: int, energy: float, window: int) -> None:
         if not 1 <= rank_min <= rank:
@@ -71,7 +68,7 @@ class LowRank:
         return Result(mean, own, self._next(state, warm, q))
 
     def wire_bytes(self, fragment: Fragment, region: int, num_regions: int, rank: int | None = None) -> int:
-        """Payload bytes of one transfer at `rank` (the "rank" of a state). Default: the first rank, which is the maximum."""
+        """Payload bytes of one transfer at `rank` (the "rank" of a state), by default the first and highest."""
         rank = self.rank if rank is None else rank
         sides = self._sides(fragment)
         rest = fragment.numel - sum(map(math.prod, sides.values()))
@@ -80,23 +77,20 @@ class LowRank:
         return sum(message_bytes(self.coder, numel, region, num_regions) for numel in (first, second))
 
     def _sides(self, fragment: Fragment) -> dict[int, tuple[int, int]]:
-        """The parameters that are larger than their factors at the first rank. The choice is the same at every rank."""
+        """The parameters that are larger than their factors at the first rank; the same ones at every rank."""
         shapes = {i: (s[0], math.prod(s[1:])) for i, s in enumerate(fragment.shapes) if len(s) > 1}
         return {i: (a, b) for i, (a, b) in shapes.items() if self.rank * (a + b) < a * b}
 
     def _next(self, state: CodecState, warm: Sequence[Tensor], q: Sequence[Tensor]) -> CodecState:
-        """The state after a transfer with the mean factors `q`.
-
-        The state depends only on means, which are equal in all regions. With different ranks, regions would wait forever
-        for each other. With different Q, the mean of their projections would have no meaning. For this reason Q changes
-        only by element-wise operations.
-        """
+        """The state after a transfer with the mean factors `q`."""
+        # It depends only on means, equal in all regions: with different ranks, regions would wait forever for each other, and
+        # with different Q the mean of their projections would mean nothing. Therefore Q changes only element-wise.
         pairs = zip(q, warm, strict=True)
         kept = [torch.cat([_unit(new, old[: len(new)]), old[len(new) :]]) for new, old in pairs]
         ranks = state["effective_ranks"]
         if self.rank_min < self.rank:
-            found = effective_rank(q, self.energy)
-            ranks = [*ranks, *([found] if found else [])][-self.window :]
+            effective = effective_rank(q, self.energy)
+            ranks = [*ranks, *([effective] if effective else [])][-self.window :]
         rank = self.rank
         if len(ranks) == self.window:
             rank = min(max(math.ceil(sum(ranks) / self.window), self.rank_min), self.rank)
@@ -119,25 +113,24 @@ def lowrank(
         mean = P Q^T ;  own part = P Q_m^T
 
     Both means travel through `coder`, in two messages. A parameter with fewer than two dimensions, or not larger than its
-    factors at the first rank (r_1 (a + b) >= a b), travels in the first message and is only quantised. A convolution counts
-    as the matrix (out, all other dimensions).
+    factors at the first rank (r_1 (a + b) >= a b), travels in the first message and is only quantised. A convolution counts as
+    the matrix (out, all other dimensions).
 
-    The rank follows the spectrum. The effective rank of a transfer is the smallest r whose directions hold the share
-    `energy` of the squared singular values of Q, over all matrices of the fragment together. The next rank is the mean of
-    the last `window` effective ranks, rounded up, within rank_min .. r_1. Until `window` of them are known, it is r_1.
-    An effective rank never exceeds the current rank. A rank that has fallen therefore rises again only while the window
-    contains higher effective ranks. Q always keeps r_1 columns. A lower rank omits the last columns, with the same result
-    as if the rank had been lower from the start.
+    The rank follows the spectrum. The effective rank of a transfer is the smallest r whose directions hold the share `energy`
+    of the squared singular values of Q, over all matrices of the fragment together. The next rank is the mean of the last
+    `window` effective ranks, rounded up, within rank_min .. r_1; until `window` of them are known, it is r_1. An effective rank
+    never exceeds the current rank, so a rank that has fallen rises again only while the window contains higher ones. Q always
+    keeps r_1 columns. A lower rank omits the last ones, as if the rank had been lower from the start.
 
-    The columns of Q are scaled to a largest magnitude of 1, so that weak directions do not round to zero. A column that
-    becomes zero keeps its old values.
+    The columns of Q are scaled to a largest magnitude of 1, so that weak directions do not round to zero. A column that becomes
+    zero keeps its old values.
 
     Most of a full-rank outer gradient is lost: use this codec inside `feedback(lowrank())`.
 
-    Differs from the paper: the paper says neither how the effective rank is measured nor how Q starts. Here Q starts with
-    uniform random numbers; their seed comes from the positions of the fragment and of the matrix. P is orthonormalised in
-    double precision. If the mean has fewer directions than columns, the other columns of P are zero: a QR would fill them
-    with rounding noise, which differs between processors.
+    Differs from the paper, which says neither how the effective rank is measured nor how Q starts. Here Q starts with uniform
+    random numbers, seeded by the positions of the fragment and of the matrix. P is orthonormalised in double precision. If the
+    mean has fewer directions than columns, the other columns of P are zero: a QR would fill them with rounding noise, which
+    differs between processors.
 
     Args:
         rank: r_1, the first and highest rank.
@@ -200,14 +193,12 @@ def effective_rank(factors: Sequence[Tensor], energy: float) -> int:
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
-    """Orthonormal rows that span the rows of `factor`: the Q of a QR in which R has no negative diagonal entry.
-
-    If a row is in the span of the rows before it, it becomes zero (4-bit factors often have two rows of one direction).
-    A QR would put rounding noise there, which differs between processors.
-    """
+    """Orthonormal rows that span the rows of `factor`: the Q of a QR in which R has no negative diagonal entry."""
     q, r = torch.linalg.qr(factor.T.double())
     diagonal = r.diagonal()
     sign = torch.where(diagonal < 0, -1.0, 1.0).double()
+    # A row in the span of those before becomes zero (4-bit factors often have two rows of one direction). A QR would put
+    # rounding noise there, which differs between processors.
     independent = diagonal.abs() > 1e-5 * diagonal.abs().max()
     return (q * sign * independent).T.to(torch.float32).contiguous()
 

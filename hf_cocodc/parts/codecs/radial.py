@@ -1,4 +1,4 @@
-"""Radial-directional averaging: means of norms and of directions, so that an update is as long with many regions as with few."""
+"""Radial-directional averaging: means of norms and of directions, so that updates are as long with many regions as with few."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,11 @@ from .base import Codec, CodecState, Conversation, Message, Result, message_byte
 from .cast import Cast
 
 _LEAST = 1e-30
-"""Share of the mean norm below which a parameter counts as one that did not move: fp32 has no number to scale it up by."""
+"""Below this share of the mean norm, a parameter counts as not moved: fp32 has no number to scale it up by."""
 
 
 class Radial:
-    """A codec that wraps another codec; see `radial`.
-
-    Attributes:
-        copies: see `base.copies`; the directions.
-    """
+    """A codec that wraps another codec; see `radial`, and `base.copies` for its copy, the directions."""
 
     copies = 1
 
@@ -34,8 +30,8 @@ class Radial:
             return (yield from self.codec.converse(outer_grad, fragment, state))
         views = _flat_views(fragment, outer_grad)
         own = [math.sqrt(square(views[i])) for i in inside]
-        told = yield Message(torch.tensor(own, dtype=torch.float32), Cast(torch.float32))
-        norms = told.mean.tolist()
+        reply = yield Message(torch.tensor(own, dtype=torch.float32), Cast(torch.float32))
+        norms = reply.mean.tolist()
         directions = outer_grad.clone()
         factors = [
             mean / norm if norm > _LEAST * mean else 0.0 for mean, norm in zip(norms, own, strict=True)

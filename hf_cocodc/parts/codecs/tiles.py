@@ -12,21 +12,14 @@ from .topk import TopK
 
 _SIDE = 64
 _CHUNK = _SIDE * _SIDE
-"""Number of values in a tile at most: a position in it has 12 bits."""
+"""Most values in a tile: a position in it has 12 bits."""
 
 _PER_BYTE = 4
 _BOOK_BYTES = 8
 
 
 class Tiled:
-    """A codec that sends a fragment tile by tile; see `topk_2bit`. Zeros fill up a tile that is shorter than a chunk.
-
-    Args:
-        coder: of the tiles in a row; its block holds one tile.
-
-    Attributes:
-        copies: see `base.copies`.
-    """
+    """A codec that sends a fragment tile by tile (`topk_2bit`), filled up with zeros; a block of the `coder` holds one tile."""
 
     copies = 2
 
@@ -57,11 +50,7 @@ class Tiled:
 
 
 class _Grid:
-    """How a parameter is cut into tiles.
-
-    Attributes:
-        count: number of tiles.
-    """
+    """How a parameter is cut into tiles; `count` is their number."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._rows, self._cols = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
@@ -122,9 +111,9 @@ def topk_2bit(k: int = 64) -> Codec:
     costs as much as a whole one. Most of the outer gradient is lost: use it only inside `feedback(topk_2bit(), decay=0.95)`,
     which sends the rest later.
 
-    Differs from the paper: its tiles divide a matrix evenly, ours are smaller at its edges. The paper says that two bits have a
-    codebook for each chunk, not how it is found (authors' code: bins of 1.5 standard deviations); here see `Codebook`. In a
-    sharded model tiles are of this rank's shard.
+    Differs from the paper: its tiles divide a matrix evenly, ours are smaller at its edges. It says that two bits have a
+    codebook for each chunk, not which (authors' code: bins of 1.5 standard deviations); ours is `Codebook`. In a sharded model
+    tiles are of this rank's shard.
 
     Args:
         k: number of values kept per tile, at most 4096.

@@ -16,18 +16,14 @@ _POSITIONS = 1 << 12
 
 
 class TopK:
-    """Keeps the `k` largest magnitudes of every `chunk` values. Of equal magnitudes, the lower position wins.
+    """Keeps the `k` largest magnitudes of every `chunk` values, at most 4096. Of equal magnitudes, the lower position wins.
 
-    The payload has two parts: first the kept values of all chunks, through a coder with one scale per chunk; then their
-    positions, 12 bits each, two positions in three bytes. Zeros fill up a short last chunk. If the short chunk has fewer
-    than `k` values, some of these zeros are sent.
+    The payload is first the kept values of all chunks, through a coder with one scale per chunk; then their positions, 12 bits
+    each, two positions in three bytes. Zeros fill up a short last chunk, and are sent if it has fewer than `k` values.
 
     `gather` is True: with more than two regions, each region sends its payload to the M - 1 others, as in the paper. With
     scattered shards, the mean of a shard has up to k M entries. To keep only k of them would lose values that no residual
     contains. To keep all k M costs as many bytes as `gather`, but needs two exchanges instead of one and rounds twice.
-
-    Args:
-        chunk: number of values per chunk, at most 4096.
     """
 
     gather = True

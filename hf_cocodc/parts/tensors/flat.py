@@ -38,10 +38,7 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def digest(*flats: Tensor, start: int = 0) -> int:
-    """A checksum of the bytes of flat tensors in a row: equal bits give equal values (CRC-32, exact in a float64).
-
-    With the checksum of earlier tensors as `start`, the result is the checksum of all of them together.
-    """
+    """A checksum (CRC-32, exact in a float64) of the bytes of flat tensors; `start`: of earlier ones, to continue from."""
     for flat in flats:
         start = zlib.crc32(flat.cpu().numpy(), start)
     return start
@@ -54,13 +51,13 @@ def is_finite(flat: Tensor) -> bool:
 
 def tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor of a nested state, in the order of its keys."""
-    found = []
+    tensors = []
     for value in state.values():
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, dict):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -72,10 +69,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
-    """Plain tensors inside `tensor`.
-
-    A quantised weight may be a tensor subclass that holds values and scales, but no bytes of its own.
-    """
+    """Plain tensors inside `tensor`: a quantised weight may be a subclass of values and scales, without bytes of its own."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -83,10 +77,7 @@ def plain_parts(tensor: Any) -> list[Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop the gathered parameters of FSDP2 modules, so that the next forward pass reads the values in the shards.
-
-    A forward pass without a backward pass (an evaluation) leaves some parameters gathered.
-    """
+    """Let the next forward pass of FSDP2 modules read the shards: one without a backward pass leaves parameters gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -95,10 +86,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def contents(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, every saved buffer and every other saved tensor (the scales of quantised weights), by name.
-
-    A tied parameter has one name. Buffers that are not saved follow from the model's config.
-    """
+    """Every parameter (a tied one once), saved buffer and other saved tensor (the scales of quantised weights), by name."""
     saved = model.state_dict(keep_vars=True)
     named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
@@ -109,7 +97,7 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Shape, type and checksum (CRC-32 of the bytes) of each tensor, as a text. Takes about a second per GB and thread."""
+    """Shape, type and CRC-32 of each tensor, as a text. Takes about a second per GB and thread."""
     threads = min(_MOST_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="hf_cocodc-digest") as pool:
         return dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
@@ -123,10 +111,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, part by part, of a sharded one those of this rank; none of a tensor without values (meta).
-
-    A part may be used until the next one is asked for.
-    """
+    """The bytes of a tensor, or of this rank's shard, in parts that are valid until the next; none without values (meta)."""
     for part in plain_parts(local_shard(tensor)):
         if not part.is_meta and part.numel():
             held = raw(part.cpu())

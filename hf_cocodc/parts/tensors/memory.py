@@ -18,8 +18,8 @@ class Pool:
     """Flat buffers for reuse. Any thread may take and give.
 
     Args:
-        lengths: numbers of values of the buffers. A buffer serves requests that fit into it but not into the next shorter
-            one. By default a buffer has the length of its first request, and serves every request that fits.
+        lengths: numbers of values of the buffers. A buffer serves requests that fit into it but not into the next shorter one.
+            By default a buffer has the length of its first request, and serves every request that fits.
         pinned: whether buffers are locked in the host's memory, where a GPU copies at the full speed of its bus.
     """
 
@@ -61,7 +61,7 @@ class Pool:
 
 
 def shared_lengths(numels: Iterable[int]) -> list[int]:
-    """Lengths of buffers that serve tensors of these lengths. No buffer is much longer than its tensors.
+    """Lengths of buffers for tensors of these lengths, none much longer than its tensors.
 
     >>> shared_lengths([100, 95, 40, 38])
     [100, 40]
@@ -81,12 +81,8 @@ def _room(buffer: Tensor) -> int:
 class Departure:
     """A flat tensor that the link's thread reads on the host: the tensor itself, or a copy if it is on a device.
 
-    A GPU makes the copy on a stream of its own, after the work that the training stream has when the departure is made.
-    Neither the training stream nor the training thread waits for the copy. Nobody may write to the tensor before the
-    transfer has ended.
-
-    Attributes:
-        flat: as given.
+    A GPU makes the copy on a stream of its own, after the work that the training stream has when the departure is made. Neither
+    the training stream nor the training thread waits for it. Do not write to the tensor before the transfer has ended.
     """
 
     def __init__(self, flat: Tensor, host: Pool) -> None:
@@ -96,7 +92,7 @@ class Departure:
         self._written = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
 
     def fetch(self) -> Tensor:
-        """The tensor on the host; called by the link's thread, which waits for the copy. A further attempt gets the same copy."""
+        """The tensor on the host, for the link's thread, which waits for the copy. A further attempt gets the same copy."""
         if self.flat.device == self._host.device:
             return self.flat
         with self._lock:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, linalg
 
 PIECE = 1 << 17
-"""Number of values in a piece. A send or a landing finishes one piece before the next, while the piece is in the cache."""
+"""Values in a piece. A send or a landing finishes one piece before the next, while the piece is in the cache."""
 UNSHARED = (1 << 15) - (1 << 10)
 """Number of values up to which torch never splits an operation over its threads."""
 
@@ -24,12 +24,7 @@ _WORTH_A_THREAD = 4
 
 
 class Cut(NamedTuple):
-    """A stretch of a flat vector, which holds values of one or more parameters.
-
-    Attributes:
-        params: positions of these parameters.
-        sizes: number of values of each parameter in the stretch.
-    """
+    """A stretch of a flat vector: the positions of the parameters that have values in it, and how many values each has."""
 
     params: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -65,8 +60,8 @@ def cuts(numels: Sequence[int], longest: int) -> list[Cut]:
 def in_this_thread() -> Iterator[None]:
     """Inside the `with` block, torch does not split operations over its threads.
 
-    For pieces in the cache, threads cost more than they save: after every operation all threads wait for the slowest one.
-    If other processes use the same cores, they cost much more. One core alone reaches most of the memory bandwidth.
+    For pieces in the cache, threads cost more than they save: after every operation all wait for the slowest one, much longer
+    if other processes use the same cores. One core alone reaches most of the memory bandwidth.
     """
     threads = torch.get_num_threads()
     # The setting holds for this thread, and for threads that start before it is reset.
@@ -78,11 +73,8 @@ def in_this_thread() -> Iterator[None]:
 
 
 def norms(squares: Sequence[float], total: Callable[[Tensor], Tensor]) -> list[float]:
-    """Euclidean norms of tensors, from their sums of squares on this rank.
-
-    The norms are fp64, because decisions depend on them and the order of an fp32 sum differs between processors. `total`
-    sums over the ranks that hold shards of the tensors.
-    """
+    """Euclidean norms of tensors from their sums of squares on this rank; `total` sums over the ranks that hold shards."""
+    # fp64: decisions depend on norms, and the order of an fp32 sum differs between processors
     return total(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
 
 
@@ -92,16 +84,14 @@ def square(tensor: Tensor) -> float:
 
 
 def squares_of(parts: Sequence[Tensor]) -> list[float]:
-    """Sum of squares of each part in fp64, with one wait for the device in total.
-
-    This must not be a dot product: the library for dot products uses its own threads, and its bits depend on their number.
-    """
+    """Sum of squares of each part in fp64, with one wait for the device in total."""
+    # not a dot product: its library uses its own threads, and its bits depend on their number
     lengths = torch.stack([linalg.vector_norm(part, dtype=torch.float64) for part in parts])
     return lengths.square().cpu().tolist()
 
 
 def square_of_difference(one: Tensor, other: Tensor) -> float:
-    """Sum of squares of `one - other` (both flat). On the host, it does not allocate memory for the whole difference."""
+    """Sum of squares of `one - other` (both flat); on the host without memory for the whole difference."""
     if one.device.type != "cpu":
         return squares_of([one - other])[0]
     room = torch.empty(PIECE, dtype=torch.float32)
@@ -111,13 +101,7 @@ def square_of_difference(one: Tensor, other: Tensor) -> float:
 
 
 def divide(work: Callable[[range], T], count: int, threads: int) -> list[T]:
-    """Results of `work` for consecutive parts of range(count), each part in its own thread, in order.
-
-    Inside, torch does not use threads of its own (see `in_this_thread`). The parts do not change what is computed.
-
-    Args:
-        threads: threads to use at most, the calling one included.
-    """
+    """Results of `work` for consecutive parts of range(count), in at most `threads` threads, the calling one included."""
     num_parts = max(min(threads, count // _WORTH_A_THREAD), 1)
     parts = [range(count * i // num_parts, count * (i + 1) // num_parts) for i in range(num_parts)]
     with in_this_thread():
@@ -132,12 +116,9 @@ def divide(work: Callable[[range], T], count: int, threads: int) -> list[T]:
 class HostThreads:
     """The number of threads for work on the host; training keeps the cores that it needs.
 
-    Where the model trains on the host, work in the training thread may use the threads that training would use now. Work in
-    the link's thread uses one thread while training goes on, and training's threads while training waits for it. Where the
-    model trains on an accelerator, both use half of this rank's share of the cores; data loading keeps the other half.
-
-    Args:
-        trains_on_host: whether the model's parameters are in the host's memory.
+    If the model trains on the host, work in the training thread may use the threads that training would use now. Work in the
+    link's thread uses one thread while training goes on, and training's threads while training waits for it. If the model
+    trains on an accelerator, both use half of this rank's share of the cores; data loading keeps the other half.
     """
 
     def __init__(self, trains_on_host: bool) -> None:

@@ -31,15 +31,9 @@ _NOTES = (
 
 
 def measure(numel: int, repeat: int, only: Sequence[str] | None = None) -> BenchReport:
-    """Measure codecs: one row per codec.
+    """Measure codecs on `numel` fp32 values: one row per codec, with the medians of `repeat` measurements; both at least 1.
 
-    Args:
-        numel: number of fp32 values, at least 1.
-        repeat: number of measurements, at least 1; the report has their medians.
-        only: names of codecs; None for all that a recipe can name.
-
-    Raises:
-        InputError: a codec is unknown.
+    `only` names codecs; None takes all that a recipe can name. Raises InputError if one is unknown.
     """
     for name in only or ():
         if name not in KNOWN:
@@ -62,7 +56,7 @@ def _row(
     repeat: int,
     samples: dict[str, list[float]],
 ) -> Row:
-    """The row of a codec. The single seconds join `samples`."""
+    """The row of a codec; its single measurements join `samples`."""
     target, state, memory = torch.empty_like(values), codec.init(fragment), dict[int, tuple[Tensor, Tensor]]()
     copies, encodes, decodes, busy = [], [], [], []
     for _ in range(repeat + 1):
@@ -99,16 +93,13 @@ def _transfer(
     state: CodecState,
     memory: dict[int, tuple[Tensor, Tensor]],
 ) -> tuple[float, float, Tensor]:
-    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean.
-
-    `memory` holds the buffers (payload, mean) of the first message, the second, ...; later transfers reuse them, as a link does.
-    """
+    """One region's side of a transfer: seconds until the last byte is encoded, seconds after that, decoded mean."""
     encoded, turns = 0.0, count()
 
     def exchange(message: Message) -> Reply:
         nonlocal encoded
         coder, numel, turn = message.coder, message.values.numel(), next(turns)
-        if turn not in memory:
+        if turn not in memory:  # later transfers reuse the buffers of this message, as a link does
             memory[turn] = torch.empty(coder.num_bytes(numel), dtype=torch.uint8), torch.empty(numel)
         payload, mean = memory[turn]
         coder.encode(message.values, out=payload)

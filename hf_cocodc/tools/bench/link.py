@@ -31,23 +31,18 @@ from .workers import TIMEOUT_S, Start, coordinator_in_region_0, hello_of, run, s
 
 ROUND_TRIPS = 5
 RUN = "bench link"
-"""Name of a measurement at a coordinator, where none is given."""
+"""Name of a measurement at a coordinator, if none is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The transfers of a measurement; equal in all regions.
+    """The transfers of a measurement; equal in all regions. Raises InputError if a value is out of range or unknown.
 
     Attributes:
         megabytes: size of the flat fp32 tensor whose mean the regions compute, in 10^6 bytes.
-        codec: name of its codec on the link.
         connections: TCP connections to each other region; None chooses by the round trip.
-        repeat: number of transfers.
         rate_limit: the most Mbit/s that a region sends; None for no limit.
         encrypt: whether the regions share a secret, and so encrypt what they send.
-
-    Raises:
-        InputError: a value is out of range or unknown.
     """
 
     megabytes: float = 64.0
@@ -81,7 +76,6 @@ class Figures:
     """The results of a measurement.
 
     Attributes:
-        regions: number of regions.
         connections: TCP connections for payloads between two regions.
         bytes_sent: payload bytes that region 0 sent for one mean, to all other regions together.
         seconds: the time of each mean, in order, in the slowest region.
@@ -103,11 +97,7 @@ class Took(NamedTuple):
 
 
 def measure_here(trial: Trial, regions: int) -> Figures:
-    """Measure between `regions` processes on this machine, over the loopback interface.
-
-    Raises:
-        LinkError: a process failed.
-    """
+    """Measure between `regions` processes on this machine, over the loopback interface. Raises LinkError if one fails."""
     secret = _secret_for(trial)
     with closing(serve_in_thread(secrets=[] if secret is None else [Keys.from_secret(secret)])) as served:
         spec = {"coordinator": served.address, "interface": None, "alone": False, "secret": secret}
@@ -115,18 +105,14 @@ def measure_here(trial: Trial, regions: int) -> Figures:
 
 
 def measure_between(trial: Trial, regions: int, start: Start, spec: dict[str, Any]) -> Figures:
-    """Measure between `regions` processes.
+    """Measure between `regions` processes. Raises LinkError if one fails.
 
-    Args:
-        spec: more values for `_one_end`: coordinator, interface, alone (whether region 0 must serve the coordinator), secret.
-
-    Raises:
-        LinkError: a process failed.
+    `spec` has more values for `_one_end`: coordinator, interface, secret, alone (whether region 0 must serve the coordinator).
     """
     common = {"secret": _secret_for(trial), **spec, "trial": dataclasses.asdict(trial), "regions": regions}
     num_threads = max(cores() // regions, 1)
-    [found] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
-    return Figures(**found)
+    [figures] = run(__name__, [{**common, "region": region} for region in range(regions)], start, num_threads)
+    return Figures(**figures)
 
 
 def _secret_for(trial: Trial) -> str | None:
@@ -142,15 +128,12 @@ def take_part(
     run: str | None = None,
     keys: Keys | None = None,
 ) -> Figures:
-    """Measure as one end of the link; every region calls this at about the same time.
+    """Measure as one end of the link; all regions call this at about the same time, and get the same figures.
 
     Args:
         coordinator: HOST:PORT of a coordinator that all regions reach.
         interface: network interface of the link; by default the one that reaches the coordinator.
         run: name of the measurement, if the coordinator has several at once.
-
-    Returns:
-        The figures, the same in every region.
 
     Raises:
         HandshakeError: another region has a different `trial`.
@@ -159,12 +142,12 @@ def take_part(
     host = own_address(coordinator, interface)
     link = _link(trial, Client(coordinator, run or RUN, keys), region, regions, host, keys)
     try:
-        found = _measure(link, trial)
+        figures = _measure(link, trial)
     except BaseException as error:
         link.close(f"{type(error).__name__}: {error}")
         raise
     link.close()
-    return found
+    return figures
 
 
 def _link(trial: Trial, client: Client, region: int, regions: int, host: str, keys: Keys | None) -> TcpLink:
@@ -229,25 +212,23 @@ def _measure(link: TcpLink, trial: Trial) -> Figures:
 
 def report(
     trial: Trial,
-    found: Figures,
+    results: Figures,
     setting: Row,
     rate: float | None = None,
     rtt_s: float | None = None,
 ) -> BenchReport:
     """The figures beside the floor: the time of the payload at the link's rate, plus one round trip.
 
-    Args:
-        rate: bits per second that a region can send to each other region; None takes the best transfer as the floor.
-        rtt_s: round trip of the link; None takes the measured one.
+    `rate` is bits per second to each other region; None takes the best transfer as the floor. `rtt_s=None` takes the measured.
     """
-    bits = found.bytes_sent * 8 / (found.regions - 1)
-    rtt = found.round_trip_s if rtt_s is None else rtt_s
-    fastest = min(found.seconds)
+    bits = results.bytes_sent * 8 / (results.regions - 1)
+    rtt = results.round_trip_s if rtt_s is None else rtt_s
+    fastest = min(results.seconds)
     floor = bits / rate + rtt if rate is not None else fastest
-    names = {"first": found.seconds[0]}
-    if len(found.seconds) > 1:
-        names[f"median of {len(found.seconds) - 1} more"] = statistics.median(found.seconds[1:])
-    if len(found.seconds) > 2:
+    names = {"first": results.seconds[0]}
+    if len(results.seconds) > 1:
+        names[f"median of {len(results.seconds) - 1} more"] = statistics.median(results.seconds[1:])
+    if len(results.seconds) > 2:
         names["best"] = fastest
     rows = [
         {
@@ -256,8 +237,8 @@ def report(
             "floor s": floor,
             "ratio": seconds / floor,
             "Mbit/s": bits / seconds / 1e6,
-            "MB sent": found.bytes_sent / 1e6,
-            "RTT ms": 1e3 * found.round_trip_s,
+            "MB sent": results.bytes_sent / 1e6,
+            "RTT ms": 1e3 * results.round_trip_s,
         }
         for name, seconds in names.items()
     ]
@@ -269,14 +250,14 @@ def report(
         "RTT: the time of a small message to all other regions and one back from each, over the link.",
     ]
     setting = {
-        "regions": found.regions,
+        "regions": results.regions,
         "megabytes": trial.megabytes,
         "codec": trial.codec,
-        "connections": found.connections,
+        "connections": results.connections,
         "rate_limit": trial.rate_limit,
         **setting,
     }
-    return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": found.seconds})
+    return BenchReport("one mean over a link", setting, rows, notes, samples={"seconds": results.seconds})
 
 
 def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -284,8 +265,8 @@ def _one_end(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     region, regions, address = spec["region"], spec["regions"], spec["coordinator"]
     keys = None if spec["secret"] is None else Keys.from_secret(spec["secret"])
     with coordinator_in_region_0(address, region, regions, keys) if spec["alone"] else nullcontext():
-        found = take_part(Trial(**spec["trial"]), address, region, regions, spec["interface"], keys=keys)
-    yield dataclasses.asdict(found)
+        figures = take_part(Trial(**spec["trial"]), address, region, regions, spec["interface"], keys=keys)
+    yield dataclasses.asdict(figures)
 
 
 if __name__ == "__main__":

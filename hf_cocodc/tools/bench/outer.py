@@ -47,12 +47,9 @@ _SGD: dict[str, dict[str, bool]] = {"default": {}, "foreach": {"foreach": True},
 
 
 def measure(numel: int, repeat: int, threads: Sequence[int] = ()) -> BenchReport:
-    """One row for each part of a send and a landing, and rows for comparison (a copy, SGD).
+    """One row for each part of a send and a landing, and rows for comparison (a copy, SGD): medians of `repeat` measurements.
 
-    Args:
-        numel: approximate number of parameters of the model; at least 1.
-        repeat: number of measurements, at least 1; the report has their medians.
-        threads: numbers of threads to measure with; by default one, and as many as torch has.
+    The model has about `numel` parameters. `threads` has numbers of threads to measure with; by default one, and torch's own.
     """
     shapes = llama_like(numel)
     clock = _Clock(sum(math.prod(shape) for shape in shapes))
@@ -153,7 +150,7 @@ class _Interval(NamedTuple):
 
 
 class _Answered(LockstepLink):
-    """The link of a single region whose mean is there at once. Its own thread does the work of a link's thread."""
+    """The link of a single region whose mean is there at once; its own thread does the work of a link's thread."""
 
     def __init__(self, numel: int) -> None:
         super().__init__(LockstepHub(1), region=0, num_regions=1)
@@ -179,7 +176,7 @@ class _Answered(LockstepLink):
             self._thread.join()
 
     def refresh(self, grad: Tensor) -> None:
-        """Set the next mean; a landing has overwritten the last one."""
+        """Set the next mean, as a landing has overwritten the last one."""
         self._mean.copy_(grad)
 
 
@@ -199,7 +196,7 @@ def _rounds(
     repeat: int,
     overlap_steps: int,
 ) -> list[_Interval]:
-    """Rounds of a method on a model of these shapes; without checksums, which the link's thread computes."""
+    """Rounds of a method on a model of these shapes, without checksums, which the link's thread computes."""
     model = nn.Module()
     model.params = nn.ParameterList(_tensors(shapes, scale=0.02))
     params = [param.detach() for param in model.parameters()]

@@ -11,7 +11,7 @@ from typing import Any
 from ... import __version__
 
 Row = dict[str, Any]
-"""One line of figures, by column title: a number, a text, or None if there is no figure."""
+"""One line of figures by column: a number, a text, or None if there is no figure."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,10 @@ class BenchReport:
     """The figures of one benchmark and its settings.
 
     Attributes:
-        title: the benchmark in a few words.
         setting: sizes, rates and counts that affect the figures.
-        rows: lines of the table, all with the same columns.
-        notes: sentences that explain the figures to the reader.
+        rows: all with the same columns.
         formats: by column, for numbers that need another form than three digits: a format specification, or a function.
-        samples: the single measurements behind the rows, by what was measured (with its unit), in their order.
+        samples: the single measurements behind the rows, in order, by what was measured (with its unit).
     """
 
     title: str
@@ -54,12 +52,12 @@ class BenchReport:
 
 
 def content(reports: Sequence[BenchReport]) -> dict[str, Any]:
-    """Reports as JSON can express them: `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
-    found = [asdict(report) for report in reports]
-    for each in found:
+    """Reports as JSON-serializable values: `hf_cocodc` (version), `date` (UTC), `machine` and `reports` (a list)."""
+    entries = [asdict(report) for report in reports]
+    for each in entries:
         del each["formats"]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": found}
+    return {"hf_cocodc": __version__, "date": now, "machine": machine(), "reports": entries}
 
 
 def write(path: Path, reports: Sequence[BenchReport]) -> None:
@@ -68,16 +66,11 @@ def write(path: Path, reports: Sequence[BenchReport]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The reports in a file of `write`, as JSON, each with the `machine`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no reports.
-    """
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not (isinstance(found, dict) and isinstance(found.get("reports"), list)):
+    """The reports in a file of `write`, each with `machine`. Raises OSError if it cannot be read, ValueError if it has none."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not (isinstance(data, dict) and isinstance(data.get("reports"), list)):
         raise ValueError(f"{path} holds no reports of a benchmark")
-    return [{**each, "machine": found.get("machine")} for each in found["reports"]]
+    return [{**each, "machine": data.get("machine")} for each in data["reports"]]
 
 
 def machine() -> Row:

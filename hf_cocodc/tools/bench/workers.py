@@ -21,7 +21,7 @@ from ...net.keys import Keys
 
 TIMEOUT_S = 120.0
 PORT = 29650
-"""Of the coordinator of a measurement that has no other."""
+"""Of the coordinator that a measurement starts itself."""
 POLL_S = 0.05
 LAST_LINES = 6
 
@@ -41,10 +41,7 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """Run `python -m module SPEC` in every region; yield region 0's results as they come.
 
-    Args:
-        module: name of a module that calls `serve` when it runs as a program.
-        specs: one per region, in order; must be JSON-serializable.
-        num_threads: number of compute threads of each process.
+    `module` must call `serve` when it runs as a program; `specs`, one per region, must be JSON-serializable.
 
     Raises:
         LinkError: a process failed; the message names its region and has its error or its last lines.
@@ -69,19 +66,19 @@ def run(
                         f"region {region} of the measurement failed: {_last_words(words[region])}"
                     )
             # `codes` was read before the results: a process that had ended by then has written all of them.
-            found, position = _new_lines(outputs[0], position)
-            yield from map(json.loads, found)
+            new_lines, position = _new_lines(outputs[0], position)
+            yield from map(json.loads, new_lines)
             if None not in codes:
                 return
             time.sleep(POLL_S)
 
 
 def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
-    """Run the measurement that the command line specifies, write the results, and end this process."""
+    """Run the measurement that the command line specifies, write its results, and end this process."""
     code = 0
     try:
-        for found in measure(json.loads(sys.argv[1])):
-            sys.stdout.write(json.dumps(found) + "\n")
+        for result in measure(json.loads(sys.argv[1])):
+            sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
     except CocodcError as error:
         sys.stderr.write(f"{error}\n")
@@ -94,11 +91,7 @@ def serve(measure: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None
 
 
 def hello_of(region: int, regions: int, host: str, compared: Mapping[str, Any]) -> Hello:
-    """What a region of a measurement says of itself: a run of `regions`, which ends when one is lost.
-
-    Args:
-        host: address of its machine that others reach.
-    """
+    """What a region of a measurement says of itself: others reach it at `host`, and the run ends when a region is lost."""
     return Hello(
         region=region,
         join=False,
@@ -111,13 +104,9 @@ def hello_of(region: int, regions: int, host: str, compared: Mapping[str, Any]) 
 
 
 class OtherRegions:
-    """The regions of a measurement, which tell each other values over the coordinator, beside the link that they measure.
+    """The regions of a measurement, which exchange values over the coordinator, beside the link that they measure.
 
-    Args:
-        address: HOST:PORT of the coordinator; waits until it is there, and until all regions are.
-
-    Raises:
-        LinkError: the coordinator or a region does not come.
+    Waits until the coordinator (HOST:PORT) and all regions are there. Raises LinkError if one does not come.
     """
 
     def __init__(self, address: str, region: int, regions: int, keys: Keys | None = None) -> None:
@@ -130,13 +119,13 @@ class OtherRegions:
         self._others = [place.member for place in welcome.members if place.member.region != region]
 
     def exchange(self, mine: Any) -> list[Any]:
-        """Exchange a value with all regions; return the values by region. All regions must call in the same order."""
+        """Exchange a value with all regions; returns the values by region. All regions must call in the same order."""
         self._exchanges += 1
         topic = f"exchange {self._exchanges}"
         for other in self._others:
             self._connection.send(Post(to=other, topic=topic, content={"value": mine}))
-        found = {each.region: self._told_by(each.region, topic) for each in self._others}
-        return [value for _, value in sorted({**found, self.region: mine}.items())]
+        received = {each.region: self._told_by(each.region, topic) for each in self._others}
+        return [value for _, value in sorted({**received, self.region: mine}.items())]
 
     def leave(self) -> None:
         """Leave in good order: region 0 last, because the coordinator ends with it."""
@@ -150,7 +139,7 @@ class OtherRegions:
         self._connection.close()
 
     def _told_by(self, region: int, topic: str) -> Any:
-        """What a region has told, or tells now."""
+        """The value that a region has sent on this topic; waits for it."""
         while (topic, region) not in self._told:
             message = self._next(Posted, f"region {region}")
             self._told[message.topic, message.sender.region] = message.content["value"]
@@ -172,7 +161,7 @@ class OtherRegions:
 def coordinator_in_region_0(
     address: str, region: int, regions: int, keys: Keys | None = None
 ) -> Iterator[OtherRegions]:
-    """Region 0 serves the coordinator inside the block, because only regions reach each other. It leaves the block last."""
+    """Region 0 serves the coordinator inside the block, because only regions reach each other, and leaves it last."""
     with ExitStack() as undo:
         if region == 0:
             secrets = [] if keys is None else [keys]

@@ -1,1 +1,1 @@
-"""Looks at one machine before a run: what is wrong there, what may become wrong, and the command that mends it."""
+"""Checks one machine before a run: what is wrong, what may go wrong, and the command that mends it."""

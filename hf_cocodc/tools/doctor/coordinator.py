@@ -1,4 +1,4 @@
-"""Lines about the coordinator, and about the secret that it shares with the regions."""
+"""Findings about the coordinator, and about the secret that it shares with the regions."""
 
 import time
 
@@ -15,38 +15,38 @@ NEW_SECRET = "hf-cocodc secret new secret; export HF_COCODC_SECRET=$(cat secret)
 
 
 def begin(address: str) -> str:
-    """The command that begins the coordinator at an address."""
+    """The command that starts the coordinator at an address."""
     host, port = parts_of(address)
     secret = "" if is_loopback(host) else " --secret-file secret"
     return f"hf-cocodc coordinator --host {host} --port {port}{secret}    # there"
 
 
 def reach(address: str, keys: Keys | None, timeout_s: float = 10.0) -> tuple[list[Finding], bool]:
-    """Whether the coordinator answers and has the same secret: the lines, and whether it does."""
-    found = [secret(address, keys)]
+    """Whether the coordinator answers and has the same secret: the findings, and whether it does."""
+    findings = [secret(address, keys)]
     host, port = parts_of(address)
     began = time.monotonic()
     try:
         status(address, keys, timeout_s=timeout_s)
     except InputError as error:
-        return [*found, Finding("coordinator", WRONG, str(error), f"getent hosts {host}")], False
+        return [*findings, Finding("coordinator", WRONG, str(error), f"getent hosts {host}")], False
     except NobodyAnswers as error:
         command = f"{begin(address)}; try it from here: nc -vz {host} {port}"
-        return [*found, Finding("coordinator", WRONG, str(error), command)], False
+        return [*findings, Finding("coordinator", WRONG, str(error), command)], False
     except MeetingError as error:  # another secret, or another version
         command = begin(address) + ", anew, with the secret of all regions"
         if keys is None:
             command = f"scp {host}:secret secret; export HF_COCODC_SECRET=$(cat secret)"
-        return [*found, Finding("coordinator", WRONG, str(error), command)], False
+        return [*findings, Finding("coordinator", WRONG, str(error), command)], False
     took_s = time.monotonic() - began
     if took_s > SLOW_S:
         words = f"answers at {address}, but only after {took_s:.1f} s: its machine or the way there is busy."
-        return [*found, Finding("coordinator", WARN, words, f"ping {host}")], True
-    return [*found, Finding("coordinator", OK, f"answers at {address} in {1000 * took_s:.3g} ms")], True
+        return [*findings, Finding("coordinator", WARN, words, f"ping {host}")], True
+    return [*findings, Finding("coordinator", OK, f"answers at {address} in {1000 * took_s:.3g} ms")], True
 
 
 def gone(address: str, error: CocodcError) -> Finding:
-    """The line about a coordinator that has answered before."""
+    """The finding about a coordinator that answered before."""
     words = f"{error} It answered before: what it would say now was not looked at."
     return Finding("coordinator", WRONG, words, begin(address))
 

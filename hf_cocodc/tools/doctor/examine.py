@@ -1,4 +1,4 @@
-"""Looks at a machine for a recipe, in the order in which a run would find out."""
+"""Checks a machine for a recipe, in the order in which a run would find out."""
 
 import dataclasses
 import re
@@ -26,9 +26,8 @@ class Patient:
     """The part of a run that this machine will have.
 
     Attributes:
-        recipe: the run; its regions section has the coordinator, and the number of regions.
-        region: that trains here; None if all do.
-        run: name of the run.
+        recipe: the run; its regions section names the coordinator and the number of regions.
+        region: the one that trains here; None if all do.
         wait_s: seconds to wait for the doctors of other regions.
     """
 
@@ -39,7 +38,7 @@ class Patient:
 
     @property
     def count(self) -> int:
-        """Number of regions with which the run begins."""
+        """Number of regions that start the run."""
         return self.recipe.regions.count or 1
 
     @property
@@ -49,11 +48,7 @@ class Patient:
 
 
 def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
-    """All lines about this machine, as they are found.
-
-    Args:
-        tell: called with a line of text before something that takes long.
-    """
+    """All findings about this machine, as they become known; `tell` gets a line of text before each slow step."""
     machine = facts.machine()
     yield place.versions(machine)
     yield place.devices(machine, patient.regions_here, bool(patient.recipe.training.get("use_cpu")))
@@ -68,7 +63,7 @@ def examine(patient: Patient, tell: Callable[[str], None]) -> Iterator[Finding]:
 def _recipe(
     patient: Patient, machine: facts.Machine, tell: Callable[[str], None]
 ) -> Generator[Finding, None, str | None]:
-    """The lines about what the recipe builds and loads; returns what the data is, as `dataset` does."""
+    """Findings about what the recipe builds and loads; returns what the data is, as `dataset` does."""
     recipe, here = patient.recipe, patient.regions_here
     tell("building the model without its weights")
     try:
@@ -89,7 +84,7 @@ def _recipe(
 
 
 def _mended(message: str) -> str:
-    """The command that mends a recipe: with the first --set that a message names; of several ways out it is the simplest."""
+    """The command that mends a recipe, with the first --set that a message names: the simplest of several ways out."""
     named = re.search(r"--set [\w.]+=[\w.-]*\w", message)
     if named is not None:
         return f"hf-cocodc train RECIPE {named[0]}"
@@ -105,7 +100,7 @@ def _needs(patient: Patient) -> Needs | None:
 
 
 def dataset(recipe: Recipe) -> tuple[Finding, str | None]:
-    """The line about the training data; and words that are equal in two regions if the data is. None: there is no data."""
+    """The finding about the training data, and a description that is equal in two regions if the data is; None without data."""
     try:
         text = _load(recipe, recipe.data.split)
     except InputError as error:
@@ -117,7 +112,7 @@ def dataset(recipe: Recipe) -> tuple[Finding, str | None]:
 
 
 def held_out(recipe: Recipe) -> list[Finding]:
-    """A line if the held-out text is missing that the run will evaluate on: a region loads it after it has packed the other."""
+    """A finding if the run's held-out text is missing: a region would notice only after it has packed the training data."""
     strategy = recipe.training.get("eval_strategy", "no")
     if strategy == "no" and not recipe.training.get("eval_on_start"):
         return []
@@ -180,8 +175,8 @@ def _network(
     yield way.buffers(network)
     yield way.clock(network)
     tell("calling the coordinator")
-    found, is_there = coordinator.reach(regions.coordinator, keys)
-    yield from found
+    findings, is_there = coordinator.reach(regions.coordinator, keys)
+    yield from findings
     if not is_there or data is None or patient.region is None or network.address is None:
         return
     # every region names its defaults alike; which region this is does not matter, nor what the environment says of it

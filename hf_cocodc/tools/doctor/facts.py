@@ -1,4 +1,4 @@
-"""What this machine says of itself: packages, devices, memory, disk, network. Only reads; what it does not say is None."""
+"""What this machine says about itself: packages, devices, memory, disk, network. Only reads; None for what it does not say."""
 
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ from ...parts.tensors.pieces import cores
 OK, WARN, WRONG, UNKNOWN = "ok", "warn", "wrong", "-"
 _WIDTH = 100
 _TOPIC = 11
-"""Width of a topic: lines are shown as they are found."""
+"""Width of a topic; fixed, as lines are shown one by one."""
 
 T = TypeVar("T")
 SYSCTL = Path("/proc/sys/net/ipv4")
@@ -40,13 +40,9 @@ _TIME_ERROR = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the doctor; `command` mends what is wrong.
 
-    Attributes:
-        topic: what was looked at.
-        level: OK; WARN: the run may work, but not well; WRONG: it cannot work; UNKNOWN: this machine does not say.
-        words: what was found.
-        command: a command that mends it.
+    `level` is OK, WARN (the run may work, but not well), WRONG (it cannot work) or UNKNOWN (this machine does not say).
     """
 
     topic: str
@@ -61,7 +57,7 @@ def unknown(topic: str, why: str = "not known here") -> Finding:
 
 
 def lines(finding: Finding) -> list[str]:
-    """A finding as lines of text: the level, the topic, the words, and below them the command.
+    """A finding as lines of text, with the command below the words.
 
     >>> print("\\n".join(lines(Finding("clock", WARN, "not synchronised", "timedatectl set-ntp true"))))
     warn   clock        not synchronised
@@ -77,7 +73,7 @@ def lines(finding: Finding) -> list[str]:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU or its like: name, bytes free now, bytes in all."""
+    """A GPU or the like; `free` and `total` are bytes."""
 
     name: str
     free: int
@@ -86,17 +82,14 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Of this machine.
+    """What this machine has.
 
     Attributes:
-        versions: of the packages that matter, and of Python.
-        unmet: requirements of this package that the installed packages do not meet, with what is installed.
-        devices: that torch can use.
-        accelerator: of another kind, of which no memory is known here.
-        unused: devices of the driver that torch cannot use.
-        available: bytes of memory that are free now.
-        total: bytes of memory.
-        cores: of the processor, for this process.
+        unmet: this package's requirements that the installed packages do not meet, with what is installed.
+        devices: those that torch can use; if it can use none, `unused` counts those of the driver.
+        accelerator: one of another kind, whose memory is not known here.
+        available, total: bytes of memory.
+        cores: those that this process may use.
     """
 
     versions: Mapping[str, str]
@@ -111,7 +104,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """Of the folder of a run: the nearest folder that exists, whether it can be written to, bytes free, bytes in all."""
+    """The disk of a run's folder: `folder` is the nearest one that exists; `free` and `total` are bytes."""
 
     folder: Path
     is_writable: bool
@@ -124,19 +117,13 @@ class Network:
     """How this machine reaches the others.
 
     Attributes:
-        address: of this machine, which it announces; None if nobody asks for it.
-        interface: with this address.
-        is_up: whether the interface is.
-        mtu: bytes of a packet on the interface.
-        path_mtu: bytes of a packet on the way to the coordinator, as far as the kernel has heard.
+        address: the one that this machine announces; None without a coordinator.
+        mtu, path_mtu: bytes of a packet on the interface, and on the way to the coordinator as far as the kernel knows.
         probes_mtu: whether the kernel finds the MTU of a path that swallows large packets.
-        congestion: TCP congestion control of new connections.
         known: congestion controls that this kernel can use now.
-        send_buffer: largest bytes of a socket's buffer for sending.
-        receive_buffer: for receiving.
-        ports: first and last of those that the kernel gives to who asks for none.
+        send_buffer, receive_buffer: most bytes that a socket buffers.
+        ports: first and last of the ephemeral port range.
         rtt_s: seconds of a round trip to the coordinator; None on its own machine.
-        is_synchronised: whether the clock is, by the kernel.
         paces: whether the kernel keeps a rate limit.
     """
 
@@ -157,7 +144,7 @@ class Network:
 
 
 def machine() -> Machine:
-    """Starts CUDA, if there is a GPU: only so its free memory is known."""
+    """What this machine has. Starts CUDA if there is a GPU, because only then its free memory is known."""
     kind = torch.accelerator.current_accelerator()
     devices = []
     if kind is not None and kind.type == "cuda":
@@ -180,7 +167,7 @@ def machine() -> Machine:
 
 
 def _unmet() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+    unmet: dict[str, str | None] = {}
     try:
         needs = metadata.requires(_PACKAGE) or ()
     except metadata.PackageNotFoundError:  # a folder with the source, which nobody has installed
@@ -191,8 +178,8 @@ def _unmet() -> dict[str, str | None]:
             continue
         version = _version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
-            found[f"{need.name}{need.specifier}"] = version
-    return found
+            unmet[f"{need.name}{need.specifier}"] = version
+    return unmet
 
 
 def _version(package: str) -> str | None:
@@ -204,7 +191,7 @@ def _version(package: str) -> str | None:
 
 
 def disk(folder: Path) -> Disk:
-    """Of the disk that will hold `folder`."""
+    """The disk that will hold `folder`."""
     there = folder.absolute()
     while not there.is_dir() and there != there.parent:
         there = there.parent
@@ -213,11 +200,7 @@ def disk(folder: Path) -> Disk:
 
 
 def network(coordinator: str | None, interface: str | None) -> Network:
-    """How this machine reaches the coordinator, and how others reach it.
-
-    Raises:
-        InputError: the interface does not exist.
-    """
+    """How this machine reaches the coordinator, and how others reach it. Raises InputError if the interface does not exist."""
     address = None if coordinator is None else own_address(coordinator, interface)
     names = psutil.net_if_addrs()
     there = [name for name, each in names.items() if address in [one.address for one in each]]
@@ -274,7 +257,7 @@ def parts_of(address: str) -> tuple[str, int]:
 
 
 def leads_away(coordinator: str, address: str | None) -> bool:
-    """Whether the way to the coordinator says something of the way to other regions: not on the machine of one for several.
+    """Whether the way to the coordinator is like that to other regions: not on its own machine, unless it serves only that one.
 
     >>> leads_away("10.0.0.1:29650", "10.0.0.2"), leads_away("10.0.0.1:29650", "10.0.0.1")
     (True, False)
@@ -299,7 +282,7 @@ def _rtt_s(coordinator: str) -> float | None:
 
 
 def _is_synchronised() -> bool | None:
-    """What the kernel says of its clock."""
+    """What the kernel says about its clock."""
     if sys.platform != "linux":
         return None
     with contextlib.suppress(OSError, AttributeError):
@@ -312,6 +295,6 @@ def _is_synchronised() -> bool | None:
 def is_private(address: str) -> bool:
     """Whether an address is known only inside a network (10.x, 192.168.x, ...)."""
     with contextlib.suppress(ValueError):
-        found = ipaddress.ip_address(address)
-        return found.is_private and not found.is_loopback
+        parsed = ipaddress.ip_address(address)
+        return parsed.is_private and not parsed.is_loopback
     return False

@@ -1,4 +1,4 @@
-"""What a run will take: memory of the device and of the host, and room on the disk."""
+"""What a run will take: memory of the device and of the host, and disk space."""
 
 import math
 from dataclasses import dataclass
@@ -20,15 +20,14 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a region of one rank takes, at least: what a batch takes comes on top.
+    """Bytes that a region of one rank takes, at least: a batch comes on top.
 
     Attributes:
-        params: parameters that are trained.
+        params: number of trained parameters.
         training: weights, gradients and, with Adam, the state of the inner optimizer.
-        outer_on_device: outer state and transfers, on the device of the model.
-        outer_on_host: the same, in the memory of the host.
-        checkpoint: of one checkpoint on the disk.
-        checkpoints: how many will be there at once; None if nobody knows.
+        outer_on_device, outer_on_host: outer state and transfers, on the model's device and in host memory.
+        checkpoint: one checkpoint on disk.
+        checkpoints: how many there are at once; None if unknown.
     """
 
     params: int
@@ -44,9 +43,9 @@ def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
     method = from_config(recipe.outer)
     fragments = method.fragments(model)
     device = _META if recipe.outer.device == "model" else HOST
-    found = forecast(model, fragments, method, num_regions, device)
+    memory = forecast(model, fragments, method, num_regions, device)
     flying = most_in_flight(method, len(fragments))
-    outer = {where: each.kept + each.per_transfer * flying + each.staged for where, each in found.items()}
+    outer = {where: each.kept + each.per_transfer * flying + each.staged for where, each in memory.items()}
     weights = sum(param.nbytes for param in model.parameters())
     trained = [param for param in model.parameters() if param.requires_grad]
     size, params = sum(param.nbytes for param in trained), sum(param.numel() for param in trained)
@@ -65,7 +64,7 @@ def needs(recipe: Recipe, model: Any, num_regions: int) -> Needs:
 
 
 def most_in_flight(method: Method, num_fragments: int) -> int:
-    """Transfers that are in flight at the same time, at most, as long as the schedule has no measured times.
+    """Most transfers in flight at the same time, as long as the schedule has no measured times.
 
     >>> from hf_cocodc.settings import OuterConfig
     >>> most_in_flight(from_config(OuterConfig(method="streaming", overlap_steps=30)), 4)
@@ -82,7 +81,7 @@ def most_in_flight(method: Method, num_fragments: int) -> int:
 
 
 def _checkpoints(recipe: Recipe) -> int | None:
-    """Checkpoints that a region keeps at once, with the one that it writes."""
+    """Checkpoints that a region keeps at once, including the one that it is writing."""
     training = recipe.training
     if training.get("save_strategy", "steps") == "no":
         return 0

@@ -1,4 +1,4 @@
-"""Lines about the other regions: their doctors tell each other at the coordinator what they have found, and call each other."""
+"""Findings about the other regions: their doctors exchange reports at the coordinator, and call each other."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ _MOST_REACHED = 1000
 _REACH_S = 3.0
 _AGAIN_S = 0.5
 _LATE_S = 2.0
-"""Seconds between two clocks from which on it is a warning."""
+"""Clocks that differ by more seconds are a warning."""
 _SAME_VERSIONS = ("hf-cocodc", "torch")
 _SHOWN = 3
 """Differences between two recipes that a line names."""
@@ -45,14 +45,12 @@ class Told:
     """What a region's doctor tells the others.
 
     Attributes:
-        host: name of its machine.
-        calls: where it answers while it runs, each HOST:PORT, separated by a comma; empty if it does not.
-        token: of this doctor.
+        calls: where it listens while it runs, as HOST:PORT separated by commas; empty if it does not.
+        token: identifies this doctor.
         beats: grows while it runs.
-        versions: of packages.
         settings: by their names in a recipe; equal in all regions.
-        facts: of the data, by their names in a recipe; equal in all regions unless regions.may_differ has the name.
-        data: what the data is, in words that are equal where it is.
+        facts: about the data, by their names in a recipe; equal in all regions unless regions.may_differ has the name.
+        data: a description of the data; equal in two regions if the data is.
         reached, missed: tokens of the doctors that it could call, and of those that it could not.
     """
 
@@ -69,7 +67,7 @@ class Told:
 
     @classmethod
     def read(cls, region: int, content: Any) -> "Told":
-        """What the doctor of a region has told: every text can be shown on one line. Raises MeetingError if no doctor has."""
+        """The checked report of a region's doctor, each text safe to print on a line. Raises MeetingError if it is none."""
         names = {each.name for each in dataclasses.fields(cls)}
         if not isinstance(content, dict) or set(content) != names:
             raise _not_ours(region, content)
@@ -99,33 +97,25 @@ class Told:
 
 
 def places(calls: str) -> list[tuple[str, int]]:
-    """Hosts and ports of `Told.calls`.
-
-    Raises:
-        InputError, ValueError: it is none.
-    """
-    found = []
+    """Hosts and ports of `Told.calls`. Raises InputError or ValueError if one is malformed."""
+    endpoints = []
     for each in calls.split(","):
         host, port = address_parts(each)
         if port is None:
             raise ValueError(f"{each!r} has no port")
-        found.append((host, port))
-    return found
+        endpoints.append((host, port))
+    return endpoints
 
 
-def _not_ours(region: int, found: object) -> MeetingError:
+def _not_ours(region: int, content: object) -> MeetingError:
     return MeetingError(
-        f"what region {region} has told the coordinator is not what a doctor of this version tells ({short(found)}). Use the "
+        f"what region {region} has told the coordinator is not what a doctor of this version tells ({short(content)}). Use the "
         "same version of hf-cocodc in every region."
     )
 
 
 class Answering:
-    """Listens while a doctor waits for others, and tells who calls what time it is here.
-
-    Args:
-        regions: which port and which addresses the run will have.
-    """
+    """Listens where the run will, while a doctor waits for others; tells each caller the time here."""
 
     def __init__(self, address: str, regions: RegionConfig) -> None:
         self._listener = listen_at("" if regions.announced else address, regions.port or 0)
@@ -152,11 +142,8 @@ class Answering:
 def call(place: tuple[str, int]) -> tuple[float, float]:
     """Call another doctor: seconds of the round trip, and how far its clock is ahead of this one.
 
-    TCP needs one round trip to connect; the answer, with the time there, left half of one later.
-
-    Raises:
-        OSError: it does not answer.
-        ValueError: something else answers.
+    Connecting takes one round trip; the answer, with the time there, leaves half of one later. Raises OSError if nothing
+    answers, ValueError if something else does.
     """
     began = time.perf_counter()
     with socket.create_connection(place, timeout=_REACH_S) as connection:
@@ -168,23 +155,16 @@ def call(place: tuple[str, int]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """Where the doctors of a run tell each other what they have found.
-
-    Attributes:
-        coordinator: HOST:PORT.
-        keys: of its secret.
-        run: name of the run.
-        region: whose doctor this is.
-    """
+    """The coordinator (HOST:PORT) at which the doctor of `region` exchanges reports with those of the run's other regions."""
 
     coordinator: str
     keys: Keys | None
     run: str
     region: int
 
-    def tell(self, told: Mapping[str, Any]) -> dict[int, Any]:
-        """Tell what was found here; returns what the doctors of all regions have told. Raises like `told_by_doctors`."""
-        return told_by_doctors(self.coordinator, self.keys, self.run, self.region, dict(told))
+    def tell(self, report: Mapping[str, Any]) -> dict[int, Any]:
+        """Report what was found here, and return the reports of all regions. Raises like `told_by_doctors`."""
+        return told_by_doctors(self.coordinator, self.keys, self.run, self.region, dict(report))
 
     def relay(self) -> str | None:
         """HOST:PORT of the coordinator's relay; None if there is none, or this machine does not reach it."""
@@ -208,12 +188,12 @@ def compare(
     tell: Callable[[str], None],
     regions: RegionConfig,
 ) -> Iterator[Finding]:
-    """Tell the others what was found here, and compare it with what they tell; the lines as they are known.
+    """Exchange reports with the other regions, and yield findings as they become known.
 
     Args:
-        mine: versions, settings, facts and data, as in `Told`. JSON can express it.
-        address: of this machine, which the others reach.
-        wait_s: seconds for which to wait for doctors of the other regions, to call them.
+        mine: versions, settings, facts and data, as in `Told`; must be JSON-serializable.
+        address: where the others reach this machine.
+        wait_s: seconds to wait for the other regions' doctors, to call them; 0 calls none.
     """
     try:
         answering = Answering(address, regions)
@@ -273,25 +253,25 @@ class _Talk:
             yield from self._about(other, called)
 
     def _tell(self) -> dict[int, Any]:
-        """Tell what is known here; returns what all have told."""
+        """Report what is known here; returns the reports of all regions."""
         reached = tuple(token for token, each in self._called.items() if not isinstance(each, str))
         missed = tuple(token for token, each in self._called.items() if isinstance(each, str))
         self._own = dataclasses.replace(self._own, beats=self._own.beats + 1, reached=reached, missed=missed)
         return self._board.tell(dataclasses.asdict(self._own))
 
-    def _hear(self, told: Mapping[int, Any]) -> None:
+    def _hear(self, reports: Mapping[int, Any]) -> None:
         for other in self._others:
             self._foreign.pop(other, None)
-            if other not in told:
+            if other not in reports:
                 continue
             try:
-                self._told[other] = Told.read(other, told[other])
+                self._told[other] = Told.read(other, reports[other])
             except MeetingError as error:
                 command = "hf-cocodc --version    # in every region"
                 self._foreign[other] = Finding(f"region {other}", WRONG, str(error), command)
 
     def _is_there(self, other: Told) -> bool:
-        """Whether another doctor runs now: its words have changed while this one listens."""
+        """Whether another doctor runs now: its report has changed while this one listens."""
         return other.beats > self._first_beat.setdefault(other.token, other.beats)
 
     def _call(self) -> None:
@@ -328,8 +308,8 @@ class _Talk:
         if other is None:
             words = "its doctor has told nothing at this coordinator yet: nothing was compared."
             return [Finding(topic, WARN, words, _ALL_AT_ONCE)]
-        found = compared(topic, self._own, other)
-        return found + self._about_call(topic, other) if called else found
+        findings = compared(topic, self._own, other)
+        return findings + self._about_call(topic, other) if called else findings
 
     def _about_call(self, topic: str, other: Told) -> list[Finding]:
         result = self._called.get(other.token)
@@ -362,19 +342,19 @@ class _Talk:
 
 
 def compared(topic: str, own: Told, other: Told) -> list[Finding]:
-    """Lines about what another region has. What must be equal is what regions compare before step 1, and what the data holds."""
+    """Findings about what another region has: all that regions compare before step 1, and the data, must be equal."""
     allowed = [name for name in own.settings["regions.may_differ"].split(",") if name]
-    found, beside = [], []
+    findings, beside = [], []
     for name in _SAME_VERSIONS:
         theirs, ours = (each.versions.get(name, "none").split("+")[0] for each in (other, own))
         if theirs == ours:
             continue
         words = f"has {name} {theirs}, this machine {ours}"
         if may_differ(name, allowed):
-            found.append(Finding(topic, WARN, f"{words}: regions.may_differ allows it"))
+            findings.append(Finding(topic, WARN, f"{words}: regions.may_differ allows it"))
         else:
             command = f"pip install {shlex.quote(f'{name}=={theirs}')}"
-            found.append(Finding(topic, WRONG, f"{words}. Regions need the same.", command))
+            findings.append(Finding(topic, WRONG, f"{words}. Regions need the same.", command))
     for name in sorted(own.versions.keys() - set(_SAME_VERSIONS)):
         theirs, ours = other.versions.get(name, "none"), own.versions[name]
         if theirs != ours:
@@ -383,30 +363,32 @@ def compared(topic: str, own: Told, other: Told) -> list[Finding]:
     fine = [each for each in named if each.free and may_differ(each.field, allowed)]
     wrong = [each for each in named if each not in fine]
     if fine:
-        found.append(Finding(topic, WARN, f"{_in_words(fine)}: regions.may_differ allows it"))
+        findings.append(Finding(topic, WARN, f"{_in_words(fine)}: regions.may_differ allows it"))
     if wrong:
         command = "scp RECIPE HOST:    # one recipe for all regions"
         if all(each.free for each in wrong):
             names = ",".join([*allowed, *(short(each.field) for each in wrong)])
             command += f"; or in all: --set {shlex.quote(f'regions.may_differ={names}')}"
-        found.append(Finding(topic, WRONG, f"another recipe: {_in_words(wrong)}.", command))
+        findings.append(Finding(topic, WRONG, f"another recipe: {_in_words(wrong)}.", command))
     elif own.data != other.data:
         words = f"other data: {other.data} there, {own.data} here."
         if any(each.field.startswith("data.") for each in fine):
             words += " By regions.may_differ they may train on other data: look that this is meant."
-            found.append(Finding(topic, WARN, words))
+            findings.append(Finding(topic, WARN, words))
         else:
             words += " Regions divide one dataset: it must be equal everywhere."
-            found.append(Finding(topic, WRONG, words, "rsync -a FOLDER/ HOST:FOLDER/    # that of data.path"))
+            findings.append(
+                Finding(topic, WRONG, words, "rsync -a FOLDER/ HOST:FOLDER/    # that of data.path")
+            )
     same = f"{other.host}: same versions of this package and torch, settings and data"
-    return [*(found or [Finding(topic, OK, same)]), *beside]
+    return [*(findings or [Finding(topic, OK, same)]), *beside]
 
 
-def _in_words(found: Sequence[Difference]) -> str:
+def _in_words(differing: Sequence[Difference]) -> str:
     """The first differences between two recipes, and how many more there are."""
     sentences = [
         f"{short(each.field)} is {short(each.theirs)} there, {short(each.mine)} here"
-        for each in found[:_SHOWN]
+        for each in differing[:_SHOWN]
     ]
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     return "; ".join(sentences) + more

@@ -1,4 +1,4 @@
-"""Lines about the machine itself: packages, devices, memory and disk."""
+"""Findings about the machine itself: packages, devices, memory and disk."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from .facts import OK, WARN, WRONG, Disk, Finding, Machine, unknown
 from .needs import Needs
 
 _TIGHT = 1.2
-"""A need that leaves less than this share is a warning: batches, other processes and the page cache take memory too."""
+"""Free memory below this multiple of a need is a warning: batches, other processes and the page cache take memory too."""
 
 
 def versions(machine: Machine) -> Finding:
-    """Whether the installed packages are those that this one needs."""
+    """Whether the installed packages meet this one's requirements."""
     if machine.unmet:
         words = [f"needs {need}, has {there or 'none'}" for need, there in machine.unmet.items()]
         command = f"pip install {' '.join(repr(need) for need in machine.unmet)}"
@@ -47,16 +47,16 @@ def devices(machine: Machine, regions_here: int, use_cpu: bool) -> Finding:
 
 
 def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bool) -> list[Finding]:
-    """Whether what a run takes fits into the free memory of the devices and of the host."""
+    """Whether what a run takes fits into the free memory of the devices and the host."""
     if needs is None:
         return [unknown("memory", "an adapter's base model is not known before it is loaded: not computed")]
-    found = []
+    findings = []
     host = needs.outer_on_host
     if machine.devices and not use_cpu:
         share = max(1, len(machine.devices) // regions_here)
         least = min(machine.devices[: share * regions_here], key=lambda each: each.free)
         need = needs.training + needs.outer_on_device
-        found.append(
+        findings.append(
             _fits(
                 "GPU memory",
                 f"{least.name}, on a rank that holds the whole model",
@@ -69,7 +69,7 @@ def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bo
         )
     else:
         host += needs.training + needs.outer_on_device
-    found.append(
+    findings.append(
         _fits(
             "memory",
             "this machine" if regions_here == 1 else f"{regions_here} regions on this machine",
@@ -81,7 +81,7 @@ def memory(machine: Machine, needs: Needs | None, regions_here: int, use_cpu: bo
             + (", outer.device=model" if machine.devices else ""),
         )
     )
-    return found
+    return findings
 
 
 def _fits(topic: str, where: str, need: int, free: int, total: int, who: str, remedy: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Lines about the way to the other regions: interface, packets, ports, address, TCP and clock."""
+"""Findings about the way to the other regions: interface, packets, ports, address, TCP and clock."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,13 @@ from .facts import OK, WARN, WRONG, Finding, Network, is_private, parts_of, unkn
 _SMALL_BUFFER = 4 << 20
 _PACKET = 1500
 _LONG_S = 0.005
-"""Round trips below this belong to one site: there every congestion control and every buffer will do."""
+"""Round trips below this stay within one site, where any congestion control and any buffer will do."""
 
 ANNOUNCE = "hf-cocodc train RECIPE --set regions.port=29700 --set regions.announce=HOST:29700    # HOST: its public address"
 
 
 def all_here() -> list[Finding]:
-    """Of a run whose regions all train on this machine: nothing of this counts."""
+    """The only finding if all regions train on this machine."""
     return [Finding("network", OK, "all regions train on this machine, over the loopback")]
 
 
@@ -147,7 +147,7 @@ def buffers(network: Network) -> Finding:
 
 
 def clock(network: Network) -> Finding:
-    """Whether the clock of this machine is right: the journals of regions are laid side by side."""
+    """Whether this machine's clock is right: the report lays the journals of regions side by side."""
     if network.is_synchronised is None:
         return unknown("clock")
     if not network.is_synchronised:

@@ -21,16 +21,14 @@ Others are chosen only where the recipe or the method's paper has them."""
 SEARCHES = 4
 """Most searches for one method and codec."""
 LONGEST = 5000
-"""Most inner steps of a round that are tried."""
+"""Most inner steps in a round that are tried."""
 
 
 def variants(recipe: OuterConfig) -> Iterator[OuterConfig]:
     """The recipe's settings with each method and codec that go together: the six, and the recipe's own.
 
-    Another method than the recipe's has its paper's defaults, apart from sync_interval and what belongs to no method.
-
-    Raises:
-        InputError: the recipe has a method or a codec of a user's own, which is not forecast.
+    Other methods than the recipe's have their paper's defaults, apart from sync_interval and what belongs to no method. Raises
+    InputError if the recipe has a method or a codec of a user's own, which is not forecast.
     """
     for name, ours in (("method", list(known())), ("codec", list(CODECS))):
         given = getattr(recipe, name)
@@ -71,19 +69,17 @@ def _with_codec(config: OuterConfig, codec: str) -> OuterConfig:
 def choose(subject: Subject, config: OuterConfig, target: float) -> Forecast | None:
     """The settings with this method and codec that reach a utilisation; None if none do.
 
-    Where packets get lost, one trial leads the search. If the mean of more trials is below the target, the search aims higher.
-
     `sync_interval` stays as it is if the target can be reached with it. Else it is longer: an inner step reaches the other
-    regions after at most sync_interval and the overlap, and this sum is made small. A method that is a round late has the
-    shortest round in any case, as its staleness is that round. The overlap is then as short as possible; so is the number of
-    fragments.
+    regions after at most sync_interval and the overlap, and this sum is kept small. A method that is a round late has the
+    shortest round in any case, as its staleness is that round. Overlap and number of fragments are then as small as possible.
     """
+    # where packets get lost, one trial leads the search; if the mean of more trials is below the target, it aims higher
     aim = target
     for _ in range(SEARCHES):
-        found = _search(subject, config, aim)
-        if found is None:
+        chosen = _search(subject, config, aim)
+        if chosen is None:
             return None
-        forecast = subject.forecast(found)
+        forecast = subject.forecast(chosen)
         missing = target - forecast.course.utilization
         if missing <= 0:
             return forecast
@@ -106,31 +102,31 @@ def _search(subject: Subject, config: OuterConfig, target: float) -> OuterConfig
     if shortest > _interval(config):
         # on a link that is full transfers need much overlap; in a round that is a little longer, far less
         tried += [min(shortest + shortest * tenth // 10, longest) for tenth in range(1, 11)]
-    reaching = [found for found in map(at, tried) if found is not None]
+    reaching = [each for each in map(at, tried) if each is not None]
     return min(reaching, key=lambda each: _interval(each) + subject.course(each).staleness)
 
 
-def best(found: list[Forecast], recipe: OuterConfig) -> Forecast | None:
-    """The settings to use, of the recipe's method, among those that reach the target.
+def best(forecasts: list[Forecast], recipe: OuterConfig) -> Forecast | None:
+    """Of forecasts that reach the target, that to use with the recipe's method; None if none has a codec that is chosen for it.
 
     A round that need not be longer counts first, then staleness, then how exact the codec is.
     """
-    mine = [each for each in found if each.config.method == recipe.method]
+    mine = [each for each in forecasts if each.config.method == recipe.method]
     first = min(mine, default=None, key=lambda each: _order(each, recipe))
     return first if first is not None and first.shown["codec"] in _codecs_of(first, recipe) else None
 
 
-def foremost(found: Sequence[Forecast], recipe: OuterConfig, count: int) -> list[Forecast]:
-    """The settings that matter most, in the order of `found`: the best of each method, then more of the recipe's method."""
-    ordered = sorted(found, key=lambda each: (each.config.method != recipe.method, *_order(each, recipe)))
+def foremost(forecasts: Sequence[Forecast], recipe: OuterConfig, count: int) -> list[Forecast]:
+    """The `count` settings that matter most, in their given order: the best of each method, then more of the recipe's."""
+    ordered = sorted(forecasts, key=lambda each: (each.config.method != recipe.method, *_order(each, recipe)))
     methods = [each.config.method for each in ordered]
     bests = [each for place, each in enumerate(ordered) if methods.index(each.config.method) == place]
     chosen = [*bests, *(each for each in ordered if each not in bests)][:count]
-    return [each for each in found if each in chosen]
+    return [each for each in forecasts if each in chosen]
 
 
 def _order(forecast: Forecast, recipe: OuterConfig) -> tuple[bool, int, int, int]:
-    """What counts first, second and so on between settings of one method: less is better."""
+    """What counts first, second and so on between settings of one method; less is better."""
     codecs, codec = _codecs_of(forecast, recipe), forecast.shown["codec"]
     is_exact = codec in codecs
     interval = max(forecast.shown["sync_interval"], _interval(recipe))
@@ -155,14 +151,14 @@ def _with_interval(subject: Subject, config: OuterConfig, interval: int, target:
         if count > interval:
             continue
         cut = config if count == counts[0] else dataclasses.replace(config, num_fragments=count)
-        found = _with_overlap(subject, cut, target)
-        if found is not None:
-            reaching.append((subject.course(found).staleness, count, found))
+        candidate = _with_overlap(subject, cut, target)
+        if candidate is not None:
+            reaching.append((subject.course(candidate).staleness, count, candidate))
     return min(reaching, key=lambda each: each[:2])[2] if reaching else None
 
 
 def _with_overlap(subject: Subject, config: OuterConfig, target: float) -> OuterConfig | None:
-    """The settings with the least overlap that reaches the target, if the method lets one choose."""
+    """The settings with the least overlap that reaches the target, if the method has a choice."""
     shown = settings(config)
     overlap = shown.get("overlap_steps")
     may_overlap = isinstance(overlap, int) and overlap > 0 and not from_config(config).schedule.back_to_back
@@ -221,11 +217,11 @@ def _interval(config: OuterConfig) -> int:
 
 
 def _fragments(config: OuterConfig) -> int:
-    """The number of fragments; 1 of a method that does not let one choose it."""
+    """The number of fragments; 1 if the method has no choice."""
     return int(settings(config).get("num_fragments", 1))
 
 
 def _longest(subject: Subject) -> int:
-    """The longest round that is tried: two fit into the run, if the recipe says how long it is."""
+    """The longest round to try: two fit into the run, if the recipe says how long it is."""
     steps = subject.recipe.training.get("max_steps", -1)
     return min(max(steps // 2, 1), LONGEST) if steps > 0 else LONGEST

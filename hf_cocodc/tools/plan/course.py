@@ -1,4 +1,4 @@
-"""The course of a training over a link, event by event: a method's own schedule, and the times of steps, transfers, landings."""
+"""The course of a training over a link, event by event: a method's schedule, and the times of steps, transfers and landings."""
 
 import math
 from collections.abc import Sequence
@@ -15,10 +15,9 @@ WARM_UP, MEASURED = 3, 4
 
 
 class Cargo(NamedTuple):
-    """What travels at a time: a fragment, or one layer of it.
+    """Payload bytes that a region sends at a time: a fragment, or one layer of it.
 
     Attributes:
-        num_bytes: payload bytes that a region sends.
         early_s: seconds before the end of an inner step at which its outer gradient is known.
         late_s: seconds after the beginning of an inner step until which its landing can wait.
     """
@@ -29,7 +28,7 @@ class Cargo(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A transfer: when its outer step is ready, and the seconds that the link and the outer step took, without waiting."""
+    """When a transfer's outer step is ready, and the seconds that the link and the outer step took, without waiting."""
 
     ready_s: float
     link_s: float
@@ -45,13 +44,7 @@ class Line(Protocol):
 
 
 class Work(NamedTuple):
-    """What a fragment costs, and what travels of it.
-
-    Attributes:
-        parts: in the order in which they are sent.
-        send_s: seconds of the training thread at a send.
-        land_s: seconds of the training thread at a landing, without waiting.
-    """
+    """What travels of a fragment, in this order; seconds of the training thread at a send, and at a landing without waiting."""
 
     parts: Sequence[Cargo]
     send_s: float = 0.0
@@ -86,18 +79,18 @@ class _Journey(NamedTuple):
     trailer: Trailer
 
 
-def mean(found: Sequence[Course]) -> Course:
-    """The mean of courses with the same steps: of their times; of staleness and the like the largest."""
-    seconds = [1 / each.utilization for each in found]
+def mean(courses: Sequence[Course]) -> Course:
+    """The mean of courses with the same steps: of their times, but the largest staleness, needs and in_flight."""
+    seconds = [1 / each.utilization for each in courses]
     shares = [each / sum(seconds) for each in seconds]
     return Course(
-        utilization=len(found) / sum(seconds),
-        blocked=sum(share * each.blocked for share, each in zip(shares, found, strict=True)),
-        bytes_per_s=sum(share * each.bytes_per_s for share, each in zip(shares, found, strict=True)),
-        staleness=max(each.staleness for each in found),
-        needs=max(each.needs for each in found),
-        in_flight=max(each.in_flight for each in found),
-        sends=sum(each.sends for each in found) / len(found),
+        utilization=len(courses) / sum(seconds),
+        blocked=sum(share * each.blocked for share, each in zip(shares, courses, strict=True)),
+        bytes_per_s=sum(share * each.bytes_per_s for share, each in zip(shares, courses, strict=True)),
+        staleness=max(each.staleness for each in courses),
+        needs=max(each.needs for each in courses),
+        in_flight=max(each.in_flight for each in courses),
+        sends=sum(each.sends for each in courses) / len(courses),
     )
 
 
@@ -106,7 +99,7 @@ def course(
 ) -> Course:
     """Play a schedule on a line: regions are equally fast, and an inner step takes `step_s` seconds.
 
-    As in the engine, the schedule is asked after every inner step with events, and gets what regions would have agreed on. A
+    As in the engine, the schedule is asked after each inner step with events, and gets what regions would have agreed on. A
     low rank stays at its first value, and all fragments change alike.
     """
     run = _Run(schedule, fragments, line, step_s)
@@ -128,7 +121,7 @@ def course(
 
 
 class _Run:
-    """A training under way; `now` is its time in seconds."""
+    """A training under way; `now` is in seconds."""
 
     def __init__(self, schedule: Schedule, fragments: Sequence[Work], line: Line, step_s: float) -> None:
         self._schedule, self._fragments, self._line, self._step_s = schedule, fragments, line, step_s
@@ -141,7 +134,7 @@ class _Run:
         self._blocked_s, self._num_bytes, self._sends = 0.0, 0, 0
 
     def mark(self) -> tuple[float, ...]:
-        """Counters at this moment: steps, seconds, blocked seconds, bytes, sends."""
+        """Steps, seconds, blocked seconds, bytes and sends so far."""
         return self.step, self.now, self._blocked_s, self._num_bytes, self._sends
 
     def play_until(self, last: int) -> None:
@@ -191,7 +184,7 @@ class _Run:
 
 
 def _arrival(flight: _Journey) -> Arrival:
-    """What the engine's measurements read of an arrival: times and trailers; of values only that they have not changed."""
+    """What the engine's measurements read of an arrival: times and trailers, and that its values have not changed."""
     nothing: Any = None
     seconds = sum(each.link_s for each in flight.carried)
     return Arrival(Result(nothing, nothing, {}), (flight.trailer,), 0, seconds, 1.0, (0,))

@@ -1,4 +1,4 @@
-"""The forecast of one run: a recipe's model, a method with its settings, a link, and the times of a step and of this machine."""
+"""The forecast of one run: a recipe's model, a method and its settings, a link, and the times of a step and of this machine."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -33,12 +33,10 @@ class Forecast:
     """What to expect of a run.
 
     Attributes:
-        config: the settings of the outer optimizer.
-        shown: all of them, with the method's defaults.
-        course: how the training goes; where packets get lost, in the mean of some trials.
+        shown: all settings of `config`, with the method's defaults.
+        course: how the training goes; the mean of some trials, if packets get lost.
         worst: utilisation of the worst trial.
-        device_bytes: on the device of the model, beyond the training itself.
-        host_bytes: on the host, beyond the training itself.
+        device_bytes, host_bytes: on the model's device and on the host, beyond the training itself.
     """
 
     config: OuterConfig
@@ -50,10 +48,7 @@ class Forecast:
 
 
 class Subject:
-    """What is planned: forecasts of a model on a link, with any method.
-
-    Args:
-        step_s: seconds of an inner step.
+    """What is planned: forecasts of a model on a link, with any method; an inner step takes `step_s` seconds.
 
     Attributes:
         connections: TCP connections to each other region.
@@ -77,26 +72,22 @@ class Subject:
 
     def fragments(self, config: OuterConfig, method: Method) -> tuple[Fragment, ...]:
         """The fragments of the model."""
-        found = settings(config)
-        key = tuple(found.get(name) for name in ("fragment_pattern", "num_fragments", "split_rows"))
+        shown = settings(config)
+        key = tuple(shown.get(name) for name in ("fragment_pattern", "num_fragments", "split_rows"))
         if key not in self._fragments:
             self._fragments[key] = method.fragments(self.model)
         return self._fragments[key]
 
     def course(self, config: OuterConfig) -> Course:
-        """How a training with these settings goes; where packets get lost, the first trial. A search asks for it again and again.
-
-        Raises:
-            InputError: the settings contradict each other.
-        """
+        """How a training with these settings goes; the first trial if packets get lost. Raises InputError if they conflict."""
         return self._played(config, 1)[0]
 
     def trials(self, config: OuterConfig) -> list[Course]:
-        """Several trainings with these settings, in which other packets get lost; one if none get lost."""
+        """Several trainings with these settings, each losing other packets; one if none get lost."""
         return self._played(config, TRIALS if self.link.loss else 1)
 
     def _played(self, config: OuterConfig, trials: int) -> list[Course]:
-        key = repr(config), trials
+        key = repr(config), trials  # a search asks for a course again and again
         if key not in self._courses:
             self._courses[key] = self._play(config, trials)
         return self._courses[key]
@@ -131,22 +122,20 @@ class Subject:
     def forecast(self, config: OuterConfig) -> Forecast:
         """The forecast of a run with these settings."""
         method, trials = from_config(config), self.trials(config)
-        found = mean(trials)
+        average = mean(trials)
         device = HOST if config.device == "host" else torch.device("meta")
         memory = memory_of(self.model, self.fragments(config, method), method, self.regions, device)
         taken = {
-            where: each.kept + each.per_transfer * found.in_flight + each.staged
+            where: each.kept + each.per_transfer * average.in_flight + each.staged
             for where, each in memory.items()
         }
         on_host = taken.pop(HOST)
         worst = min(each.utilization for each in trials)
-        return Forecast(config, settings(config), found, worst, sum(taken.values()), on_host)
+        return Forecast(config, settings(config), average, worst, sum(taken.values()), on_host)
 
     def data_parallel(self) -> Course:
-        """Data-parallel training of the same model over the same link, at its best.
-
-        fp32 gradients travel in a ring while the backward pass goes on; no codec, no restart of connections.
-        """
+        """Data-parallel training over the same link at its best: fp32 gradients in a ring during the backward pass."""
+        # no codec, no restart of connections
         num_bytes = data_parallel_bytes(self.num_params, 1, self.regions) / self.num_blocks
         layers = layered([range(self.num_blocks)], self.num_blocks, round(num_bytes), self.step_s)
         rate = self.link.goodput
@@ -157,7 +146,7 @@ class Subject:
 
 
 def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
-    """Messages of a transfer, and whether they scatter: asked of the codec itself, about a small matrix."""
+    """Messages of a transfer, and whether they scatter; the codec itself says so about a small matrix."""
     changes = {"rank": _LOW_RANK} if settings(config)["codec"] == "lowrank" else {}
     codec = from_config(OuterConfig(**{**vars(config), **changes})).codec
     fragment = Fragment(0, ("matrix",), ((_SIDE, _SIDE),), _SIDE * _SIDE)
@@ -173,18 +162,12 @@ def _conversation(config: OuterConfig, regions: int) -> tuple[int, bool]:
 
 
 def codecs_of(configs: Sequence[OuterConfig]) -> list[str]:
-    """The names of the codecs of these settings, each once."""
+    """The codecs of these settings, each once."""
     return list(dict.fromkeys(str(settings(config)["codec"]) for config in configs))
 
 
 def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, step_s: float) -> list[Work]:
-    """Fragments of layers. A layer leaves when its gradient is known, and is needed when its forward pass begins.
-
-    Args:
-        groups: the layers of each fragment, from 0.
-        layer_bytes: bytes that a region sends for a layer.
-        step_s: seconds of an inner step.
-    """
+    """Fragments of layers, from 0. A layer leaves when its gradient is known, and is needed when its forward pass begins."""
     node_s = step_s / (3 * num_layers - 1)
 
     def part(layer: int) -> Cargo:
@@ -195,12 +178,7 @@ def layered(groups: Iterable[Iterable[int]], num_layers: int, layer_bytes: int, 
 
 
 class SerialLine:
-    """A line that carries one part after the other at a constant rate.
-
-    Args:
-        rate: bytes per second.
-        latency_s: seconds until a part is there; the next one need not wait for that.
-    """
+    """Carries one part after the other at `rate` bytes per second; the next one does not wait `latency_s` for its arrival."""
 
     def __init__(self, rate: float, latency_s: float = 0.0) -> None:
         self._rate, self._latency_s = rate, latency_s

@@ -50,9 +50,7 @@ _ROWS = {
 def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Sequence[str]) -> float:
     """Seconds of an inner step of a region, measured on this machine; writes only to a temporary folder.
 
-    Args:
-        overrides: changes to it, each "section.key=value".
-        launcher: arguments for accelerate launch, as the region will have.
+    `overrides` change the recipe, each as "section.key=value"; `launcher` has the region's arguments for accelerate launch.
 
     Raises:
         InputError: the recipe cannot be trained here; the message has the reason.
@@ -80,7 +78,7 @@ def step_seconds(path: str | os.PathLike, overrides: Sequence[str], launcher: Se
 
 
 def _reason(stderr: str) -> str:
-    """Why a run failed: its last error; warnings and other lines come before it.
+    """Why a run failed: its last error, which warnings and other lines precede.
 
     >>> _reason("UserWarning: x\\nerror: the disk is full.\\n")
     'the disk is full.'
@@ -92,14 +90,9 @@ def _reason(stderr: str) -> str:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds per value.
+    """Seconds per value: to encode and decode, by the codec's name; and of an outer step (`step`).
 
-    Attributes:
-        encode: by the codec's name.
-        decode: by the codec's name.
-        send: of the training thread at a send.
-        step: of an outer step.
-        land: of the training thread at a landing, by what the merge reads: replace, mix or compensate.
+    `send` and `land` are those of the training thread; `land` is by what the merge reads: replace, mix or compensate.
     """
 
     encode: Mapping[str, float] = field(default_factory=dict)
@@ -109,18 +102,14 @@ class Speeds:
     land: Mapping[str, float] = field(default_factory=dict)
 
     def landing(self, method: Method) -> float:
-        """Seconds per value of a landing of this method, without its outer step."""
+        """Seconds per value of this method's landings, without their outer steps."""
         merge = method.merge
         reads = "compensate" if merge.measure is not None else "mix" if merge.reads_local else "replace"
         return self.land.get(reads, 0.0)
 
 
 def measure(codecs: Sequence[str], accelerated: bool) -> Speeds:
-    """Measure this machine; takes some seconds.
-
-    Args:
-        accelerated: whether a GPU trains, so that the link's thread may use half of the cores; else it uses one.
-    """
+    """Measure this machine for some seconds. Where a GPU trains (`accelerated`), the link's thread may use half the cores."""
     from ...parts.tensors.pieces import HostThreads
 
     before, most = torch.get_num_threads(), HostThreads(not accelerated).in_training()

@@ -17,9 +17,9 @@ from .forecast import Forecast, Subject
 
 _WIDTH = 100
 ROWS = 10
-"""Rows of a table that is not shown whole, with that of data-parallel training."""
+"""Rows of a shortened table, with that of data-parallel training."""
 _NOTABLE = 0.03
-"""Utilisation by which the worst trial must lie below the mean to be worth a line."""
+"""How far the utilisation of the worst trial must lie below the mean to be worth a line."""
 _NOTES = (
     "method, codec, H, P: outer.method, outer.codec, outer.sync_interval, outer.num_fragments. stale: most inner steps between a "
     "send and its landing. needs: inner steps of overlap in which the slowest transfer would hide.",
@@ -36,11 +36,13 @@ DILOCO_EXPONENT = 0.0116
 """Of M in the joint fit of the loss, 19.226 N^-0.0985 M^0.0116 (2503.09799): DiLoCo with H = 30, N from 35M to 2.4B."""
 MOST_REGIONS = 8
 ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
-"""Inner steps of overlap of Streaming DiLoCo: those that the paper advises, and those that cost less than 0.2 % (2501.18512)."""
+"""Overlap of Streaming DiLoCo in inner steps: what the paper advises, and what costs less than 0.2 % (2501.18512)."""
 
 
-def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], target: float) -> BenchReport:
-    """The table of a plan: the settings of each method and codec, and data-parallel training."""
+def report(
+    subject: Subject, forecasts: Sequence[Forecast], failing: Sequence[str], target: float
+) -> BenchReport:
+    """The table of a plan: settings for each method and codec, and data-parallel training."""
     link = subject.link
     steps = subject.recipe.training.get("max_steps", -1)
     parallel = subject.data_parallel()
@@ -57,7 +59,7 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
             "dev MB": each.device_bytes / 1e6,
             "host MB": each.host_bytes / 1e6,
         }
-        for each in found
+        for each in forecasts
     ]
     row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "stale", "needs"))
     row |= {"method": "DDP", "codec": "fp32"}
@@ -88,13 +90,13 @@ def report(subject: Subject, found: Sequence[Forecast], failing: Sequence[str], 
     return BenchReport("plan", setting, rows, _wrapped(notes), formats)
 
 
-def short(whole: BenchReport, found: Sequence[Forecast], recipe: OuterConfig) -> BenchReport:
-    """A report of `report` with the rows that matter most."""
-    shown = foremost(found, recipe, ROWS - 1)
-    left_out = len(found) - len(shown)
+def short(whole: BenchReport, forecasts: Sequence[Forecast], recipe: OuterConfig) -> BenchReport:
+    """The same report with the rows that matter most."""
+    shown = foremost(forecasts, recipe, ROWS - 1)
+    left_out = len(forecasts) - len(shown)
     if not left_out:
         return whole
-    rows = [row for row, each in zip(whole.rows, found, strict=False) if each in shown]
+    rows = [row for row, each in zip(whole.rows, forecasts, strict=False) if each in shown]
     note = f"{left_out} more combinations of a method and a codec reach the target: --all shows them, --json has them."
     return dataclasses.replace(whole, rows=[*rows, whole.rows[-1]], notes=[*whole.notes, *_wrapped([note])])
 
@@ -134,7 +136,7 @@ def in_words(subject: Subject, chosen: Forecast | None, method: str, target: flo
 
 
 def _warnings(chosen: Forecast, max_steps: int | None) -> list[str]:
-    """What the mean does not show, and what the settings throw away."""
+    """What the mean hides, and what the settings throw away."""
     warnings = lost_steps(chosen.config), too_few_rounds(chosen.config, max_steps)
     lines = [f"warning: {each}" for each in warnings if each is not None]
     if chosen.course.utilization - chosen.worst > _NOTABLE:
@@ -166,11 +168,9 @@ def duration(seconds: float) -> str:
 def cost(
     method: str, num_regions: int, overlap_steps: int, sync_interval: int, recipes_interval: int
 ) -> list[str]:
-    """Sentences about the loss that a method is expected to have, beside one model copy with the same tokens.
+    """Sentences about the loss to expect of a method, beside one model copy with the same tokens.
 
-    Args:
-        overlap_steps: inner steps between a send and its landing.
-        recipes_interval: H of the recipe that was planned, whose cost is known to its author at best.
+    `recipes_interval` is H of the recipe that was planned, whose cost at best its author knows.
 
     >>> cost("co2", 2, 48, 48, 48)
     []

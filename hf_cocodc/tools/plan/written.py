@@ -31,14 +31,9 @@ def recipe_of(
 ) -> str:
     """A complete recipe with the settings of a plan, as YAML; other settings are those of the recipe that was planned.
 
-    Comments of that recipe, and of those that it extends, stay with their keys.
-
-    Args:
-        overrides: changes to it, each "section.key=value".
-        head: lines for the beginning of the file. Those of an earlier plan, which the recipe comes from, go.
-
-    Raises:
-        InputError: the recipe cannot be read any more.
+    Comments of that recipe, and of those that it extends, stay with their keys. `overrides` are changes to it, each
+    "section.key=value". The lines of `head` replace those of an earlier plan, which the recipe comes from. Raises InputError
+    if the recipe cannot be read any more.
     """
     content, _ = read_recipe(path)
     for override in overrides:
@@ -70,12 +65,10 @@ def _without_plan(head: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def link_of(path: Path) -> dict[str, float]:
-    """What a file of `bench link --json` says of the link: `rtt_ms`, and `rate_mbit` of a region to all others together.
+    """What a file of `bench link --json` says about the link: `rtt_ms`, and `rate_mbit` of a region to all others together.
 
-    The rate is that of the fastest transfer without its round trip, with headers.
-
-    Raises:
-        InputError: the file cannot be read, or holds no such measurement.
+    The rate is that of the fastest transfer without its round trip, with headers. Raises InputError if the file cannot be
+    read, or holds no such measurement.
     """
     try:
         [report] = [each for each in read(path) if each["title"] == _LINK_TITLE]

@@ -1,4 +1,4 @@
-"""The pictures of runs: charts of lines, and the timeline. matplotlib is imported only to draw one."""
+"""The pictures of runs: line charts, and the timeline. matplotlib is imported only to draw."""
 
 import io
 import re
@@ -25,11 +25,11 @@ MOST_POINTS = 600
 """A line has at most about so many points."""
 _COARSE = 80
 _ROUGH = 100
-"""A line with more values than this is smoothed; the values themselves are drawn faintly."""
+"""A line with more values is smoothed; the values themselves are drawn faintly."""
 _SMOOTHED_OVER = 40
-"""Of a smoothed line, a value has the weight of this share of the line."""
+"""A smoothed line averages over one part in so many of it."""
 _MOST_NAMED = 8
-"""A description names at most so many lines."""
+"""Most lines that a description names."""
 _WIDE, _NARROW, _LOW = 10.0, 5.2, 3.0
 """Inches: a wide picture, a narrow one, and the height of a narrow one."""
 _STYLE = {
@@ -53,7 +53,7 @@ AXES = ("inner step", "tokens of all regions", "sent by a region", "time")
 
 
 class Picture(NamedTuple):
-    """An SVG element, and a sentence about what is seen in it."""
+    """An SVG element, and a sentence about what it shows."""
 
     svg: str
     alt: str
@@ -61,11 +61,7 @@ class Picture(NamedTuple):
 
 @contextmanager
 def _drawing() -> Iterator[Any]:
-    """Gives a function that makes a figure: figure(height, width in inches).
-
-    Raises:
-        InputError: matplotlib is not installed.
-    """
+    """Gives figure(height, width), in inches, which makes a figure. Raises InputError if matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -74,16 +70,16 @@ def _drawing() -> Iterator[Any]:
         raise InputError("pictures need matplotlib. Run `pip install 'hf-cocodc[plots]'`.") from error
 
     def figure(height: float, width: float = _WIDE) -> Any:
-        found = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(found)
-        return found
+        made = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(made)
+        return made
 
     with matplotlib.rc_context(_STYLE):
         yield figure
 
 
 def _svg(made: Any) -> str:
-    """A figure as an SVG element on a page beside others: without ids that only name its parts, in the page's ink."""
+    """A figure as an SVG element for a page with others: without ids that only name its parts, and in the page's ink."""
     file = io.StringIO()
     none = {"Date": None, "Creator": None, "Format": None, "Type": None}
     made.savefig(file, format="svg", metadata=none, transparent=True)
@@ -96,9 +92,9 @@ def _described(axis: Any) -> str:
     lines = [line for line in axis.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
     words = []
     for line in lines[:_MOST_NAMED]:
-        found = [y for y in line.get_ydata() if np.isfinite(y)]
-        if found:
-            words.append(f"{line.get_label()} from {found[0]:.4g} to {found[-1]:.4g}")
+        values = [y for y in line.get_ydata() if np.isfinite(y)]
+        if values:
+            words.append(f"{line.get_label()} from {values[0]:.4g} to {values[-1]:.4g}")
     if lines[_MOST_NAMED:]:
         words.append(f"and {len(lines) - _MOST_NAMED} more")
     return f"{axis.get_ylabel()} against {axis.get_xlabel()}: {'; '.join(words) or 'nothing yet'}."
@@ -170,14 +166,8 @@ def attendance(run: RunRecord) -> Picture:
 def plot_run(run: RunRecord, path: Path) -> None:
     """Draw a run as one picture: losses, what the time of each region went into, and the transfers around its longest wait.
 
-    Where a run goes on without a lost region, a strip below the losses shows who was there.
-
-    Args:
-        run: its journals.
-        path: file to write; its ending decides between PNG and SVG.
-
-    Raises:
-        InputError: matplotlib is not installed.
+    Where a run goes on without a lost region, a strip below the losses shows who was there. The ending of `path` decides
+    between PNG and SVG. Raises InputError if matplotlib is not installed.
     """
     shown = timeline.windows(run)[:1]
     there = [0.35 + 0.16 * len(run.attendance)] if run.found else []
@@ -218,7 +208,7 @@ def style(place: int) -> dict[str, Any]:
 
 
 def thin(points: Points) -> Points:
-    """At most about `MOST_POINTS` of the points: of each stretch the lowest and the highest, so that no peak is lost."""
+    """At most about `MOST_POINTS` points: the lowest and the highest of each stretch, so that no peak is lost."""
     if len(points) <= MOST_POINTS:
         return points
     kept: Points = []
@@ -229,7 +219,7 @@ def thin(points: Points) -> Points:
 
 
 def binned(points: Points) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of many points, for each stretch of the axis that has one: its middle, and the least, middle and largest value."""
+    """For each stretch of the axis that has points: its middle, and their least, middle and largest value."""
     xs, ys = np.asarray(points, dtype=float).T
     order = np.argsort(xs, kind="stable")
     xs, ys = xs[order], ys[order]
@@ -246,7 +236,7 @@ def _losses(
     run: RunRecord, journal: RegionJournal, shifts: Sequence[float]
 ) -> list[tuple[str, list[float | None], float]]:
     """(kind, place on each of `AXES`, loss) of every training loss and held-out loss in a journal."""
-    found = []
+    entries = []
     done = iter(totals(journal.events))
     for section, shift in zip(sections(journal.events), shifts, strict=True):
         for event in section:
@@ -258,22 +248,22 @@ def _losses(
             )
             if loss is not None:
                 time = event["time_s"] + shift
-                found.append((kind, [float(event["step"]), run.tokens(event["step"]), sent, time], loss))
-    return found
+                entries.append((kind, [float(event["step"]), run.tokens(event["step"]), sent, time], loss))
+    return entries
 
 
 def smooth(points: Points) -> Points:
     """An exponential moving average over a share of the line, without a bias towards its first value."""
     keep = 1 - min(1.0, _SMOOTHED_OVER / len(points))
-    found, mean, weight = [], 0.0, 0.0
+    smoothed, mean, weight = [], 0.0, 0.0
     for x, y in points:
         mean, weight = keep * mean + (1 - keep) * y, keep * weight + (1 - keep)
-        found.append((x, mean / weight))
-    return found
+        smoothed.append((x, mean / weight))
+    return smoothed
 
 
 def draw_losses(axis: Any, runs: Sequence[RunRecord], which: int) -> None:
-    """Training loss of each region and held-out loss against one of `AXES`; of several runs each in a colour of its own."""
+    """Training loss of each region and held-out loss against one of `AXES`; each of several runs has a colour of its own."""
     from matplotlib.ticker import EngFormatter
 
     unit, is_one = unit_of(max(runs, key=lambda run: run.end)), len(runs) == 1
@@ -338,12 +328,12 @@ def draw_learning_rates(axis: Any, run: RunRecord) -> None:
 
 
 def draw_utilisation(axis: Any, run: RunRecord) -> None:
-    """Which share of the time each region did not wait for the link or for other regions."""
+    """The share of the time that each region did not wait for the link or for other regions."""
     unit, edges = unit_of(run), np.linspace(0.0, max(run.end, 1e-6), _COARSE + 1)
     for place, story in enumerate(run.stories):
-        found = shares(story, edges)
-        there = sum(found.values())
-        waiting = found[Activity.FOR_A_REGION] + found[Activity.FOR_THE_LINK]
+        by_activity = shares(story, edges)
+        there = sum(by_activity.values())
+        waiting = by_activity[Activity.FOR_A_REGION] + by_activity[Activity.FOR_THE_LINK]
         with np.errstate(invalid="ignore", divide="ignore"):
             share = np.where(there > 0.05, 100 * (1 - waiting / there), np.nan)
         axis.plot(
@@ -421,12 +411,12 @@ def draw_norms(axis: Any, run: RunRecord) -> None:
 
 
 def _norms_of(run: RunRecord, region: int) -> Points:
-    """The norms of one region's outer gradients, from its own journal, or from what others have heard of it."""
-    found: dict[tuple[int, int], float] = {}
+    """The norms of one region's outer gradients, from its own journal or from landings in those of others."""
+    by_transfer: dict[tuple[int, int], float] = {}
     for journal in run.journals:
         for event in journal.events:
             if event["kind"] == "send" and journal.region == region:
-                found[event["step"], event["fragment"]] = figure(event, "norm") or 0.0
+                by_transfer[event["step"], event["fragment"]] = figure(event, "norm") or 0.0
             members, norms = event.get("members"), event.get("norms")
             if (
                 event["kind"] == "land"
@@ -435,8 +425,10 @@ def _norms_of(run: RunRecord, region: int) -> Points:
                 and len(members) == len(norms)
                 and region in members
             ):
-                found.setdefault((event["sent_at"], event["fragment"]), norms[members.index(region)] or 0.0)
-    return [(float(step), found[step, fragment]) for step, fragment in sorted(found)]
+                by_transfer.setdefault(
+                    (event["sent_at"], event["fragment"]), norms[members.index(region)] or 0.0
+                )
+    return [(float(step), by_transfer[step, fragment]) for step, fragment in sorted(by_transfer)]
 
 
 def _band(axis: Any, points: Points, label: str, look: dict[str, Any]) -> None:
@@ -450,7 +442,7 @@ def _band(axis: Any, points: Points, label: str, look: dict[str, Any]) -> None:
 
 
 def draw_attendance(axis: Any, run: RunRecord) -> None:
-    """One row per region: a bar where it took part. A line through all rows at each change."""
+    """One row per region: a bar where it took part; a line through all rows at each change."""
     there = run.attendance
     for row, bars in enumerate(there.values()):
         axis.hlines([row] * len(bars), *zip(*bars, strict=True), color="#009e73", lw=6, alpha=0.7)

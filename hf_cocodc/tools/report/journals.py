@@ -1,4 +1,4 @@
-"""Finds the journals of runs in folders that people name, and reads them: also damaged ones, and those of a run that trains."""
+"""Finds the journals of runs in folders that people name, and reads them, also damaged ones and those of a run that trains."""
 
 import re
 import sys
@@ -17,13 +17,13 @@ MOST_NUMBERED = 10**5
 """No run has so many regions or fragments."""
 MOST_SECONDS = 1e10
 MOST_NUMBER = 1e30
-"""No number that can be drawn is larger, or smaller than its inverse. Journals of runs that diverge may have larger ones."""
+"""Numbers that are larger, or smaller than its inverse, cannot be drawn; journals of runs that diverge may have them."""
 
 NAME = "journal.jsonl"
 _MOST_NAMED = 20
-"""So many damaged lines of a journal are named."""
+"""Most damaged lines of a journal that are named."""
 _UNKNOWN = 0
-"""The number of regions by a journal whose `start` is damaged."""
+"""The number of regions in a journal whose `start` is damaged."""
 
 
 class Rule(NamedTuple):
@@ -103,7 +103,7 @@ _IF_THERE: dict[str, Rule] = {
 
 
 def wrong_with(event: Event) -> str | None:
-    """Why a mapping that a journal's line holds is no event; None if it is one.
+    """Why a mapping in a journal's line is no event; None if it is one.
 
     >>> wrong_with({"kind": "send", "time_s": 1.5, "step": 3, "fragment": 0})
     >>> wrong_with({"kind": "send", "time_s": 1.5, "step": -3})
@@ -135,7 +135,7 @@ def _words(name: str, event: Mapping[str, Any], rule: Rule) -> str:
 
 
 def figure(event: Event, name: str) -> float | None:
-    """A number of an event that can be drawn; None if it has none of this name."""
+    """A number of an event that can be drawn; None if there is none of this name."""
     value = event.get(name)
     return float(value) if _is_number(value) and abs(value) < MOST_NUMBER else None  # type: ignore[arg-type]
 
@@ -148,12 +148,10 @@ class RegionJournal:
     """What one region has written about a run.
 
     Attributes:
-        path: the journal.
-        region: the region's number.
         events: in order; the first is a start or a resume.
-        given_up: events of inner steps that were made again after a resume, one list for each.
-        damaged: a sentence for each line that cannot be read, the first ones of many.
-        num_damaged: how many lines cannot be read.
+        given_up: events of inner steps that were made again after a resume, one list per resume.
+        damaged: a sentence for each unreadable line, or for the first of many.
+        num_damaged: how many lines are unreadable.
     """
 
     path: Path
@@ -165,12 +163,12 @@ class RegionJournal:
 
     @cached_property
     def start(self) -> dict[str, Any]:
-        """The newest beginning: its settings count."""
+        """The newest start or resume, whose settings count."""
         return next(event for event in reversed(self.events) if event["kind"] in BEGINNINGS)
 
     @property
     def has_finished(self) -> bool:
-        """Whether the region has come to the end of its run."""
+        """Whether the region has reached the end of its run."""
         return any(event["kind"] == "finish" for event in self.events)
 
     @property
@@ -180,19 +178,15 @@ class RegionJournal:
 
 
 def find(folder: Path) -> list[Path]:
-    """The journals in the output folder of a run, or in that of a region; a file is a journal itself.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The journals in the output folder of a run or region; a file is a journal itself. Raises InputError if there is none."""
     if folder.is_file():
         return [folder]
     for place in (folder / "cocodc" / NAME, folder / NAME):
         if place.is_file():
             return [place]
-    found = sorted(folder.glob(f"region-*/cocodc/{NAME}"), key=_order)
-    if found:
-        return found
+    journals = sorted(folder.glob(f"region-*/cocodc/{NAME}"), key=_order)
+    if journals:
+        return journals
     if not folder.is_dir():
         raise InputError(
             f"{short(folder)} is not there. Name the output folder of a run (training.output_dir)."
@@ -212,10 +206,7 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def read_journal(path: Path) -> RegionJournal | None:
-    """Read a journal, and what was given up before its resumes. Lines that cannot be read are named, not used.
-
-    Returns:
-        None if no line can be read.
+    """Read a journal, and what was given up before its resumes; None if no line is readable. Damaged ones are named, not used.
 
     Raises:
         InputError: the file cannot be read, or nothing says of which region it is.
@@ -246,22 +237,22 @@ def read_journal(path: Path) -> RegionJournal | None:
 
 
 def _given_up(path: Path) -> list[Path]:
-    """The files with lines that left this journal because its run made their inner steps again.
-
-    A file that begins as a new journal does is that of an earlier run, and all files before it are of runs before this one.
-    """
+    """The files with lines that left this journal because its run made their inner steps again."""
     pattern = re.compile(rf"{re.escape(path.stem)}\.(\d{{1,6}}){re.escape(path.suffix)}")
-    found = {int(match[1]): each for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))}
+    by_number = {
+        int(match[1]): each for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))
+    }
     ours: list[Path] = []
-    for number in sorted(found, reverse=True):
+    for number in sorted(by_number, reverse=True):
         try:
-            with found[number].open("rb") as file:
+            with by_number[number].open("rb") as file:
                 first = [event for _, event in lines_of(file.readline(2**20)) if isinstance(event, dict)]
         except OSError:
             continue
+        # begins as a new journal does: it is an earlier run's, and all files before it are of runs before this one
         if first and (first[0].get("kind") == "start" or "from_region" in first[0]):
             break
-        ours.append(found[number])
+        ours.append(by_number[number])
     return ours[::-1]
 
 
@@ -275,10 +266,10 @@ def _lines(path: Path) -> tuple[Events, list[str]]:
         ) from error
     events: Events = []
     damaged: list[str] = []
-    for number, found in lines_of(raw):
-        wrong = found if isinstance(found, str) else wrong_with(found)
-        if isinstance(found, dict) and wrong is None:
-            events.append(found)
+    for number, content in lines_of(raw):
+        wrong = content if isinstance(content, str) else wrong_with(content)
+        if isinstance(content, dict) and wrong is None:
+            events.append(content)
         else:
             damaged.append(f"{short(path)}, line {number}: {wrong}")
     return events, damaged

@@ -1,4 +1,4 @@
-"""The report of runs as one HTML page. It has no script, and loads nothing: what journals say is shown as text."""
+"""The report of runs as one HTML page. It has no script and loads nothing: what journals say is shown as text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _MOST_SETTINGS = 400
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of each row names it. `kind`: "numbers", which do not wrap, or "words", which do."""
+    """The first cell of each row names it. `kind` is "numbers", which do not wrap, or "words", which do."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -32,7 +32,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a section: whatever it has is shown, in this order. `folded`: the table is hidden behind these words."""
+    """A part of a section: what it has is shown in this order. `folded`: the table is hidden behind these words."""
 
     title: str = ""
     about: str = ""
@@ -51,13 +51,9 @@ class ReportSection:
 
 
 def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -> str:
-    """The report of runs, side by side.
+    """The report of runs, side by side. Raises InputError if a package for pictures or pages is not installed.
 
-    Args:
-        window: seconds from and to which transfers are drawn; by default the parts that are worth a look.
-
-    Raises:
-        InputError: a package for pictures or pages is not installed.
+    `window` is the seconds from and to which transfers are drawn; by default the parts that are worth a look.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -83,7 +79,7 @@ def page(runs: Sequence[RunRecord], window: tuple[float, float] | None = None) -
 
 
 def _said(value: object) -> str:
-    """What is shown of a text from a journal: printable characters only, cut if it is long."""
+    """A text from a journal as it is shown: printable characters only, cut if it is long."""
     plain = "".join(each if each.isprintable() else " " for each in str(value)[: 4 * _MOST_TEXT])
     return plain if len(plain) <= _MOST_TEXT else f"{plain[:_MOST_TEXT]}..."
 
@@ -100,30 +96,30 @@ def _headline(run: RunRecord) -> str:
 
 
 def _problems(runs: Sequence[RunRecord]) -> list[str]:
-    """What could not be read, what is not here, and errors."""
-    found = [sentence for run in runs for sentence in unreadable(run.journals)]
-    found += [f"{path}: no line can be read" for run in runs for path in run.empty]
+    """What could not be read, what is missing, and errors."""
+    problems = [sentence for run in runs for sentence in unreadable(run.journals)]
+    problems += [f"{path}: no line can be read" for run in runs for path in run.empty]
     for run in runs:
         missing = sorted(set(run.attendance) - set(run.regions))
         if missing:
-            found.append(f"{run.name}: no journal of region {', '.join(map(str, missing[:20]))} is here")
+            problems.append(f"{run.name}: no journal of region {', '.join(map(str, missing[:20]))} is here")
         for journal in run.outside:
             why = journal.events[-1].get("message", "it may be on its way")
-            found.append(f"{run.name}: region {journal.region} has not come in, and does not count: {why}")
+            problems.append(f"{run.name}: region {journal.region} has not come in, and does not count: {why}")
     for run in runs:
         for journal in run.journals:
             last = journal.events[-1]
             if last["kind"] == "error":
                 where = f"{run.name}, region {journal.region} ended at step {last['step']}"
-                found.append(f"{where}: {last.get('message', '')}")
-    return found
+                problems.append(f"{where}: {last.get('message', '')}")
+    return problems
 
 
 def _overview(runs: Sequence[RunRecord]) -> Table:
     """The figures of the summary, side by side."""
-    found = [summarise(run).rows() for run in runs]
-    names = dict.fromkeys(name for rows in found for name, _ in rows)
-    cells = [[name, *("; ".join(v for n, v in rows if n == name) for rows in found)] for name in names]
+    summaries = [summarise(run).rows() for run in runs]
+    names = dict.fromkeys(name for rows in summaries for name, _ in rows)
+    cells = [[name, *("; ".join(v for n, v in rows if n == name) for rows in summaries)] for name in names]
     return Table(["", *(run.name for run in runs)] if len(runs) > 1 else [], cells, "words")
 
 
@@ -136,7 +132,7 @@ def _losses(runs: Sequence[RunRecord]) -> list[Block]:
 
 
 def _of_run(run: RunRecord, window: tuple[float, float] | None) -> Iterable[tuple[str, list[Block]]]:
-    """The headings for each run by itself, and what stands under them."""
+    """The headings for one run, and what stands under them."""
     strips = (
         "Each strip is a region, from the start to now; its colours are the shares of the time. Journals of different machines "
         "are put on one clock by the ends of the transfers that they share."
@@ -199,7 +195,7 @@ def _share(seconds: float, total: float) -> str:
 
 
 def _waits(run: RunRecord) -> list[Block]:
-    found = [] if run.in_steps else longest_waits(run, _MOST_WAITS)
+    longest = [] if run.in_steps else longest_waits(run, _MOST_WAITS)
     heads = [
         "the longest waits",
         "at (s)",
@@ -209,7 +205,7 @@ def _waits(run: RunRecord) -> list[Block]:
         "transfer",
     ]
     rows = []
-    for region, begin, end, flight in found:
+    for region, begin, end, flight in longest:
         late, whom = flight.late_s, "" if flight.last is None else f" (region {flight.last})"
         for_region = f"{late:.2f}{whom}" if late >= 0.005 else "-"
         for_link = max(end - begin - late, 0.0)
@@ -240,7 +236,7 @@ def _settings(runs: Sequence[RunRecord]) -> list[Block]:
 
 def _flat(run: RunRecord) -> dict[str, Any]:
     start = run.start
-    found = {f"outer.{name}": value for name, value in start["outer"].items()}
-    found |= start.get("training", {})
-    found |= {f"version of {name}": value for name, value in start.get("versions", {}).items()}
-    return found | {"parameters": start.get("num_params", ""), "fragments": start["num_fragments"]}
+    flat = {f"outer.{name}": value for name, value in start["outer"].items()}
+    flat |= start.get("training", {})
+    flat |= {f"version of {name}": value for name, value in start.get("versions", {}).items()}
+    return flat | {"parameters": start.get("num_params", ""), "fragments": start["num_fragments"]}

@@ -1,4 +1,4 @@
-"""Runs: the journals of their regions, on one axis of time. Every figure of a run, and every picture, is made from this."""
+"""Runs: the journals of their regions on one axis of time, from which every figure and picture of a run is made."""
 
 import contextlib
 import math
@@ -16,24 +16,20 @@ from .members import MemberChange, attended, changes, num_regions, spans
 from .waits import Story, arrival_of, blame, sections, story_of
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
-"""The inner steps from which, and to which, each region did something."""
+"""By region, the inner steps from which and to which it did something."""
 
 _EQUAL = 1e-4
-"""All regions find the same mean: its norms are equal but for this."""
+"""Relative tolerance between the norms that two regions find for the same mean."""
 
 
 def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
-    """The attendance of a run without the inner steps in which a region only kept step with the others, as landings tell.
-
-    Args:
-        attendance: the inner steps from which, and to which, each region took part.
-    """
+    """The `attendance` of a run without the inner steps in which a region only kept step with the others, as landings tell."""
     landings = [event for event in events if event["kind"] in ("land", "void")]
     idle: dict[tuple[int, int], int] = {}
     for event in landings:
         for region, since in event.get("coasted", {}).items():
             idle[int(region), since] = max(idle.get((int(region), since), 0), event["sent_at"])
-    found = dict(attendance)
+    active = dict(attendance)
     for (region, since), last in idle.items():
         trains_again = any(
             event["sent_at"] > last
@@ -42,19 +38,16 @@ def trained(attendance: Spans, events: Iterable[Mapping[str, Any]]) -> Spans:
             for event in landings
         )
         until = last if trains_again else MOST
-        rows = found.get(region, ())
+        rows = active.get(region, ())
         parts = [part for a, b in rows for part in ((a, min(b, since)), (max(a, min(b, until)), b))]
-        found[region] = [(a, b) for a, b in parts if a < b]
-    return found
+        active[region] = [(a, b) for a, b in parts if a < b]
+    return active
 
 
 def tokens_at(step: int, starts: Mapping[int, Mapping[str, Any]], trained: Spans) -> int | None:
     """Tokens on which all regions together had trained at an inner step; None if no journal says how many a step has.
 
-    Args:
-        starts: the event with which the journal of a region begins, by regions; a region without one is taken to have as many
-            tokens as another one.
-        trained: the inner steps from which, and to which, each region trained.
+    `starts` has the start of each region's journal; a region without one is taken to have as many tokens as another.
     """
     rates = {region: _per_step(start) for region, start in starts.items()}
     usual = next((rate for rate in rates.values() if rate), None)
@@ -82,13 +75,12 @@ class RunRecord:
 
     Attributes:
         name: for headings and legends.
-        journals: one per region, by number; without what is `outside`.
-        stories: what each region did; in the same order.
+        journals: one per region, by number, without what is `outside`; `stories` are in the same order.
         shifts: for each section of each journal, what to add to its times for the common axis (`offsets`).
         in_steps: time stood still, and the axis of the stories shows inner steps.
         found: who took part from which inner step on (`members.changes`); empty if regions neither came nor left.
-        outside: what processes have written that were to join the run and have not come in: it is no part of the run.
-        empty: journals without a line that can be read.
+        outside: journals of processes that were to join the run and have not come in; not part of the run.
+        empty: journals without a readable line.
     """
 
     name: str
@@ -115,22 +107,22 @@ class RunRecord:
 
     @cached_property
     def end(self) -> float:
-        """The last moment of which a journal tells."""
+        """The last moment that a journal records."""
         return max((story.end for story in self.stories), default=0.0)
 
     @cached_property
     def step(self) -> int:
-        """The inner step that some region has reached."""
+        """The last inner step that a region has reached."""
         return max(event["step"] for journal in self.journals for event in journal.events)
 
     @property
     def has_finished(self) -> bool:
-        """Whether a region has come to the end of the run."""
+        """Whether a region has reached the end of the run."""
         return any(journal.has_finished for journal in self.journals)
 
     @cached_property
     def attendance(self) -> dict[int, list[tuple[int, int]]]:
-        """The inner steps from which, and to which, each region took part."""
+        """From which inner steps to which each region took part."""
         return spans(attended(self._events, self.found), self.step)
 
     @cached_property
@@ -144,7 +136,7 @@ class RunRecord:
 
     @cached_property
     def trained(self) -> Spans:
-        """The inner steps from which, and to which, each region trained."""
+        """From which inner steps to which each region trained."""
         return trained(self.attendance, (event for events in self._events for event in events))
 
     def tokens(self, step: int) -> int | None:
@@ -160,7 +152,7 @@ class RunRecord:
 
 
 def load(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in some folders. Folders with regions of one run make one run.
+    """The runs in some folders; folders with regions of one run make one run.
 
     Raises:
         InputError: a folder has no journal, or those of two different runs; or a journal is named twice.
@@ -195,11 +187,7 @@ def load(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def read_run(name: str, paths: Sequence[Path], beside: Path | None = None) -> RunRecord:
-    """The run of these journals, and of those of its other regions that lie in the output folder `beside`.
-
-    Raises:
-        InputError: no line of `paths` can be read.
-    """
+    """The run of these journals, and of its other regions' in the folder `beside`. Raises InputError if no line can be read."""
     journals = [journal for path in paths if (journal := read_journal(path)) is not None]
     if not journals:
         raise InputError(f"{', '.join(map(short, paths))}: no line can be read.")
@@ -226,18 +214,16 @@ def run_of(name: str, journals: Sequence[RegionJournal], empty: Sequence[Path] =
     shifts = offsets(ordered) if not in_steps else [[0.0] * len(sections(each.events)) for each in ordered]
     stories = [story_of(each, own, in_steps) for each, own in zip(ordered, shifts, strict=True)]
     blame(stories)
-    found = changes([journal.events for journal in ordered])
-    return RunRecord(name, ordered, stories, shifts, in_steps, found, outside, list(empty))
+    history = changes([journal.events for journal in ordered])
+    return RunRecord(name, ordered, stories, shifts, in_steps, history, outside, list(empty))
 
 
 def _apart(journal: RegionJournal) -> tuple[RegionJournal, RegionJournal]:
-    """A journal as far as its region took part in the run, and the rest of it.
-
-    A process that joins a run takes part from its first `epoch` on. One that fails before may have tried for long.
-    """
+    """A journal as far as its region took part in the run, and the rest."""
     inside: Events = []
     outside: Events = []
     for section in sections(journal.events):
+        # a process that joins takes part from its first `epoch` on; one that fails before may have tried for long
         joins = "from_region" in section[0] and "run" in section[0]
         came_in = not joins or any(event["kind"] == "epoch" for event in section)
         (inside if came_in else outside).extend(map(dict, section))
@@ -290,7 +276,7 @@ def _difference(one: RegionJournal, other: RegionJournal) -> str | None:
 
 
 def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJournal]) -> bool:
-    """Whether these are other regions of the same run: it has a name, or they landed the same means."""
+    """Whether these are other regions of the same run: it has the same name, or they landed the same means."""
     if {journal.region for journal in some} & {journal.region for journal in others}:
         return False
     if _names(some) & _names(others):
@@ -300,19 +286,19 @@ def _belong_together(some: Sequence[RegionJournal], others: Sequence[RegionJourn
 
 
 def _names(journals: Sequence[RegionJournal]) -> set[str]:
-    """What their run was called. Regions agree on another name each time they meet: a resumed run has several."""
+    """The names of their run. Regions agree on a new one each time they meet, so a resumed run has several."""
     events = (event for journal in journals for event in journal.events if event["kind"] in BEGINNINGS)
     return {event["run"] for event in events if "run" in event}
 
 
 def _means(journal: RegionJournal) -> dict[tuple[int, int], float]:
     """The norm of the mean of each transfer that landed."""
-    found = {}
+    norms = {}
     for event in journal.events:
         norm = figure(event, "outer_grad_norm") if event["kind"] == "land" else None
         if norm is not None:
-            found[event["fragment"], event["sent_at"]] = norm
-    return found
+            norms[event["fragment"], event["sent_at"]] = norm
+    return norms
 
 
 _Arrivals = Mapping[tuple[int, int], float]
@@ -321,29 +307,29 @@ _Arrivals = Mapping[tuple[int, int], float]
 def offsets(journals: Sequence[RegionJournal]) -> list[list[float]]:
     """For each section of each journal, the seconds to add to its times; the earliest event is then at 0.
 
-    A transfer ends in all regions at about the same moment, within the time of one message: this is more exact than the clocks
-    of machines. Those place what has no transfer in common; without them (older journals, simulated time), all regions start
-    at the same moment, and nothing passes between two processes of a region.
+    A transfer ends in all regions within the time of one message, which is more exact than machines' clocks. Those place what
+    has no transfer in common; without them (older journals, simulated time), all regions start at the same moment, and nothing
+    passes between two processes of a region.
     """
     arrivals = [[_arrivals(section) for section in sections(journal.events)] for journal in journals]
     dated = all(figure(event, "at") is not None for journal in journals for event in _beginnings(journal))
     placed = [[_by_date(s[0]) if dated else 0.0 for s in sections(j.events)] for j in journals]
     first = max(range(len(journals)), key=lambda place: sum(map(len, arrivals[place])))
     known: dict[tuple[int, int], float] = {}
-    for found, shift in zip(arrivals[first], placed[first], strict=True):
-        known |= {key: time + shift for key, time in found.items()}
+    for times, shift in zip(arrivals[first], placed[first], strict=True):
+        known |= {key: time + shift for key, time in times.items()}
     for place, own in enumerate(arrivals):
         if place == first:
             continue
         differences = [
-            [known[key] - time - shift for key, time in found.items() if key in known]
-            for found, shift in zip(own, placed[place], strict=True)
+            [known[key] - time - shift for key, time in times.items() if key in known]
+            for times, shift in zip(own, placed[place], strict=True)
         ]
-        together = [each for found in differences for each in found]
+        together = [each for section in differences for each in section]
         usual = median(together) if together else 0.0
         placed[place] = [
-            shift + (median(found) if found else usual)
-            for shift, found in zip(placed[place], differences, strict=True)
+            shift + (median(section) if section else usual)
+            for shift, section in zip(placed[place], differences, strict=True)
         ]
     begin = min(
         section[0]["time_s"] + shift
@@ -362,11 +348,11 @@ def _by_date(event: Event) -> float:
 
 
 def _arrivals(section: Sequence[Event]) -> _Arrivals:
-    """When the mean of each transfer was here, where the journal knows it exactly."""
-    found = {}
+    """When the mean of each transfer was here, if the journal knows it exactly."""
+    arrivals = {}
     for event in section:
         if event["kind"] in ("land", "void"):
             time = arrival_of(event)
             if time is not None:
-                found[event["fragment"], event["sent_at"]] = time
-    return found
+                arrivals[event["fragment"], event["sent_at"]] = time
+    return arrivals

@@ -11,18 +11,13 @@ from .runs import RunRecord
 from .waits import Activity, Flight, Span, Story, waits
 
 LEAST_S = 0.05
-"""What took less than this in every region is not worth a row."""
+"""What takes less in every region gets no row."""
 GIVEN_UP = "made again after a resume"
 NOT_THERE = "not there"
 
 
 class RegionTotals(NamedTuple):
-    """What a region has done by an event of its journal.
-
-    Attributes:
-        bytes_sent: bytes that it has sent, to all other regions together.
-        blocked_s: seconds that training waited for the link.
-    """
+    """What a region has by an event: bytes sent to all others together, and seconds that its training waited for the link."""
 
     bytes_sent: float = 0.0
     blocked_s: float = 0.0
@@ -31,10 +26,10 @@ class RegionTotals(NamedTuple):
 def totals(events: Sequence[Event]) -> list[RegionTotals]:
     """The totals after each event.
 
-    Each event says what it has added. Some lines name the totals of their process, in which there is more, such as
-    broadcasts. The process of a region that has come back counts from 0; one that goes on from its own checkpoint does not.
+    Each event says what it has added; some lines name the totals of their process, which hold more, such as broadcasts. The
+    process of a region that has come back counts from 0; one that goes on from its own checkpoint does not.
     """
-    found: list[RegionTotals] = []
+    running: list[RegionTotals] = []
     now = before = RegionTotals()
     for event in events:
         kind, named = event["kind"], figure(event, "bytes_sent")
@@ -53,27 +48,27 @@ def totals(events: Sequence[Event]) -> list[RegionTotals]:
             )
         else:
             now = RegionTotals(now.bytes_sent + added.bytes_sent, now.blocked_s + added.blocked_s)
-        found.append(now)
-    return found
+        running.append(now)
+    return running
 
 
 Row = tuple[str, list[float]]
-"""What the time was spent on, and the seconds of each region."""
+"""What the time went into, and the seconds of each region."""
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time, without overlaps, in order.
+    """The same time in order, without overlaps.
 
     >>> union([(0, 2), (1, 3), (5, 6)])
     [(0, 3), (5, 6)]
     """
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def within(spans: Iterable[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
@@ -86,22 +81,22 @@ def within(spans: Iterable[tuple[float, float]], edges: np.ndarray) -> np.ndarra
 
 
 def shares(story: Story, edges: np.ndarray) -> dict[Activity, np.ndarray]:
-    """Which share of each bin a region spent on what. Where it was not there, all shares are 0."""
+    """The share of each bin that a region spent on each activity; where it was not there, all are 0."""
     widths = np.diff(edges)
     there = within(story.there, edges)
-    found: dict[Activity, np.ndarray] = {}
+    by_activity: dict[Activity, np.ndarray] = {}
     rest = there
     for activity in Activity:
         if activity is not Activity.TRAINING:
             own = within([span[:2] for span in story.spans if span.activity is activity], edges)
             own = np.minimum(own, rest)  # where two overlap, the first one counts
             rest = rest - own
-            found[activity] = own / widths
-    return {Activity.TRAINING: rest / widths, **found}
+            by_activity[activity] = own / widths
+    return {Activity.TRAINING: rest / widths, **by_activity}
 
 
 def spent(run: RunRecord) -> list[Row]:
-    """What the seconds of each region went into, from the beginning of the run to the last moment of which it tells."""
+    """What the seconds of each region went into, from the beginning of the run to its last recorded moment."""
     rows: dict[str, list[float]] = {}
     for place, story in enumerate(run.stories):
         for name, seconds in _spent(run, story).items():
@@ -125,47 +120,47 @@ def _order(names: Iterable[str]) -> list[str]:
 
 def _spent(run: RunRecord, story: Story) -> dict[str, float]:
     there = sum(end - begin for begin, end in union(story.there))
-    found = {Activity.TRAINING.value: there}
+    spending = {Activity.TRAINING.value: there}
     late = _late(story)
     for activity in list(Activity)[1:]:
         spans = [span[:2] for span in story.spans if span.activity is activity]
         seconds = sum(end - begin for begin, end in union(spans))
-        found[Activity.TRAINING.value] -= seconds
+        spending[Activity.TRAINING.value] -= seconds
         if activity is Activity.FOR_A_REGION:
             for region, share in late.items():
-                found[f"waiting for region {region}"] = share
+                spending[f"waiting for region {region}"] = share
                 seconds -= share
         if seconds > 1e-9:
-            found[activity.value] = seconds
-    found[Activity.TRAINING.value] = max(found[Activity.TRAINING.value], 0.0)
+            spending[activity.value] = seconds
+    spending[Activity.TRAINING.value] = max(spending[Activity.TRAINING.value], 0.0)
     journal = run.journals[run.stories.index(story)]
     is_lost = bool(run.found) and story.region not in run.found[-1].members
     away = (run.end if is_lost else story.end) - there
     if away > 1.0:
-        found[NOT_THERE] = away
+        spending[NOT_THERE] = away
     again = sum(max(each[-1]["time_s"] - each[0]["time_s"], 0.0) for each in journal.given_up)
     if again:
-        found[GIVEN_UP] = again
-    return found
+        spending[GIVEN_UP] = again
+    return spending
 
 
 def _late(story: Story) -> dict[int, float]:
     """Seconds that training waited for each region that came last to a transfer."""
-    found: dict[int, float] = {}
+    late: dict[int, float] = {}
     for flight in story.flights:
         if flight.last is not None and flight.late_s:
-            found[flight.last] = found.get(flight.last, 0.0) + flight.late_s
-    return found
+            late[flight.last] = late.get(flight.last, 0.0) + flight.late_s
+    return late
 
 
 def longest_waits(run: RunRecord, most: int) -> list[tuple[int, float, float, Flight]]:
     """The longest waits of all regions: the region, from when to when, and the transfer."""
-    found = [(story.region, *wait) for story in run.stories for wait in waits(story)[:most]]
-    return sorted(found, key=lambda wait: wait[1] - wait[2])[:most]
+    candidates = [(story.region, *wait) for story in run.stories for wait in waits(story)[:most]]
+    return sorted(candidates, key=lambda wait: wait[1] - wait[2])[:most]
 
 
 def sent_over(story: Story, edges: np.ndarray) -> np.ndarray:
-    """Bytes that a region sent between each two edges. A transfer's bytes spread evenly over its time on the link."""
+    """Bytes that a region sent between each two edges; a transfer's spread evenly over its time on the link."""
     flights = [f for f in story.flights if f.bytes_sent and f.landed is not None]
     if not flights:
         return np.zeros(len(edges) - 1)
@@ -179,7 +174,7 @@ def sent_over(story: Story, edges: np.ndarray) -> np.ndarray:
 
 
 def overlapping(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
-    """The spans that lie in a window at least in part, cut to it."""
+    """The spans that lie at least partly in a window, cut to it."""
     return [
         Span(max(s.begin, begin), min(s.end, end), s.activity)
         for s in spans

@@ -15,21 +15,18 @@ from .spending import totals, union
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run, so far if it still trains; outer steps by fragment; `bytes_sent` and `blocked_s` are the largest of all
-    regions (see `spending.totals`).
+    """Figures of a run, so far if it still trains; `bytes_sent` and `blocked_s` are the largest of all regions (see `totals`).
 
-    `bytes_sent` holds the first parameters, where regions have begun from different ones; see `engine.account.Totals`.
-    `training_s` is the time in which a region was in the run, until its last inner step; `total_s` that until the last event,
-    evaluations included. A run that was stopped and resumed does not count what lies between.
-    `tokens` are those of all regions together; None if the journals do not say how many an inner step has.
-    `timing` says what the seconds are: "measured", "simulated", or "none".
+    `outer_steps` are by fragment; `tokens` are those of all regions together, None if unknown.
+    `bytes_sent` includes the first parameters where regions began from different ones; see `engine.account.Totals`.
+    `training_s` is the time that a region was in the run until its last inner step, `total_s` until the last event, evaluations
+    included; what lies between a stop and a resume does not count. `timing` is "measured", "simulated" or "none".
     `best_step` is the inner step of the global weights that the run ended with, if they are its best and not its last.
     `not_counted` has a sentence about each region that did not count at times: not finite, or far larger than ordinary.
-    `num_void` counts the transfers whose mean could not be believed: not finite, or far larger than all that went into it.
+    `num_void` counts transfers whose mean could not be believed: not finite, or far larger than all that went into it.
     `unread` names the data that nobody read because its region was away.
-    `num_regions` began the run; where a run would end with a lost region, it was started or resumed with so many last.
-    `members` says how many regions took part from which inner step on; empty if there can have been no change.
-    `data_parallel_bytes` are those of `data_parallel_bytes`; 0 for one region, or if the number of parameters is unknown.
+    `members` puts the changes of `num_regions` (`members.num_regions`) into words; empty if there can have been none.
+    `data_parallel_bytes` is 0 for one region, or if the number of parameters is unknown.
     """
 
     num_regions: int
@@ -68,12 +65,12 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all regions in a second of training, as long as it took; None if unknown."""
+        """Tokens of all regions in a second of training, including waits; None if unknown."""
         known = self.tokens is not None and self.timing != "none" and self.training_s > 0
         return self.tokens / self.training_s if known and self.tokens is not None else None
 
     def rows(self) -> list[tuple[str, str]]:
-        """What is known, in words: names and values."""
+        """Names and values, in words, of what is known."""
         times = "" if self.tokens_per_s is None else f", {self.tokens_per_s:,.0f} a second"
         ratio = self.data_parallel_bytes / max(self.bytes_sent, 1)
         sent = (
@@ -82,7 +79,7 @@ class Summary:
         )
         each = "" if self.members else f" in each of {self.num_regions} region(s)"
         void = f"{self.num_void} of {sum(self.outer_steps) + self.num_void} transfers changed nothing (see the log)"
-        found = [
+        rows = [
             *self._held_out(),
             ("method", self.method),
             ("inner steps", f"{self.inner_steps}{each}"),
@@ -96,23 +93,23 @@ class Summary:
             ("void", void if self.num_void else ""),
             *(("read by nobody", words) for words in self.unread),
         ]
-        return [row for row in found if row[1]]
+        return [row for row in rows if row[1]]
 
     def _held_out(self) -> list[tuple[str, str]]:
         best = "" if self.best_step is None else f", the best: of step {self.best_step}"
         weights = f" ({self.evaluated} weights{best})"
         if self.perplexity_after is not None:
             before = "" if self.perplexity_before is None else f"{_plain(self.perplexity_before, 2)} before, "
-            found = [("held-out perplexity", f"{before}{_plain(self.perplexity_after, 3)} after{weights}")]
+            rows = [("held-out perplexity", f"{before}{_plain(self.perplexity_after, 3)} after{weights}")]
         elif self.loss_after is not None:
             before = "" if self.loss_before is None else f"{_plain(self.loss_before, 3)} before, "
-            found = [("held-out loss", f"{before}{_plain(self.loss_after, 3)} after{weights}")]
+            rows = [("held-out loss", f"{before}{_plain(self.loss_after, 3)} after{weights}")]
         else:
-            found = []
+            rows = []
         if self.accuracy_after is not None:
             before = "" if self.accuracy_before is None else f"{100 * self.accuracy_before:.1f} % before, "
-            found.append(("held-out accuracy", f"{before}{100 * self.accuracy_after:.1f} % after"))
-        return found
+            rows.append(("held-out accuracy", f"{before}{100 * self.accuracy_after:.1f} % after"))
+        return rows
 
     def lines(self, model: Path, journals: Sequence[Path]) -> list[str]:
         """The summary as lines of text."""
@@ -172,11 +169,11 @@ def summarise(run: RunRecord) -> Summary:
 
 
 def _transfers(events: Sequence[Sequence[Event]], kind: str) -> Counter[int]:
-    """How many transfers of each fragment have ended so, in any region."""
-    found = {
+    """How many transfers of each fragment ended with this event, in any region."""
+    ended = {
         (event["fragment"], event["sent_at"]) for each in events for event in each if event["kind"] == kind
     }
-    return Counter(fragment for fragment, _ in found)
+    return Counter(fragment for fragment, _ in ended)
 
 
 def _there(run: RunRecord, end: float) -> float:
@@ -186,16 +183,16 @@ def _there(run: RunRecord, end: float) -> float:
 
 
 def _held_out(journals: Sequence[RegionJournal]) -> dict[int, Event]:
-    """The last evaluation at each inner step, of the first of these journals that has one."""
-    found: dict[int, Event] = {}
+    """The last evaluation at each inner step, from the first of these journals that has one."""
+    evaluations: dict[int, Event] = {}
     for journal in reversed(journals):
-        found |= {
+        evaluations |= {
             event["step"]: event
             for event in journal.events
             if event["kind"] == "evaluate"
             and (event.get("eval_loss") is not None or event.get("eval_perplexity") is not None)
         }
-    return found
+    return evaluations
 
 
 def _after_finish(journal: RegionJournal, kind: str) -> list[Event]:
@@ -204,7 +201,7 @@ def _after_finish(journal: RegionJournal, kind: str) -> list[Event]:
 
 
 def _not_counted(run: Sequence[dict[str, Any]]) -> list[str]:
-    """One sentence about a region that did not count at times; none about any other."""
+    """A sentence if this region did not count at times."""
     region = str(run[0]["region"])
     sat_out = sum(event["kind"] == "sit_out" for event in run)
     fates = Counter(str(event["regions"].get(region)) for event in run if event["kind"] == "guard")
@@ -227,7 +224,7 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def data_parallel_bytes(num_params: int, steps: int, num_regions: int) -> int:
-    """Bytes that a region would have sent with an fp32 gradient all-reduce over all regions at every step."""
+    """Bytes that a region would have sent with an fp32 gradient all-reduce over all regions at each step."""
     return 2 * (num_regions - 1) * 4 * num_params * steps // num_regions
 
 

@@ -1,4 +1,4 @@
-"""The timeline of a run, on axes of matplotlib that others make: who computed, who waited, what was on its way."""
+"""The timeline of a run, on axes of matplotlib that others make: who trained, who waited, what was on its way."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,28 +17,28 @@ COLOURS = {
     Activity.EVALUATING: "#009e73",
     Activity.SAVING: "#0072b2",
 }
-"""Okabe and Ito's colours, which colour-blind people can tell apart; training is pale, so that all else is seen."""
+"""Okabe and Ito's, which colour-blind people can tell apart; training is pale, so that all else stands out."""
 HATCHES = {
     Activity.FOR_A_REGION: "////",
     Activity.FOR_THE_LINK: "\\\\\\\\",
     Activity.EVALUATING: "....",
     Activity.SAVING: "xxxx",
 }
-"""What tells the activities apart without colours. Those that are short, or usual, have none."""
+"""Tell the activities apart without colours; short or usual ones have none."""
 _HATCHED = "#00000066"
 _Look = tuple[str, str | None]
 PHASES = {"sent": "#b5b5b5", "on the wire": "#56b4e9", "arrived": "#f0e442"}
-"""Of a transfer: sent, and not all regions are there; on the wire; the mean is here and has not landed yet."""
+"""Of a transfer: sent, but not by all regions; on the wire; the mean is here, but has not landed."""
 MOST_BINS = 240
 MOST_FLIGHTS = 400
-"""A window shows at most so many transfers of all regions."""
+"""Most transfers of all regions that a window shows."""
 _MOST_LANES = 8
 _TRIES = 12
-"""A window is made narrower so often at most: many transfers may have been sent at one moment."""
+"""Most times that a window is narrowed: many transfers may have been sent at one moment."""
 _FINEST = 1500
-"""A window shows no span that is a smaller part of it."""
+"""A window shows no span that is a smaller fraction of it."""
 _INK = "#222222"
-"""On the page it is the ink of the text around."""
+"""The page replaces it with the colour of its text."""
 _ON_BARS = "#111111"
 
 
@@ -70,32 +70,32 @@ class Window(NamedTuple):
 
 
 def windows(run: RunRecord) -> list[Window]:
-    """The parts of a run that are worth a look: around its longest wait, an ordinary round, and the newest transfers."""
+    """The parts of a run worth a look: around its longest wait, an ordinary round, and the newest transfers."""
     flights = sorted((f for story in run.stories for f in story.flights), key=lambda flight: flight.sent)
     if not flights:
         return []
     width = _width(run, flights)
-    found = []
+    parts = []
     for region, begin, end, _ in longest_waits(run, 1):
         room = max(0.75 * (end - begin), min(0.75 * width, 10 * (end - begin)))
         who = f"Around the longest wait: region {region}, {end - begin:.2f} s"
-        found.append(Window(who, begin - room, end + room))
+        parts.append(Window(who, begin - room, end + room))
     middle = flights[len(flights) // 2].sent
-    found.append(Window("In the middle of the run", middle - 0.1 * width, middle + 0.9 * width))
+    parts.append(Window("In the middle of the run", middle - 0.1 * width, middle + 0.9 * width))
     last = max(flight.sent if flight.landed is None else flight.landed for flight in flights)
     when = "At the end" if run.has_finished else "The newest transfers"
-    found.append(Window(when, last - 0.95 * width, last + 0.05 * width))
-    return [_with_room(run, each) for each in found]
+    parts.append(Window(when, last - 0.95 * width, last + 0.05 * width))
+    return [_with_room(run, each) for each in parts]
 
 
 def _width(run: RunRecord, flights: Sequence[Flight]) -> float:
-    """How much of a run shows its ordinary course: two rounds, or less if their transfers could not be seen then."""
+    """How much of a run shows its ordinary course: two rounds, or less if their transfers would be too thin to see."""
     usual = float(np.median([_ends(flight, run.end) - flight.sent for flight in flights]))
     return min(2 * _round(run), max(20 * usual, 1e-3))
 
 
 def _round(run: RunRecord) -> float:
-    """The usual time between two sends of a fragment in a region; the whole run if there are no two."""
+    """The usual time between two sends of a fragment in a region; the whole run if there are none."""
     gaps = []
     for story in run.stories:
         before: dict[int, float] = {}
@@ -108,7 +108,7 @@ def _round(run: RunRecord) -> float:
 
 
 def _with_room(run: RunRecord, window: Window) -> Window:
-    """The window within the run, and narrower if it had more transfers than a picture can show."""
+    """The window within the run, narrowed if it has more transfers than a picture can show."""
     begin, end = max(window.begin, 0.0), min(window.end, run.end)
     for _ in range(_TRIES):
         count = len(_seen(run, begin, end))
@@ -128,7 +128,7 @@ def _ends(flight: Flight, now: float) -> float:
 
 
 def draw_shares(axis: Any, run: RunRecord) -> None:
-    """One strip for each region: which share of the time it spent on what, from the beginning to the end of the run."""
+    """One strip per region: the share of the time that it spent on each activity, over the whole run."""
     unit = unit_of(run)
     edges = np.linspace(0.0, max(run.end, 1e-6), MOST_BINS + 1)
     for row, story in enumerate(run.stories):
@@ -151,7 +151,7 @@ def draw_shares(axis: Any, run: RunRecord) -> None:
 
 
 def draw_window(axis: Any, run: RunRecord, window: Window) -> None:
-    """Each region: what its training thread did, and below that its transfers, each on a line of its own."""
+    """Each region: what its training thread did, and below that its transfers, those that overlap on separate lines."""
     unit = unit_of(run, window.end - window.begin)
     begin, end = window.begin, window.end
     bars: dict[_Look, list[tuple[float, float, float, float]]] = {}
@@ -179,8 +179,8 @@ def draw_window(axis: Any, run: RunRecord, window: Window) -> None:
                 labels.append((flight, row + 0.25))
             row += 0.5
         row += 0.3
-    for look, found in bars.items():
-        _fill(axis, found, look, unit.seconds)
+    for look, rectangles in bars.items():
+        _fill(axis, rectangles, look, unit.seconds)
     _mark(axis, labels, window, unit.seconds)
     _rows(axis, ticks, row)
     axis.set_xlim(begin / unit.seconds, end / unit.seconds)
@@ -205,7 +205,7 @@ def _phases(flight: Flight, now: float) -> Iterable[tuple[str, float, float]]:
 
 
 def _lanes(story: Story, begin: float, end: float, now: float) -> list[list[Flight]]:
-    """The transfers in a window, so that those on one line do not overlap. What does not fit into the lines is left out."""
+    """The transfers in a window, on lines without overlaps; those that do not fit on the lines are left out."""
     lanes: list[list[Flight]] = []
     for flight in sorted(story.flights, key=lambda each: each.sent):
         if _ends(flight, now) <= begin or flight.sent >= end:
@@ -224,7 +224,7 @@ def _look(activity: Activity) -> _Look:
 
 
 def _fill(axis: Any, bars: Sequence[tuple[float, float, float, float]], look: _Look, seconds: float) -> None:
-    """Many rectangles (begin, end, bottom, height) as one shape: small in a file."""
+    """Rectangles (begin, end, bottom, height) as one shape, which is small in a file."""
     from matplotlib.collections import PolyCollection
 
     corners = [

@@ -11,7 +11,7 @@ from .journals import Event, RegionJournal, figure
 
 
 class Activity(Enum):
-    """What a region's training thread does. What is none of the others is training: inner steps, data, logs."""
+    """What a region's training thread does. Training is all that the others are not: inner steps, data, logs."""
 
     TRAINING = "training"
     FOR_A_REGION = "waiting for another region"
@@ -34,18 +34,13 @@ class Flight:
     """A transfer as one region saw it; times are on the common axis.
 
     Attributes:
-        fragment: its number.
-        sent_at: inner step of the send.
         landed_at: inner step of the landing; None while it is on its way.
-        sent: when the region sent it.
-        began: when the last region had come to it, and the link began to work; None if unknown.
+        began: when the last region had sent it, and the link began to work; None if unknown.
         arrived: when the mean was here; None if unknown.
         landed: when the params had taken it in; None while it is on its way.
-        blocked_s: for so long training waited for it.
-        waited: from when to when training waited for it.
-        bytes_sent: by this region.
-        last: the region that came last to it; None if unknown.
-        late_s: so much of `blocked_s` would not have been, had another region not come later to it than this one.
+        blocked_s: seconds that training waited for it; `waited` is from when to when.
+        last: the region that sent it last; None if unknown.
+        late_s: the part of `blocked_s` that would not have been, had no region sent it later than this one.
         is_void: whether it changed nothing.
     """
 
@@ -74,10 +69,9 @@ class Story:
     """What one region did.
 
     Attributes:
-        region: its number.
         there: from when to when its process was in the run; times are on the common axis.
-        spans: what it did beside training, ordered by their beginnings; without landings until `blame` adds them.
-        flights: its transfers, ordered by their landings.
+        spans: what it did besides training, ordered by beginning; without landings until `blame` adds them.
+        flights: its transfers, ordered by landing.
     """
 
     region: int
@@ -91,13 +85,13 @@ class Story:
 
 
 def sections(events: Sequence[Event]) -> list[Sequence[Event]]:
-    """The events of each process of a region: from one beginning to the next one."""
+    """The events of each process of a region: from one start or resume to the next."""
     edges = [place for place, event in enumerate(events) if event["kind"] in BEGINNINGS]
     return [events[a:b] for a, b in zip(edges, [*edges[1:], len(events)], strict=True)]
 
 
 def arrival_of(event: Event) -> float | None:
-    """When the mean of a landing was here, by the time of the journal; None if an older journal cannot say."""
+    """When the mean of a landing was here, by the journal's clock; None if an older journal cannot say."""
     rested, took, blocked = figure(event, "rested_s"), figure(event, "took_s"), figure(event, "blocked_s")
     if rested is not None:
         return event["time_s"] - rested
@@ -105,11 +99,9 @@ def arrival_of(event: Event) -> float | None:
 
 
 def story_of(journal: RegionJournal, offsets: Sequence[float], in_steps: bool = False) -> Story:
-    """Tell what a region did.
+    """What a region did, in seconds, or in inner steps if time stands still (`in_steps`).
 
-    Args:
-        offsets: for each of its `sections`, what to add to the time of its events for the common axis.
-        in_steps: inner steps instead of seconds, where time stands still.
+    `offsets` has what to add to the times of each of its `sections` for the common axis.
     """
     story = Story(journal.region)
     for section, offset in zip(sections(journal.events), offsets, strict=True):
@@ -177,7 +169,7 @@ def _flight(event: Event, send: Event | None, at: Callable[[Event], float], in_s
 
 
 def _held(event: Event, end: float, in_steps: bool) -> list[Span]:
-    """What a send took. It may have waited for the transfer before it."""
+    """What a send took; it may have waited for the transfer before it."""
     took, blocked = figure(event, "took_s") or 0.0, figure(event, "blocked_s") or 0.0
     took = max(took, blocked)
     edge = end - took + blocked
@@ -198,12 +190,12 @@ def _landing(flight: Flight) -> list[Span]:
     )
 
 
-def _spans(*found: tuple[float, float, Activity]) -> list[Span]:
-    return [Span(*each) for each in found if each[1] > each[0]]
+def _spans(*spans: tuple[float, float, Activity]) -> list[Span]:
+    return [Span(*each) for each in spans if each[1] > each[0]]
 
 
 def blame(stories: Sequence[Story]) -> None:
-    """Find for every transfer the region that came last to it, from the sends of all; add what landings waited for to `spans`."""
+    """Find the region that sent each transfer last, from the sends of all; add what landings waited for to `spans`."""
     sent: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for story in stories:
         for flight in story.flights:
@@ -219,6 +211,6 @@ def blame(stories: Sequence[Story]) -> None:
 
 
 def waits(story: Story) -> list[tuple[float, float, Flight]]:
-    """From when to when training waited for a transfer, and for which: the longest first."""
-    found = [(*flight.waited, flight) for flight in story.flights if flight.blocked_s > 0]
-    return sorted(found, key=lambda wait: wait[0] - wait[1])
+    """From when to when training waited, and for which transfer: the longest first."""
+    blocked = [(*flight.waited, flight) for flight in story.flights if flight.blocked_s > 0]
+    return sorted(blocked, key=lambda wait: wait[0] - wait[1])
