@@ -1,6 +1,7 @@
-"""A connection to the coordinator for which its user waits."""
+"""A blocking connection to the coordinator."""
 
 import errno
+import math
 import os
 import select
 import socket
@@ -18,7 +19,7 @@ from ..errors import (
     RunOver,
     short,
 )
-from ..net.addresses import is_loopback
+from ..net.addresses import is_loopback, resolve
 from ..net.channel import Channel, line_of
 from ..net.keys import Keys, identity
 from .entrance import HERE, key_id, other_version, versions
@@ -26,14 +27,16 @@ from .messages import FromCommand, FromRegion, Refuse, from_plain, to_plain
 
 CONNECT_S = 10.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 2.0
-"""Between two attempts to connect."""
+"""Seconds between two attempts to connect."""
 LONGEST_LINE = 8 << 20
 """Bytes of a line for the coordinator: what regions compare may name each parameter of a model."""
 _LONGEST_ANSWER = 256 << 20
 """Bytes of a line of the coordinator, which is trusted: it may hold what every region compares."""
+_EACH_S = 3.0
+"""Seconds for each address of a host that has several, but the last."""
 _LOOK_S = 0.2
 _LONGEST_TURN_S = 3.0
-"""Between two looks at the clock passes more only if this process stands still."""
+"""If more time passes between two looks at the clock, this process stood still."""
 FLUSH_S = 1.0
 _ERRORS: dict[str, type[CocodcError]] = {
     each.__name__: each for each in (HandshakeError, InputError, LeftBehind, LinkError, MeetingError, RunOver)
@@ -45,11 +48,11 @@ class ConnectionEnded(LinkError):
 
 
 class NobodyAnswers(MeetingError):
-    """Nothing answers as a coordinator does."""
+    """No coordinator answers."""
 
 
 class _TryAgain(Exception):
-    """Nothing answers as a coordinator does, yet."""
+    """No coordinator answers yet."""
 
 
 def error_of(refusal: Refuse) -> CocodcError:
@@ -58,10 +61,7 @@ def error_of(refusal: Refuse) -> CocodcError:
 
 
 class _Patience:
-    """Seconds to wait, without those for which this process stands still: others can do nothing about them.
-
-    It is asked at least every `LONGEST_WAIT_S`.
-    """
+    """Seconds left to wait, less those in which this process stood still. Ask at least every `LONGEST_WAIT_S`."""
 
     def __init__(self, seconds: float) -> None:
         self._left_s, self._asked_at = seconds, time.monotonic()
@@ -75,13 +75,11 @@ class _Patience:
 
 
 class CoordinatorConnection:
-    """A connection to the coordinator for which its user waits.
+    """A blocking connection to the coordinator at `address` (HOST:PORT).
 
     Args:
-        address: HOST:PORT of the coordinator.
         purpose: "region", "command", "status" or "doctor".
-        keys: of the run's secret; None for none.
-        timeout_s: for how long the coordinator is tried again while it does not answer.
+        timeout_s: how long to keep trying while the coordinator does not answer.
         look: called several times a second meanwhile; what it raises goes to the caller.
 
     Raises:
@@ -103,7 +101,7 @@ class CoordinatorConnection:
         patience, wait_s = _Patience(timeout_s), FIRST_WAIT_S
         while True:
             try:
-                self.channel = self._connect(host.strip("[]"), int(port), patience)
+                self.channel = self._connect(patience)
                 break
             except _TryAgain as error:
                 if wait_s > patience.left_s:
@@ -123,12 +121,7 @@ class CoordinatorConnection:
             raise InputError(f"the coordinator at {self.address} cannot be told: {error}.") from error
 
     def receive(self, timeout_s: float) -> Any | None:
-        """The next message; None if none comes within `timeout_s`.
-
-        Raises:
-            ConnectionEnded: the connection has ended.
-            LinkError: what comes is no message.
-        """
+        """The next message; None if none comes in time. Raises ConnectionEnded, or LinkError if what comes is no message."""
         plain = self.receive_plain(timeout_s)
         return None if plain is None else from_plain(plain)
 
@@ -157,21 +150,18 @@ class CoordinatorConnection:
                 self.channel.take_line()
         self.channel.close()
 
-    def _connect(self, host: str, port: int, patience: _Patience) -> Channel:
+    def _connect(self, patience: _Patience) -> Channel:
         """Connect once, and prove both ends. Raises _TryAgain if that may succeed later."""
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (socket.gaierror, UnicodeError) as error:
-            raise InputError(
-                f"the coordinator's host {host!r} has no address ({getattr(error, 'strerror', error)}). Correct "
-                f"regions.coordinator={self.address!r}."
-            ) from error
+        addresses = resolve(self.address, socket.SOCK_STREAM)
         why = "it has no address"
-        for family, kind, _, _, where in found:
-            connection = socket.socket(family, kind)
-            channel = Channel(connection)
+        for number, (family, kind, _, _, where) in enumerate(addresses, start=1):
             try:
-                why = self._reach(connection, where, patience)
+                channel = Channel(socket.socket(family, kind))
+            except OSError as error:  # this kernel does not speak IPv6
+                why = error.strerror or str(error)
+                continue
+            try:
+                why = self._reach(channel.socket, where, patience, number < len(addresses))
                 if not why:
                     channel.longest = _LONGEST_ANSWER
                     self._prove(channel, patience)
@@ -182,11 +172,12 @@ class CoordinatorConnection:
             channel.close()
         raise _TryAgain(why)
 
-    def _reach(self, connection: socket.socket, where: Any, patience: _Patience) -> str:
-        """Connect; return why that failed, or nothing."""
+    def _reach(self, connection: socket.socket, where: Any, patience: _Patience, has_another: bool) -> str:
+        """Connect; return why that failed, or nothing. An address that drops packets must leave time for the next one."""
         failed = connection.connect_ex(where)
+        until = time.monotonic() + _EACH_S if has_another else math.inf
         while failed in (errno.EINPROGRESS, errno.EALREADY):
-            left_s = patience.left_s
+            left_s = min(patience.left_s, until - time.monotonic())
             if left_s <= 0:
                 return "it does not answer"
             if _poll(connection, select.POLLOUT, min(_LOOK_S, left_s)):
@@ -258,4 +249,4 @@ def _poll(connection: socket.socket, events: int, timeout_s: float) -> int:
     """What has happened to a socket; 0 if nothing has. (`select.select` takes only small file numbers.)"""
     poller = select.poll()
     poller.register(connection, events)
-    return next((found for _, found in poller.poll(1000 * max(timeout_s, 0.0))), 0)
+    return next((happened for _, happened in poller.poll(1000 * max(timeout_s, 0.0))), 0)

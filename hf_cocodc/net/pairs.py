@@ -34,18 +34,18 @@ MAX_SOCKETS = 512
 ASSUMED_RATE = 125e6
 """Bytes per second that a region plans for without a rate limit: 1 Gbit/s."""
 _USABLE = 0.25
-"""Share of a socket's buffer that we count as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
+"""Share of a socket's buffer that counts as bytes in flight. The kernel's book-keeping takes a third of the buffer, and a
 connection that was idle or has lost a packet starts with far less."""
 STREAMS = 65, 255
-"""The smallest and the largest number of a stream. Those below are of the connections that a pair always has."""
+"""The smallest and the largest number of a stream. Smaller ones are of the connections that a pair always has."""
 _LOOK_S = 0.2
 _RECALL_S = 2.0
 
 
 class Stream(NamedTuple):
-    """A connection for one long conversation with another region, beside the transfers; and what seals what is said on it.
+    """A connection for one long conversation with another region, beside the transfers, and the ciphers for it.
 
-    Like any other connection of a pair it comes back if it breaks. It is closed by who has opened it.
+    Like any other connection of a pair it comes back if it breaks. Whoever has opened it closes it.
     """
 
     connection: Connection
@@ -58,15 +58,13 @@ class Pair:
     Args:
         timeout_s: seconds after which a connection counts as failed, if the other end does not answer.
         own: the address of this machine to call from; empty for any.
-        keys: of the run's secret: with them, all that the two send each other is sealed; None without one.
+        keys: of the run's secret: with them, all that the two send each other is sealed.
         word: what the coordinator knows of the other region.
-        relay: where the relay listens, if there is one.
 
     Attributes:
         control: the connection for control messages; None before `meet`.
         bulk: the connections for payloads.
         rtt_s: seconds of a round trip, set by the wire.
-        ciphers: what seals what this end sends, and what opens what comes; None if nothing is encrypted.
         way: "direct" if the region with the lower number calls the other one, "reversed" if that calls, "relayed" if both call
             the relay.
     """
@@ -112,14 +110,7 @@ class Pair:
             unclaimed.close()
 
     def meet(self, introduction: Introduction) -> None:
-        """Make the control connection.
-
-        Args:
-            introduction: how the two ends tell each other where they listen.
-
-        Raises:
-            LinkError: the other end did not come in time, or neither end reaches the other one.
-        """
+        """Make the control connection. Raises LinkError if the other end comes too late, or neither end reaches the other."""
         region, other = self._ids
         token, share = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         search = Search(region < other, self._timeout_s, self._own, self._relay)
@@ -158,11 +149,7 @@ class Pair:
         self.control = self._connection(connection, str(other))
 
     def widen(self, count: int, congestion: str | None = None) -> None:
-        """Make payload connections; the end that has called for the first one calls for the others, too.
-
-        Raises:
-            LinkError: the other end cannot be reached any more.
-        """
+        """Make payload connections; the end that made the first call makes all. Raises LinkError if they cannot be made."""
         numbers = range(1, count + 1)
         opened = side_by_side([partial(self._open, number, self._timeout_s) for number in numbers], count)
         self._congestion = congestion
@@ -173,17 +160,15 @@ class Pair:
     def stream(self, number: int, timeout_s: float, look: Callable[[], object] = lambda: None) -> Stream:
         """Open a stream. Both ends do, with a number that no other stream has: see `STREAMS`.
 
-        Args:
-            look: called several times a second while this end waits; it may raise.
-
-        Raises:
-            LinkError: the other end cannot be reached, or has not called in time.
+        `look` is called several times a second while this end waits, and may raise. Raises LinkError if the other end cannot be
+        reached, or has not called in time.
         """
         connection = self._connection(
             self._open(number, timeout_s, look), f"{self.region}-stream", self._congestion
         )
-        self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
-        self._streams[number] = connection
+        with self._changed:
+            self._streams = {key: each for key, each in self._streams.items() if math.isinf(each.lost_at)}
+            self._streams[number] = connection
         return Stream(connection, self.ciphers)
 
     def _open(
@@ -221,10 +206,7 @@ class Pair:
         return Connection(connected, name, self._recovery.begin, congestion)
 
     def _call_again(self, connection: Connection) -> None:
-        """Call for a broken connection; or look whether the region is there, if it calls.
-
-        Behind a router, its own addresses may be those of other machines here; and a relay does not speak for it.
-        """
+        """Call for a broken connection; or look whether the region is there, if it calls."""
         try:
             if self._called is not None:
                 number = next(key for key, each in self._numbered().items() if each is connection)
@@ -232,10 +214,11 @@ class Pair:
                     dial(*self._called, self._resumes, number, _RECALL_S, self._own, self._role)
                 )
                 return
+            # not its own addresses: behind a router, they may be those of other machines here
             for address in self._callers:
                 socket.create_connection(address, _RECALL_S, (self._own, 0) if self._own else None).close()
         except (ConnectionRefusedError, ConnectionResetError) as error:
-            if self.way != "relayed":
+            if self.way != "relayed":  # a relay does not speak for the region
                 raise Denied(short(error.strerror or error, 200)) from error
 
     def _come_back(self, connected: socket.socket, number: int) -> None:
@@ -286,14 +269,9 @@ class Pair:
 
 
 def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None = None) -> int:
-    """Number of connections that keep a link busy.
+    """The number of connections that keep a link busy: rtt_s x rate bytes in flight, of which each may have `_USABLE` x window.
 
-    The link holds rtt_s x rate bytes in flight. One connection may have a share `_USABLE` of its window in flight.
-
-    Args:
-        rtt_s: seconds of a round trip.
-        rate: bytes per second of the link.
-        window: bytes of a socket's buffer; by default the limit of this machine's kernel for senders.
+    `rate`: bytes per second. `window`: bytes of a socket's buffer; by default what this machine's kernel allows senders.
     """
     window = _send_buffer() if window is None else window
     wanted = math.ceil(rtt_s * rate / (_USABLE * window))
@@ -301,21 +279,16 @@ def connections_for(rtt_s: float, rate: float = ASSUMED_RATE, window: int | None
 
 
 def _send_buffer() -> int:
-    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if the kernel does not say."""
+    """The largest TCP send buffer, in bytes, that this machine's kernel allows; Linux's default if it does not say."""
     limits = Path("/proc/sys/net/ipv4/tcp_wmem")
     return int(limits.read_text().split()[2]) if limits.is_file() else 4 << 20
 
 
 def side_by_side(calls: Iterable[Callable[[], T]], threads: int) -> list[T]:
-    """The results of calls that wait for other regions, in order. Each thread takes the next call as soon as it is free.
+    """The results of calls that wait for other regions, in order, made in at most so many threads.
 
-    The threads are daemons, so that a region which does not answer keeps no process from its end.
-
-    Args:
-        threads: at most so many.
-
-    Raises:
-        BaseException: the first error of a call, as soon as it occurs; threads may still be waiting, but take no other call.
+    The threads are daemons, so that a region which does not answer keeps no process from its end. The first error of a call is
+    raised as soon as it occurs; threads may still be waiting, but take no other call.
     """
     todo = list(enumerate(calls))
     results: dict[int, T] = {}

@@ -1,3 +1,4 @@
+import contextlib
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from hf_cocodc.coordinator.client import Client, status
 from hf_cocodc.coordinator.messages import Announce, Bye, Leave, Post, Posted, Refuse, Resumed, Waiting
 from hf_cocodc.coordinator.server import serve_in_thread
 from hf_cocodc.errors import InputError, MeetingError
+from hf_cocodc.net.addresses import own_address
 
 from .regions import Region, hello, meet, part, try_to_meet, wait_until
 
@@ -32,6 +34,36 @@ def test_nobody_answers() -> None:
 def test_an_unknown_host_is_an_input_error() -> None:
     with pytest.raises(InputError, match=r"host 'nowhere\.invalid' has no address"):
         status("nowhere.invalid:29650", None)
+
+
+def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name often has an IPv6 address that nobody reaches; and a kernel may not know its family."""
+    monkeypatch.setattr(caller, "_EACH_S", 0.2)
+    there = serve_in_thread()
+    with socket.socket() as silent, contextlib.ExitStack() as kept:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        for _ in range(3):  # its queue is full: it answers nobody else
+            waiting = kept.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        known = [
+            (family, socket.SOCK_STREAM, 0, "", where)
+            for family, where in (
+                (socket.AF_INET, silent.getsockname()),
+                (99, ("::1", 1)),
+                (socket.AF_INET, ("127.0.0.1", there.port)),
+            )
+        ]
+        monkeypatch.setattr(caller, "resolve", lambda address, kind: known)
+        assert status("many.example:29650", None, timeout_s=5.0) == []
+    there.close()
+
+
+def test_a_region_names_a_coordinator_that_has_no_address() -> None:
+    """A plain loop asks for the way there before it calls it."""
+    with pytest.raises(InputError, match=r"host 'nowhere\.invalid' has no address"):
+        own_address("nowhere.invalid:29650", None)
 
 
 def test_a_coordinator_that_is_started_a_moment_later_is_reached() -> None:
