@@ -34,7 +34,7 @@ _JOINED = 64 << 10
 """A message of at most so many bytes leaves together with its header."""
 _SKIPPED = 1 << 20
 _MORE = getattr(socket, "MSG_MORE", 0)
-_DUE_MESSAGES, _DUE_BYTES = 16, 256 << 10
+_DUE_MESSAGES, DUE_BYTES = 16, 256 << 10
 """What this end receives at most before it acknowledges it."""
 _ASK_S = 0.5
 _ANSWER_S = 2.0
@@ -52,10 +52,10 @@ class Operation:
     """A message that is being sent or received, and the memory that it lies in.
 
     Args:
-        memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is being sent may be read.
+        memory: its bytes (1-D uint8, contiguous). Do not touch it before the operation has ended; what is sent may be read.
         then: called by `wait` once it has ended well.
         is_own: whether nobody else uses the memory, also after that.
-        most: of a message whose length nobody knows before it comes, the bytes that it may have: memory is made for it then.
+        most: the most bytes of a message whose length is unknown before it comes: memory is made for it then.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Operation:
         return memoryview(self.memory.numpy())
 
     def expect(self, size: int) -> None:
-        """A message of so many bytes comes. Raises ConnectionLost if it is another one than was asked for."""
+        """A message of so many bytes comes. Raises ConnectionLost if another one was asked for."""
         if 0 < size <= self._most:
             self.memory = torch.empty(size, dtype=torch.uint8)
         if self.memory.numel() != size:
@@ -96,12 +96,7 @@ class Operation:
         self._ended.set()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait until it has ended.
-
-        Raises:
-            TimeoutError: it has not within `timeout_s`.
-            Exception: the error with which it has ended.
-        """
+        """Wait until it has ended. Raises TimeoutError if it has not in time, else the error with which it has ended."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError("timed out")
         if self._error is not None:
@@ -115,7 +110,6 @@ class Connection:
 
     Args:
         connected: a socket that blocks.
-        name: of the other end, for the names of threads.
         broken: called, in any thread, when a socket has failed. Without it, the connection ends with its socket.
         congestion: TCP's congestion control; None for that of the machine.
 
@@ -156,22 +150,16 @@ class Connection:
         self._receiver.start()
 
     def send(self, operation: Operation) -> None:
-        """Send its memory, after all that was given before; the operation ends once the kernel has taken it.
-
-        Raises:
-            ConnectionLost: the connection has ended.
-        """
+        """Send its memory, after all that was given before; it ends once the kernel has taken it. Raises ConnectionLost."""
         operation.then = partial(self._let_go, operation)
         with self._changed:
             self._check()
             self._outgoing.put(operation)
 
     def receive(self, operation: Operation) -> None:
-        """Receive the next message of its order and tag, which has as many bytes, into its memory. No message of an earlier order
-        is asked for after it.
+        """Receive the next message of its order and tag into its memory, which has as many bytes.
 
-        Raises:
-            ConnectionLost: the connection has ended.
+        No message of an earlier order may be asked for after it. Raises ConnectionLost if the connection has ended.
         """
         with self._changed:
             self._check()
@@ -207,9 +195,7 @@ class Connection:
     def attach(self, connected: socket.socket) -> None:
         """Go on with another socket, on which the other end calls `attach` too. It takes a round trip.
 
-        Raises:
-            OSError: the other end says nothing on it, or closes it.
-            ConnectionLost: the connection has ended.
+        Raises OSError if the other end says nothing on it or closes it, and ConnectionLost if the connection has ended.
         """
         try:
             with self._attaching:
@@ -246,13 +232,9 @@ class Connection:
                 self._outgoing.put(None)
 
     def drain(self, until: float) -> bool:
-        """Wait until the other end has received all that the kernel took; while the connection is broken, or until then.
+        """Wait until the other end has received all that the kernel took. Returns whether it has, or the connection has ended.
 
-        Args:
-            until: by the monotonic clock.
-
-        Returns:
-            Whether it has, or the connection has ended.
+        It waits until `until`, by the monotonic clock, and on while the connection is broken.
         """
         with self._changed:
             while self._sent and self._error is None and (self._socket is None or time.monotonic() < until):
@@ -436,10 +418,7 @@ class Connection:
         with self._changed:
             self._num_received += 1
             self._bytes_since += size
-            if (
-                self._num_received - self._num_acknowledged >= _DUE_MESSAGES
-                or self._bytes_since >= _DUE_BYTES
-            ):
+            if self._num_received - self._num_acknowledged >= _DUE_MESSAGES or self._bytes_since >= DUE_BYTES:
                 self._bytes_since = 0
                 self._outgoing.put(None)
         if operation is not None:

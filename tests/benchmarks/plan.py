@@ -120,6 +120,7 @@ def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[
         interface=INTERFACE,
         connections=planned.connections,
         rate_limit=planned.limit * 8 / 1e6,
+        congestion="system",  # the emulated link's: "auto" would take bbr where the kernel has it
     )
     params = [param.detach() for param in model.parameters()]
     torch.manual_seed(spec["region"])

@@ -189,15 +189,16 @@ def test_a_plan_over_a_lossy_link_tells_the_worst_trial(
         lambda outer: islice((each for each in variants(outer) if each.method == "streaming"), 4),
     )
     table = tmp_path / "plan.json"
-    words = ["plan", "quickstart/streaming", *LINK, "--step-s", "0.1", "--congestion", "cubic"]
-    assert main([*words, "--loss", "1e-2", "--target", "0.9", "--json", str(table)]) == 0
+    link = ["--rtt-ms", "100", "--rate-mbit", "60", "--loss", "1e-2", "--congestion", "cubic"]
+    words = ["plan", "quickstart/streaming", *link, "--step-s", "0.1", "--target", "0.8"]
+    assert main([*words, "--json", str(table)]) == 0
     said = capsys.readouterr()
     assert "losses: which packets get lost is chance. The worst of 8 trials uses" in " ".join(
         said.out.split()
     )
     assert said.err == ""
     [report] = read(table)
-    assert all(row["used"] >= 0.9 for row in report["rows"][:-1])
+    assert all(row["used"] >= 0.8 for row in report["rows"][:-1])
 
 
 @pytest.mark.slow

@@ -9,23 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...net.connection import DUE_BYTES
 from ...net.pairs import MAX_CONNECTIONS, connections_for
 from .course import Cargo, Carried
 
 OVERHEAD_S = 1e-3
-"""Seconds of a transfer for what belongs to no byte: threads that wake up, the trailer."""
+"""Seconds of a transfer that no byte causes: threads that wake up, the trailer."""
 LIMIT = 0.9
-"""Share of the link's rate that a region should send at most. A region that sends more fills the buffer before the link; packets
-then wait there, or are dropped."""
+"""Most of the link's rate that a region should send: with more, packets wait in the buffer before the link, or are dropped."""
 TRIALS = 8
-"""Trainings that are played where packets get lost, for settings that are reported; the mean of them counts."""
+"""Trainings that are played for settings that are reported, if packets get lost; their mean counts."""
 
 MSS, MTU = 1448, 1500
 """Payload bytes of a full TCP segment with time stamps, and bytes of its packet."""
 FIRST_WINDOW = 10 * MSS
-"""Bytes in flight of a new connection, or of one that was idle (RFC 6928)."""
-RTO_S = 0.2
-"""Linux halves the window of an idle connection each round trip plus this time."""
+"""Bytes in flight of a connection that is new, or was idle (RFC 6928)."""
+LEAST_VARIANCE_S = 0.2
+"""Linux halves the window of a connection each time that it was idle for its retransmission time-out: a round trip, and at least
+this time. A new connection has two round trips in its place, and comes down to it with its round trips (RFC 6298)."""
 DECREASE = 0.3
 """Share of its window by which a connection shrinks after a loss (cubic)."""
 CUBIC = 0.4
@@ -33,11 +34,11 @@ CUBIC = 0.4
 FRIENDLY = 0.53
 """Segments by which cubic's window grows in a round trip behind slow start, like Reno's (RFC 9438, 4.3)."""
 SLICES = 4
-"""Parts of a round trip in which it is followed what a connection sends."""
+"""Parts of a round trip in which a connection's sends are followed."""
 BURST_S = 1e-3
-"""Linux sends as much at once as goes in this time."""
+"""Linux sends at once what goes in this time."""
 FOLLOWED, FLIGHTS = 64, 256
-"""Pieces of a message, and flights of its connections, that are followed one by one; later ones take as long as in the mean."""
+"""Pieces of a message, and flights of its connections, that are followed one by one; later ones take the mean time."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class LinkFigures:
     """A link between regions.
 
     Attributes:
-        rtt_s: seconds of a round trip.
-        rate: bits per second that a region can send, to all others together, including headers.
+        rate: bits per second that a region can send to all others together, including headers.
         loss: probability that a packet is lost.
-        congestion: TCP congestion control of the senders.
     """
 
     rtt_s: float
@@ -63,10 +62,9 @@ class LinkFigures:
 
     @property
     def window_of_loss(self) -> float:
-        """Bytes that one connection has in flight in the mean, because of losses.
+        """Mean bytes that one connection has in flight because of losses.
 
-        Reno's is Mathis' bound, MSS sqrt(3 / 2p); cubic's is larger on long links (RFC 9438, 5.2). BBR does not slow down for
-        few losses.
+        Reno's is Mathis' bound, MSS sqrt(3 / 2p); cubic's is larger on long links (RFC 9438, 5.2). BBR ignores few losses.
         """
         if not self.loss or self.congestion.startswith("bbr"):
             return math.inf
@@ -76,19 +74,19 @@ class LinkFigures:
 
     @property
     def restarts(self) -> bool:
-        """Whether a connection that was idle begins with a small window again."""
+        """Whether a connection that was idle begins again with a small window."""
         return not self.congestion.startswith("bbr")
 
 
 class Codes(NamedTuple):
-    """What the ends of a transfer do, for one fragment; seconds of the link's thread.
+    """What the ends of a transfer do for one fragment, in seconds of the link's thread.
 
     Attributes:
-        messages: messages of the codec's conversation, one after the other.
+        messages: number in the codec's conversation, one after the other.
         scatters: whether a message travels to the region that averages it, and its mean back.
         encode_s: to encode all that this region sends.
         decode_s: to decode all that it receives, and to find the mean.
-        piece_bytes: bytes of a piece: pieces are encoded while others travel.
+        piece_bytes: size of a piece; pieces are encoded while others travel.
         step_s: of the outer step, if the link's thread takes it.
     """
 
@@ -103,10 +101,7 @@ class Codes(NamedTuple):
 class TcpLine:
     """A line over TCP connections, as a link's thread uses them: one transfer after the other, piece by piece.
 
-    Args:
-        limit: payload bytes per second that a region sends at most.
-        codes: by the bytes of a fragment's transfer, what its ends do.
-        seed: of the random numbers that decide which packets are lost.
+    A region sends at most `limit` payload bytes per second; `codes` is by the bytes of a fragment's transfer.
     """
 
     def __init__(
@@ -141,8 +136,7 @@ class TcpLine:
         pieces = max(math.ceil(num_bytes / codes.piece_bytes), self._others)
         encode_s, decode_s = codes.encode_s / codes.messages, codes.decode_s / codes.messages
         between_s = encode_s / pieces
-        # a region sends nothing before the other one has asked for it: the request takes half a round trip
-        first_s = max(encode_s / pieces, half_s)
+        first_s = encode_s / pieces
         first = begin + first_s
         wire_s = (
             max(each.send(num_bytes / pieces, pieces, first, between_s) for each in self._directions) - first
@@ -155,24 +149,14 @@ class TcpLine:
 
 
 def wanted_connections(link: LinkFigures, limit: float) -> int:
-    """Connections that fill the link in spite of losses, at least as many as a region chooses by itself.
-
-    Args:
-        limit: payload bytes per second that a region sends at most.
-    """
+    """Connections that send `limit` payload bytes per second in spite of losses; at least as many as a region would choose."""
     by_itself = connections_for(link.rtt_s, limit)
     for_loss = math.ceil(limit * link.rtt_s / link.window_of_loss)
     return min(max(by_itself, for_loss), MAX_CONNECTIONS)
 
 
 class _Flight(NamedTuple):
-    """Bytes that a connection has under way.
-
-    Attributes:
-        num_bytes: of them.
-        sent: when they left the connection.
-        ends: when the last one left the region.
-    """
+    """Bytes that a connection has under way: when they left it, and when the last one left the region."""
 
     num_bytes: float
     sent: float
@@ -180,14 +164,10 @@ class _Flight(NamedTuple):
 
 
 class Direction:
-    """The connections in one direction, which share the link.
+    """The connections in one direction, which share the link; together they send at most `limit` payload bytes per second.
 
     The kernel spreads what each of them sends (`net.pacing`), so that they do not wait for each other in a buffer. What the
     window and the pace allow leaves as a flight.
-
-    Args:
-        limit: payload bytes per second that they send at most, each its share.
-        draw: returns random numbers in [0, 1).
     """
 
     def __init__(self, link: LinkFigures, count: int, limit: float, draw: Callable[[], float]) -> None:
@@ -198,7 +178,7 @@ class Direction:
         self._steady = count * (window / link.rtt_s if link.rtt_s else pace)
 
     def send(self, size: float, pieces: int, begin: float, between_s: float) -> float:
-        """The time at which the last byte of a message has left, whose pieces are ready one after the other."""
+        """When the last byte of a message has left whose pieces are ready one after the other."""
         connections = self._connections
         followed = min(pieces, max(FOLLOWED // len(connections), 1) * len(connections))
         order = itertools.count()  # of events at the same time
@@ -240,32 +220,26 @@ class Direction:
 
 
 class _TcpConnection:
-    """One TCP connection in one direction: its window, flight by flight.
-
-    Args:
-        pace: bytes per second at which it sends at most.
-        draw: returns random numbers in [0, 1).
-
-    Attributes:
-        ready: pieces that are to be sent: when they are ready, and their bytes.
-        paced_until: when it may send again.
-        ended: when its last byte left the region.
-    """
+    """One TCP connection in one direction, flight by flight; it sends at most `pace` bytes per second."""
 
     def __init__(self, link: LinkFigures, pace: float, draw: Callable[[], float]) -> None:
         self._link, self._pace, self._draw = link, pace, draw
         self._slice = max(pace * max(link.rtt_s / SLICES, BURST_S), MSS)
-        self.paced_until = 0.0
+        self.paced_until = 0.0  # when it may send again
         full = link.goodput * link.rtt_s
         self._most = max(2 * full, FIRST_WINDOW)
-        self._window, self.ended = float(FIRST_WINDOW), 0.0
+        self._window, self.ended = float(FIRST_WINDOW), 0.0  # ended: when its last byte left the region
         self._is_cubic = link.congestion == "cubic"
         self._threshold = math.inf
         self._decrease = DECREASE if self._is_cubic else 0.5
         self._crest = self._age_s = 0.0
         self._left = self._under_way = self._cut = 0.0
+        self._variance_s = max(2 * link.rtt_s, LEAST_VARIANCE_S)
+        self._heard_at = self._unacknowledged = 0.0
         self._until_loss = self._gap()
-        self.ready: deque[tuple[float, float]] = deque()
+        self.ready: deque[tuple[float, float]] = (
+            deque()
+        )  # of pieces to send: when they are ready, and their bytes
 
     def next(self, now: float) -> float:
         """Bytes of the flight that leaves now."""
@@ -283,7 +257,7 @@ class _TcpConnection:
         return num_bytes
 
     def sends_at_pace(self, num_bytes: float) -> bool:
-        """Whether a flight of so many bytes was as large as the pace allows, and the window allows another one."""
+        """Whether a flight of so many bytes was as large as the pace allows, and the window has room for another one."""
         return num_bytes == self._slice and self._window - self._under_way >= self._slice
 
     def hear(self, flight: _Flight, now: float) -> None:
@@ -294,7 +268,16 @@ class _TcpConnection:
             lost += min(MSS, flight.num_bytes)
             self._until_loss += self._gap()
         self._grow(flight)
+        if flight.sent >= self._heard_at:  # once each round trip, as Linux does it
+            self._heard_at = now
+            self._variance_s -= (self._variance_s - LEAST_VARIANCE_S) / 4
         self._left, self.ended = self._left + min(lost, flight.num_bytes), flight.ends
+        self._unacknowledged += flight.num_bytes
+        if (
+            self._unacknowledged >= DUE_BYTES
+        ):  # the other region sends as much, and this one says that it has come
+            self._unacknowledged = 0.0
+            self.ended += self._link.rtt_s / 2
         self._under_way -= flight.num_bytes
         if lost and self._link.restarts and flight.sent >= self._cut:
             before, self._crest = self._crest, self._window
@@ -319,7 +302,7 @@ class _TcpConnection:
             self._window = min(grown, self._most)
 
     def forget(self) -> float:
-        """Bytes that were to be sent; they are followed no more."""
+        """Bytes that were still to be sent, and are no longer followed."""
         left = self._left + sum(size for _, size in self.ready)
         self._left = self._under_way = 0.0
         self.ready.clear()
@@ -327,7 +310,7 @@ class _TcpConnection:
 
     def _rest(self, idle_s: float) -> None:
         """The connection was idle for this time."""
-        halvings = min(idle_s / (self._link.rtt_s + RTO_S), 60.0) // 1
+        halvings = min(idle_s / (self._link.rtt_s + self._variance_s), 60.0) // 1
         if halvings > 0 and self._link.restarts:
             self._threshold = max(self._threshold, 0.75 * self._window)
             self._window = max(self._window / 2**halvings, min(FIRST_WINDOW, self._window))
