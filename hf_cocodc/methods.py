@@ -301,7 +301,9 @@ def cocodc(
     merge: str = "compensate",
     mean: str = "average",
 ) -> Method:
-    """CoCoDC: fragments travel as often as the link allows, the fastest changing first; the merge compensates for the delay.
+    """CoCoDC: fragments travel as often as the link allows; the merge compensates for the delay (2504.17672).
+
+    The fragment that changes fastest is sent first.
 
     ::
 

@@ -50,14 +50,14 @@ def simulate(
         what = Recipe.load(what, overrides)
     if method is not None:
         what = _with_method(what, method)
+    if regions is not None and regions < 1:
+        raise InputError(f"simulate(..., regions={regions}): the number of regions must be at least 1.")
     if isinstance(what, Recipe):
         return _simulate_recipe(what, regions, link)
     if regions is None:
         raise InputError(
             "simulate(function) needs the number of regions, for example simulate(function, regions=2)."
         )
-    if regions < 1:
-        raise InputError(f"simulate(function, regions={regions}): the number of regions must be at least 1.")
     return run_in_lockstep(regions, what, link)
 
 

@@ -21,6 +21,7 @@ import torch
 from hf_cocodc import OuterConfig
 from hf_cocodc.errors import InputError
 from hf_cocodc.methods import METHODS, Method, diloco
+from hf_cocodc.newer import known
 from hf_cocodc.parts import codecs, outer, own, schedules
 from hf_cocodc.resolve import as_config, from_config, paper_of, settings
 
@@ -62,9 +63,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "of_mine.py").write_text(MODULE, encoding="utf-8")
-    known = set(sys.modules)
+    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - known:
+    for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
 
@@ -84,6 +85,12 @@ def test_a_recipe_can_name_a_method(here: Path) -> None:
     assert "_sync_interval=4" in str(told["part.schedule"])
     assert from_config(OuterConfig(method="of_mine:made")).name == "of_mine:made"
     assert paper_of("of_mine:mine") == ("Mine", "2401.00001")
+
+
+@pytest.mark.parametrize("name", known())
+def test_each_method_names_its_paper(name: str) -> None:
+    """A model card links it."""
+    assert paper_of(name) is not None
 
 
 def test_a_method_as_an_object(here: Path) -> None:

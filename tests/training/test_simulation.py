@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +175,10 @@ def test_the_model_of_an_earlier_run_is_not_taken_for_that_of_a_finished_one(tmp
     last = folder / f"checkpoint-{STEPS + 2}"
     assert (folder / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
     assert (folder / "model.safetensors").read_bytes() != earlier["model.safetensors"]
+
+
+@pytest.mark.parametrize("what", [RECIPE, lambda region: region], ids=["a recipe", "a function"])
+def test_no_regions_are_refused(what: Any) -> None:
+    """And not taken for the number of the recipe."""
+    with pytest.raises(InputError, match=r"regions=0\): the number of regions must be at least 1"):
+        simulate(what, regions=0)

@@ -159,7 +159,7 @@ def machine() -> Machine:
         unmet=_unmet(),
         devices=devices,
         accelerator=None if kind is None or kind.type in ("cpu", "cuda") else kind.type,
-        unused=0 if devices or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else cards,
+        unused=0 if devices or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") else cards,
         available=memory.available,
         total=memory.total,
         cores=cores(),

@@ -91,6 +91,18 @@ def test_disk(disk: Disk, needs: Needs | None, regions: int, level: str, words: 
     assert (line.command is not None) == (level in (WARN, WRONG))
 
 
+@pytest.mark.parametrize(("hidden", "unused"), [("", 0), ("-1", 0), ("0", 2)])
+def test_cards_that_are_hidden_on_purpose_are_not_missed(
+    hidden: str, unused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    monkeypatch.setattr(facts.torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(
+        facts.Path, "glob", lambda path, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1")])
+    )
+    assert facts.machine().unused == unused
+
+
 def test_facts_of_this_machine(tmp_path: Path) -> None:
     """What is read here can be: the disk of a folder that does not exist yet is that of the nearest one."""
     found = facts.machine()
