@@ -22,13 +22,19 @@ _BOUNDS = {"rtt_ms": (0, 60_000), "rate_mbit": (0.01, 1_000_000)}
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "plan",
-        usage="%(prog)s RECIPE [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
+        usage="%(prog)s [RECIPE] [OPTIONS] [-- ACCELERATE LAUNCH ARGS]",
         help="find settings that suit a link, and forecast a run",
         description="Forecast a recipe over a link, with every method and codec: utilisation, waiting, bytes, staleness, memory, "
-        "time; and find the settings that reach --target with the least staleness. It trains nothing, unless --measure is given; "
-        "then arguments after -- go to accelerate launch.",
+        "time, dollars; and find the settings that reach --target with the least staleness. In place of a recipe, --params gives "
+        "the size of a model. It trains nothing, unless --measure is given; then arguments after -- go to accelerate launch.",
     )
-    add_recipe(parser)
+    add_recipe(parser, is_needed=False)
+    parser.add_argument(
+        "--params", metavar="COUNT", help="parameters of the model, for example 1.2B, in place of a recipe"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="inner steps of the run (default: training.max_steps of the recipe)"
+    )
     parser.add_argument("--rtt-ms", type=float, help="round trip of the link in ms")
     parser.add_argument(
         "--rate-mbit", type=float, help="rate at which a region can send, to all others together, in Mbit/s"
@@ -46,6 +52,19 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--step-s", type=float, metavar="S", help="seconds of an inner step of a region")
     parser.add_argument(
         "--measure", action="store_true", help="measure the inner step: train 30 steps here, as one region"
+    )
+    parser.add_argument(
+        "--usd-per-gpu-hour", type=float, metavar="USD", help="price of a GPU: adds dollars to the table"
+    )
+    parser.add_argument("--gpus", type=int, help="GPUs of each region, for --usd-per-gpu-hour (default: 1)")
+    parser.add_argument(
+        "--usd-per-gb", type=float, metavar="USD", help="price of a GB that leaves a region: adds dollars"
+    )
+    parser.add_argument(
+        "--prices",
+        metavar="CLOUD[,CLOUD...]",
+        help="the clouds' list prices in place of --usd-per-gb, one cloud for all regions or one for each: aws, aws-regions "
+        "(between its regions), azure, gcp, gcp-standard, gcp-regions, oracle",
     )
     parser.add_argument("--regions", type=int, help="number of regions (default: the recipe's, or 2)")
     parser.add_argument(
@@ -71,9 +90,17 @@ def run(options: argparse.Namespace) -> int:
     if options.write is not None and options.write.exists():
         raise InputError(f"--write {short(options.write)} exists. Name a new file, or remove this one.")
     _check(options)
-    recipe = recipe_of(options)
+    from ..tools.plan import choice, sizes, speeds, table, written
+
+    steps = [] if options.steps is None else [f"training.max_steps={options.steps}"]
+    recipe = (
+        recipe_of(options, steps)
+        if options.params is None
+        else sizes.recipe_of(sizes.params_in(options.params), [*options.overrides, *steps])
+    )
+    regions = options.regions or max(recipe.regions.count or 2, 2)
+    prices = _prices(options, regions)
     from ..tools.bench.report import content
-    from ..tools.plan import choice, speeds, table, written
     from ..tools.plan.flights import LinkFigures
     from ..tools.plan.forecast import Subject, codecs_of
     from ..training.preflight import on_meta
@@ -94,14 +121,13 @@ def run(options: argparse.Namespace) -> int:
         step_s = speeds.step_seconds(options.recipe, options.overrides, options.launcher)
     configs = list(choice.variants(recipe.outer))
     machine = speeds.measure(codecs_of(configs), accelerated=not recipe.training.get("use_cpu"))
-    regions = options.regions or max(recipe.regions.count or 2, 2)
     subject = Subject(recipe, model, link, step_s, regions, machine)
     tried = [(config, choice.choose(subject, config, options.target)) for config in _counted(configs)]
     forecasts = [each for _, each in tried if each is not None]
     failing = [f"{config.method} {codecs_of([config])[0]}" for config, each in tried if each is None]
-    report = table.report(subject, forecasts, failing, options.target)
+    report = table.report(subject, forecasts, failing, options.target, prices)
     chosen = choice.best(forecasts, recipe.outer)
-    words = table.in_words(subject, chosen, str(recipe.outer.method), options.target)
+    words = table.in_words(subject, chosen, str(recipe.outer.method), options.target, prices)
     shown = report if options.all else table.short(report, forecasts, recipe.outer)
     print("\n".join([*shown.lines(), "", *words]))
     write_json(options, content([report]))
@@ -114,6 +140,16 @@ def run(options: argparse.Namespace) -> int:
         )
         print(f"written: {options.write}")
     return 0
+
+
+def _prices(options: argparse.Namespace, regions: int) -> Any:
+    """The `Prices` of the options. Raises InputError if `--prices` does not fit."""
+    from ..tools.plan.money import Prices, list_price
+
+    per_gb, source = options.usd_per_gb, ""
+    if options.prices is not None:
+        per_gb, source = list_price(options.prices.split(","), regions)
+    return Prices(per_gb, options.usd_per_gpu_hour, regions * (options.gpus or 1), source)
 
 
 def _counted(configs: Sequence[T]) -> Iterator[T]:
@@ -141,6 +177,13 @@ def _congestion() -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if (options.recipe is None) == (options.params is None):
+        raise InputError(
+            "plan needs a model: give either a recipe, or --params with the number of its parameters."
+        )
+    if options.params is not None and (options.measure or options.write is not None):
+        flag = "--measure" if options.measure else "--write"
+        raise InputError(f"{flag} needs a recipe: --params says only how large the model is.")
     if options.link is None and None in (options.rtt_ms, options.rate_mbit):
         raise InputError(
             "plan needs the link: give --rtt-ms and --rate-mbit, or --link with the file of hf-cocodc bench link --json."
@@ -159,6 +202,20 @@ def _check(options: argparse.Namespace) -> None:
         check("--step-s", options.step_s, 1e-6, 1e6)
     if options.regions is not None:
         check("--regions", options.regions, 2, 1000)
+    if options.steps is not None:
+        check("--steps", options.steps, 1, 10**12)
+    for flag, value in (
+        ("--usd-per-gb", options.usd_per_gb),
+        ("--usd-per-gpu-hour", options.usd_per_gpu_hour),
+    ):
+        if value is not None:
+            check(flag, value, 0, 1e6)
+    if options.gpus is not None:
+        check("--gpus", options.gpus, 1, 10**6)
+        if options.usd_per_gpu_hour is None:
+            raise InputError("--gpus counts for the price alone: give --usd-per-gpu-hour, too.")
+    if options.prices is not None and options.usd_per_gb is not None:
+        raise InputError("--prices and --usd-per-gb both say what traffic costs: give one of them.")
     if options.congestion not in (None, *CONGESTIONS):
         raise InputError(
             f"--congestion {short(options.congestion)} is not modelled.{nearest(options.congestion, CONGESTIONS)}"

@@ -159,10 +159,12 @@ def facts_of_data(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def add_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe(parser: argparse.ArgumentParser, is_needed: bool = True) -> None:
     """Add the recipe and `--set`, which become `options.recipe` and `options.overrides`."""
     parser.add_argument(
-        "recipe", help="recipe: a YAML file, or one that comes with the package: quickstart/METHOD"
+        "recipe",
+        nargs=None if is_needed else "?",
+        help="recipe: a YAML file, or one that comes with the package: quickstart/METHOD",
     )
     parser.add_argument(
         "--set",

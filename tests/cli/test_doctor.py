@@ -71,9 +71,7 @@ def test_a_coordinator_that_has_no_address(tmp_path: Path, capsys: pytest.Captur
     wrong = ["--set", "outer.codec=bf17", "--coordinator", "no-such-machine.invalid:1", "--region", "0"]
     assert main(["doctor", "quickstart/diloco", *wrong]) == 2
     said = capsys.readouterr().out
-    assert (
-        "no way to the coordinator at no-such-machine.invalid:1: " in said and "Did you mean 'bf16'" in said
-    )
+    assert "host 'no-such-machine.invalid' has no address" in said and "Did you mean 'bf16'" in said
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from hf_cocodc.cli.main import main
 from hf_cocodc.methods import METHODS
 from hf_cocodc.settings.recipe import Recipe
 from hf_cocodc.tools.bench.report import BenchReport, read, write
-from hf_cocodc.tools.plan import choice, speeds, written
+from hf_cocodc.tools.plan import choice, money, sizes, speeds, table, written
 from hf_cocodc.tools.plan.flights import MSS, MTU
 from tests.tools.plan.test_choice import SPEEDS
 
@@ -56,6 +57,14 @@ def figures(seconds: list[float]) -> BenchReport:
         ),
         ([*LINK, "--step-s", "1", "--", "--multi_gpu"], "are for the short run of --measure"),
         ([*LINK, "--step-s", "1", "--set", "outer.method=nope"], "outer.method='nope' is not known"),
+        ([*LINK, "--step-s", "1", "--params", "1B"], "give either a recipe, or --params"),
+        ([*LINK, "--step-s", "1", "--steps", "0"], "--steps 0 must"),
+        ([*LINK, "--step-s", "1", "--usd-per-gb", "-1"], "--usd-per-gb -1 must"),
+        ([*LINK, "--step-s", "1", "--usd-per-gpu-hour", "nan"], "--usd-per-gpu-hour nan must"),
+        ([*LINK, "--step-s", "1", "--gpus", "8"], "--gpus counts for the price alone"),
+        ([*LINK, "--step-s", "1", "--prices", "aws", "--usd-per-gb", "1"], "give one of them"),
+        ([*LINK, "--step-s", "1", "--prices", "asw"], "--prices asw is not known. Did you mean 'aws'?"),
+        ([*LINK, "--step-s", "1", "--prices", "aws,gcp,azure"], "names 3 clouds for 2 regions"),
     ],
 )
 def test_wrong_numbers_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,3 +216,89 @@ def test_a_measurement_that_fails_says_why(capsys: pytest.CaptureFixture[str]) -
     words = ["plan", "quickstart/diloco", *LINK, "--measure", "--set", "data.split=nope"]
     assert main(words) == 2
     assert "--measure: the recipe cannot be trained here" in capsys.readouterr().err
+
+
+def test_money_is_what_traffic_and_gpus_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all regions, with the headers of packets; beside data-parallel training, and in a sentence."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out, regions = tmp_path / "plan.json", 3
+    words = [
+        *PLAN,
+        "--regions",
+        str(regions),
+        "--usd-per-gb",
+        "0.5",
+        "--usd-per-gpu-hour",
+        "2",
+        "--gpus",
+        "8",
+    ]
+    assert main([*words, "--json", str(out)]) == 0
+    [report] = read(out)
+    for row in report["rows"]:
+        hours = row["time"] / 3600
+        assert row["net $"] == pytest.approx(regions * row["GB/h"] * hours * MTU / MSS * 0.5)
+        assert row["$"] == pytest.approx(row["net $"] + 2 * 8 * regions * hours)
+    shown = " ".join(capsys.readouterr().out.split())
+    chosen, parallel = (table.dollars(row["net $"]) for row in report["rows"])
+    assert f"cost: diloco {report['rows'][0]['codec']} over 3 regions: ${chosen} of traffic and $" in shown
+    assert f"Data-parallel: ${parallel} of traffic and $" in shown
+
+
+def test_prices_of_clouds_are_dated_and_have_pages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clouds: each pays for what leaves it. The help names all that are known."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    content = YAML(typ="safe").load(money.FILE)
+    for name, entry in content["prices"].items():
+        assert entry["page"].startswith("https://") and entry["read"] and 0 < entry["usd_per_gb"] < 1, name
+    assert money.list_price(["aws"], 3)[0] == content["prices"]["aws"]["usd_per_gb"]
+    assert main([*PLAN, "--prices", "aws,gcp"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "at $0.105 a GB." in shown and f"List prices of {content['checked']}" in shown
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    help_of = "".join(capsys.readouterr().out.split())
+    assert all(name in help_of for name in content["prices"])
+
+
+def test_a_plan_without_prices_has_no_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(PLAN) == 0
+    assert "$" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("params", ["100k", "1.2B"])
+def test_a_plan_without_a_recipe(
+    params: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of which only the size is known; without its steps, dollars are those of a thousand."""
+    monkeypatch.setattr(choice, "variants", lambda outer: [outer])
+    out = tmp_path / "plan.json"
+    words = ["plan", "--params", params, "--step-s", "10", *LINK, "--json", str(out), "--usd-per-gb", "0.1"]
+    assert main(words) == 0
+    [report] = read(out)
+    assert report["setting"]["parameters"] == pytest.approx(sizes.params_in(params), rel=0.01)
+    assert report["rows"][0]["method"] == "streaming" and report["rows"][0]["time"] is None
+    assert report["rows"][0]["$/1k"] > 0 and "1,000 inner steps: $" in capsys.readouterr().out
+    assert main([*words, "--steps", "2000", "--set", "outer.sync_interval=1000"]) == 0
+    [report] = read(out)
+    assert report["rows"][0]["H"] == 1000 and report["rows"][0]["time"] > 2000 * 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give either a recipe, or --params"),
+        (["--params", "many"], "--params many must be a number of parameters"),
+        (["--params", "10"], "--params 10 must be a number of parameters"),
+        (["--params", "1B", "--write", "out.yaml"], "--write needs a recipe"),
+    ],
+)
+def test_a_size_that_is_none_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, *LINK, "--step-s", "1"]) == 2
+    assert said in capsys.readouterr().err

@@ -154,14 +154,7 @@ def _network(
     try:
         network = facts.network(regions.coordinator, regions.interface)
     except CocodcError as error:
-        yield Finding("network", WRONG, str(error), "ip -brief address")
-        return
-    except OSError as error:
-        words = (
-            f"no way to the coordinator at {regions.coordinator}: {error.strerror or error}. Correct regions.coordinator "
-            "(--coordinator)."
-        )
-        yield Finding("network", WRONG, words, "ip route; resolvectl status")
+        yield Finding("network", WRONG, str(error), "ip -brief address; ip route; resolvectl status")
         return
     yield way.interface(network, regions.interface)
     yield way.packets(network)

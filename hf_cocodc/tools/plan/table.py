@@ -14,6 +14,7 @@ from .choice import foremost
 from .course import Course
 from .flights import TRIALS
 from .forecast import Forecast, Subject
+from .money import NONE, Cost, Prices, cost
 
 _WIDTH = 100
 ROWS = 10
@@ -39,8 +40,16 @@ ADVISED_OVERLAP, TRIED_OVERLAP = 5, 10
 """Overlap of Streaming DiLoCo in inner steps: what the paper advises, and what costs less than 0.2 % (2501.18512)."""
 
 
+_STEPS = 1000
+"""Inner steps of which the price is shown where a recipe does not say how many there are."""
+
+
 def report(
-    subject: Subject, forecasts: Sequence[Forecast], failing: Sequence[str], target: float
+    subject: Subject,
+    forecasts: Sequence[Forecast],
+    failing: Sequence[str],
+    target: float,
+    prices: Prices = NONE,
 ) -> BenchReport:
     """The table of a plan: settings for each method and codec, and data-parallel training."""
     link = subject.link
@@ -55,6 +64,7 @@ def report(
             "stale": each.course.staleness,
             "needs": each.course.needs,
             **_figures(each.course, steps, subject.step_s),
+            **_dollars(each.course, subject, prices),
             "vs DDP": each.course.utilization / parallel.utilization,
             "dev MB": each.device_bytes / 1e6,
             "host MB": each.host_bytes / 1e6,
@@ -63,9 +73,9 @@ def report(
     ]
     row: Row = dict.fromkeys(rows[0] if rows else ("method", "codec", "H", "P", "stale", "needs"))
     row |= {"method": "DDP", "codec": "fp32"}
-    row |= {**_figures(parallel, steps, subject.step_s), "vs DDP": 1.0}
+    row |= _figures(parallel, steps, subject.step_s) | _dollars(parallel, subject, prices) | {"vs DDP": 1.0}
     rows.append(row)
-    notes = list(_NOTES)
+    notes = [*_NOTES, *_notes_on(prices)]
     if failing:
         notes.append(f"Not with any settings that were tried: {', '.join(failing)}.")
     setting = {
@@ -86,6 +96,7 @@ def report(
         "dev MB": ".0f",
         "host MB": ".0f",
         "time": duration,
+        **dict.fromkeys(("net $", "$", "net $/1k", "$/1k"), dollars),
     }
     return BenchReport("plan", setting, rows, _wrapped(notes), formats)
 
@@ -111,7 +122,52 @@ def _figures(course: Course, steps: int, step_s: float) -> dict[str, Any]:
     }
 
 
-def in_words(subject: Subject, chosen: Forecast | None, method: str, target: float) -> list[str]:
+def _cost(course: Course, subject: Subject, prices: Prices) -> Cost:
+    """Of all inner steps, or of `_STEPS`."""
+    steps = subject.recipe.training.get("max_steps", -1)
+    steps = steps if steps > 0 else _STEPS
+    return cost(course, prices, subject.regions, steps * subject.step_s / course.utilization)
+
+
+def _dollars(course: Course, subject: Subject, prices: Prices) -> dict[str, Any]:
+    """The columns of money, if there are prices."""
+    if not prices.are_given:
+        return {}
+    each = _cost(course, subject, prices)
+    unit = "" if subject.recipe.training.get("max_steps", -1) > 0 else "/1k"
+    both = {} if None in each else {f"net ${unit}": each.traffic}
+    return {**both, f"${unit}": each.total}
+
+
+def _notes_on(prices: Prices) -> list[str]:
+    if not prices.are_given:
+        return []
+    parts = []
+    if prices.usd_per_gb is not None:
+        parts.append(f"what leaves all regions, with headers, at ${prices.usd_per_gb:.4g} a GB")
+    if prices.usd_per_gpu_hour is not None:
+        parts.append(f"{prices.gpus} GPUs at ${prices.usd_per_gpu_hour:.4g} an hour each")
+    notes = [f"$: US dollars of the run ($/1k: of {_STEPS:,} inner steps): {'; '.join(parts)}."]
+    return [*notes, f"{prices.source[0].upper()}{prices.source[1:]}."] if prices.source else notes
+
+
+def dollars(amount: float) -> str:
+    """
+    >>> dollars(0.123), dollars(2.5), dollars(1234.5)
+    ('0.12', '2.5', '1,234')
+    """
+    return (
+        f"{amount:.2g}"
+        if amount < 1
+        else f"{amount:.2f}".rstrip("0").rstrip(".")
+        if amount < 10
+        else f"{amount:,.0f}"
+    )
+
+
+def in_words(
+    subject: Subject, chosen: Forecast | None, method: str, target: float, prices: Prices = NONE
+) -> list[str]:
     """What to do: the settings of the recipe's method, and what they are expected to cost."""
     if chosen is None:
         return _wrapped(
@@ -129,10 +185,29 @@ def in_words(subject: Subject, chosen: Forecast | None, method: str, target: flo
         f"forecast: {course.utilization:.1%} of the time is used; waiting takes {course.blocked:.1%}, sends and landings "
         f"{1 - course.utilization - course.blocked:.1%}. A transfer lands {_steps(course.staleness)} after its send."
         + ("" if seconds is None else f" The run takes {duration(seconds)}."),
+        *_money_in_words(chosen, subject, prices),
         *_warnings(chosen, subject.recipe.training.get("max_steps")),
-        *cost(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
+        *loss(method, subject.regions, course.staleness, chosen.shown["sync_interval"], interval),
     ]
     return _wrapped(lines)
+
+
+def _money_in_words(chosen: Forecast, subject: Subject, prices: Prices) -> list[str]:
+    """What a run costs beside data-parallel training over the same link; nothing without prices."""
+    if not prices.are_given:
+        return []
+    steps = subject.recipe.training.get("max_steps", -1)
+    counted = steps if steps > 0 else _STEPS
+
+    def words(course: Course) -> str:
+        each = _cost(course, subject, prices)
+        parts = [f"${dollars(each.traffic)} of traffic"] if each.traffic is not None else []
+        parts += [f"${dollars(each.gpus)} of GPUs"] if each.gpus is not None else []
+        return f"{' and '.join(parts)} in {duration(counted * subject.step_s / course.utilization)}"
+
+    what = f"{chosen.shown['method']} {chosen.shown['codec']} over {subject.regions} regions"
+    of = "" if steps > 0 else f", {counted:,} inner steps"
+    return [f"cost: {what}{of}: {words(chosen.course)}. Data-parallel: {words(subject.data_parallel())}."]
 
 
 def _warnings(chosen: Forecast, max_steps: int | None) -> list[str]:
@@ -165,14 +240,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def cost(
+def loss(
     method: str, num_regions: int, overlap_steps: int, sync_interval: int, recipes_interval: int
 ) -> list[str]:
     """Sentences about the loss to expect of a method, beside one model copy with the same tokens.
 
     `recipes_interval` is H of the recipe that was planned, whose cost at best its author knows.
 
-    >>> cost("co2", 2, 48, 48, 48)
+    >>> loss("co2", 2, 48, 48, 48)
     []
     """
     parts = []

@@ -169,17 +169,17 @@ def test_a_starter_that_is_planned_keeps_its_inner_steps(tmp_path: Path) -> None
 
 def test_what_is_known_of_the_loss_is_said_and_nothing_else() -> None:
     """The law of DiLoCo for M up to 8; what Streaming DiLoCo says of its overlap; that nothing is known of a longer round."""
-    [said] = table.cost("diloco", 4, 0, 30, 30)
+    [said] = table.loss("diloco", 4, 0, 30, 30)
     assert (
         "4 regions are expected to cost 1.6%, 8 regions are expected to cost 2.4%" in said
         and "2503.09799" in said
     )
-    assert "12 regions" not in table.cost("diloco", 6, 0, 30, 30)[0]
-    assert table.cost("diloco", 9, 0, 30, 30) == table.cost("eager", 2, 30, 30, 30) == []
-    assert table.cost("streaming", 2, 0, 30, 100) == []
-    [said] = table.cost("cocodc", 2, 5, 348, 100)
+    assert "12 regions" not in table.loss("diloco", 6, 0, 30, 30)[0]
+    assert table.loss("diloco", 9, 0, 30, 30) == table.loss("eager", 2, 30, 30, 30) == []
+    assert table.loss("streaming", 2, 0, 30, 100) == []
+    [said] = table.loss("cocodc", 2, 5, 348, 100)
     assert "no source" in said and "H = 348" in said and "100" in said
-    words = [table.cost("streaming", 2, overlap, 30, 30)[0] for overlap in (5, 10, 11)]
+    words = [table.loss("streaming", 2, overlap, 30, 30)[0] for overlap in (5, 10, 11)]
     assert ["advises" in words[0], "less than 0.2 %" in words[1], "more than the paper" in words[2]] == [
         True
     ] * 3
