@@ -1,9 +1,9 @@
 """Holds `hf-cocodc plan` against real training over an emulated link: `python -m tests.benchmarks.plan`.
 
-Each cell trains with one method, codec and link, in two regions. An inner step sleeps, as a processor that waits for an
+Each cell trains with one method, codec and link, in two regions or four. An inner step sleeps, as a processor that waits for an
 accelerator: other load on the machine then changes little, and what it changes is measured in the same run, as are the speed of
 the codecs and of the outer step. It prints the utilisation that the planner expects and the one measured, and the table of
-the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about 25 minutes.
+the README. Needs Linux network namespaces: root, or a kernel that allows user namespaces. Takes about 35 minutes.
 """
 
 import argparse
@@ -42,13 +42,25 @@ class Cell(NamedTuple):
     outer: dict[str, Any]
 
 
+class Place(NamedTuple):
+    """Where regions train: the link that the planner is told of, and the uplink of each region if they differ."""
+
+    link: LinkFigures
+    regions: int = 2
+    uplinks: tuple[float, ...] | None = None
+
+
 LINKS = {
-    "100 ms, 1000 Mbit/s": LinkFigures(0.1, 1e9),
-    "100 ms, 50 Mbit/s, 0.01 % loss": LinkFigures(0.1, 50e6, 1e-4),
-    "30 ms, 40 Mbit/s": LinkFigures(0.03, 40e6),
+    "100 ms, 1000 Mbit/s": Place(LinkFigures(0.1, 1e9)),
+    "100 ms, 50 Mbit/s, 0.01 % loss": Place(LinkFigures(0.1, 50e6, 1e-4)),
+    "30 ms, 40 Mbit/s": Place(LinkFigures(0.03, 40e6)),
+    "150 ms, 20 Mbit/s": Place(LinkFigures(0.15, 20e6)),
+    "300 ms, 100 Mbit/s": Place(LinkFigures(0.3, 100e6)),
+    "four regions, 80 ms, 150 Mbit/s each": Place(LinkFigures(0.08, 150e6), 4),
+    "40 ms, 20 Mbit/s up, 100 down": Place(LinkFigures(0.04, 20e6), 2, (20e6, 100e6)),
 }
-FAST, LOSSY, HOME = LINKS
-TRAININGS = {FAST: 1, LOSSY: 6, HOME: 3}
+FAST, LOSSY, HOME, FAR, FARTHEST, FOUR, UNEVEN = LINKS
+TRAININGS = {**dict.fromkeys(LINKS, 1), LOSSY: 6, HOME: 3}
 """Trainings of each cell. Which packets are lost changes a training of a few rounds by a tenth and more; what fills a slow link
 changes it by a few hundredths."""
 CELLS = (
@@ -66,10 +78,19 @@ CELLS = (
     Cell(HOME, {"method": "streaming", "codec": "int8", "overlap_steps": 1}),
     Cell(HOME, {"method": "streaming", "codec": "fp4", "overlap_steps": 1}),
     Cell(HOME, {"method": "eager", "codec": "bf16"}),
+    Cell(FAR, {"method": "diloco", "codec": "fp4"}),
+    Cell(FAR, {"method": "streaming", "codec": "int8", "overlap_steps": 2}),
+    Cell(FARTHEST, {"method": "diloco", "codec": "int8"}),
+    Cell(FARTHEST, {"method": "streaming", "codec": "int8", "overlap_steps": 2}),
+    Cell(FARTHEST, {"method": "streaming", "codec": "int8", "overlap_steps": 3}),
+    Cell(FOUR, {"method": "diloco", "codec": "int8"}),
+    Cell(FOUR, {"method": "streaming", "codec": "bf16", "overlap_steps": 2}),
+    Cell(UNEVEN, {"method": "diloco", "codec": "fp4"}),
+    Cell(UNEVEN, {"method": "streaming", "codec": "fp4", "overlap_steps": 2}),
 )
 
 
-def subject_of(link: LinkFigures, step_s: float, speeds: Speeds) -> Subject:
+def subject_of(link: LinkFigures, step_s: float, speeds: Speeds, regions: int = 2) -> Subject:
     """What the planner is told of a training."""
     recipe = Recipe.from_dict(
         {
@@ -81,7 +102,7 @@ def subject_of(link: LinkFigures, step_s: float, speeds: Speeds) -> Subject:
     )
     with torch.device("meta"):
         model = model_of(SHAPE)
-    return Subject(recipe, model, link, step_s, 2, speeds)
+    return Subject(recipe, model, link, step_s, regions, speeds)
 
 
 def config_of(cell: Cell) -> OuterConfig:
@@ -92,12 +113,13 @@ def _region(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One region: measure this machine, then train every cell; region 0's figures count."""
     link = LinkFigures(**spec["link"])
     cells = [Cell(*each) for each in spec["cells"]]
-    with coordinator_in_region_0(spec["coordinator"], spec["region"], 2):
+    regions = spec["regions"]
+    with coordinator_in_region_0(spec["coordinator"], spec["region"], regions):
         for cell in [each for each in cells for _ in range(TRAININGS[each.link])]:
             speeds = measure(codecs_of([config_of(cell)]), accelerated=False)
-            planned = subject_of(link, PACE_S, speeds)
+            planned = subject_of(link, PACE_S, speeds, regions)
             found = _train(spec, config_of(cell), planned)
-            expected = mean(subject_of(link, found["step_s"], speeds).trials(config_of(cell)))
+            expected = mean(subject_of(link, found["step_s"], speeds, regions).trials(config_of(cell)))
             yield {
                 **found,
                 "expected": expected.utilization,
@@ -115,7 +137,7 @@ def _train(spec: dict[str, Any], config: OuterConfig, planned: Subject) -> dict[
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     regions = RegionConfig(
         region=spec["region"],
-        count=2,
+        count=spec["regions"],
         coordinator=spec["coordinator"],
         interface=INTERFACE,
         connections=planned.connections,
@@ -164,14 +186,16 @@ def compare(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """Train the cells, link by link, and print a line for each."""
     rows = []
     for name in dict.fromkeys(cell.link for cell in cells):
-        link, mine = LINKS[name], [cell for cell in cells if cell.link == name]
-        with Wan(2, rtt_s=link.rtt_s, rate=link.rate, loss=link.loss, congestion=link.congestion) as wan:
+        (link, count, uplinks), mine = LINKS[name], [cell for cell in cells if cell.link == name]
+        rate = uplinks or link.rate / (count - 1)  # the emulator's is that of each pair
+        with Wan(count, rtt_s=link.rtt_s, rate=rate, loss=link.loss, congestion=link.congestion) as wan:
             common = {
                 "coordinator": f"{wan.address(0)}:{PORT}",
                 "link": dataclasses.asdict(link),
+                "regions": count,
                 "cells": mine,
             }
-            specs = [{**common, "region": region} for region in range(2)]
+            specs = [{**common, "region": region} for region in range(count)]
             answers = run(PROGRAM, specs, wan.popen, num_threads=1)
             for cell in mine:
                 trainings = [next(answers) for _ in range(TRAININGS[name])]

@@ -118,7 +118,8 @@ class TcpLine:
         self._free_s = 0.0
         draw = random.Random(seed).random
         # a transfer ends when both directions have ended; without losses they are equal
-        places = link, connections * others, limit, draw
+        self._num_connections = connections * others
+        places = link, self._num_connections, limit, draw
         self._directions = [Direction(*places) for _ in range(2 if link.loss else 1)]
 
     def carry(self, part: Cargo, sent_s: float) -> Carried:
@@ -132,20 +133,24 @@ class TcpLine:
 
     def _message_s(self, num_bytes: float, codes: Codes, begin: float) -> float:
         """Seconds from the first piece that is encoded to the last that is decoded."""
-        half_s = self._link.rtt_s / 2
-        pieces = max(math.ceil(num_bytes / codes.piece_bytes), self._others)
+        half_s, trips = self._link.rtt_s / 2, 2 if codes.scatters else 1
+        pieces = max(math.ceil(num_bytes / trips / codes.piece_bytes), self._others)
+        size = num_bytes / trips / pieces
         encode_s, decode_s = codes.encode_s / codes.messages, codes.decode_s / codes.messages
-        between_s = encode_s / pieces
-        first_s = encode_s / pieces
-        first = begin + first_s
-        wire_s = (
-            max(each.send(num_bytes / pieces, pieces, first, between_s) for each in self._directions) - first
-        )
-        arrived_s = first_s + wire_s + half_s
+        between_s, decode_piece_s = encode_s / trips / pieces, decode_s / trips / pieces
+        first = begin + between_s
+        sent = self._sent(size, pieces, first, between_s)
         if codes.scatters:
-            arrived_s += half_s + num_bytes / pieces / self._link.goodput
-        all_sent_s = encode_s / pieces + (pieces - 1) * between_s
-        return max(arrived_s + decode_s / pieces, all_sent_s + decode_s)
+            # the mean of a piece travels back once the pieces of all regions have come; each connection has several in turn
+            last = sent + half_s + decode_piece_s
+            one_s = (sent - first) / math.ceil(pieces / self._num_connections)
+            returns = max(min(first + one_s + half_s + decode_piece_s, last), sent)
+            between_s = max((last - returns) / max(pieces - 1, 1), between_s)
+            sent = self._sent(size, pieces, returns, between_s)
+        return max(sent + half_s + decode_piece_s - begin, encode_s + decode_s)
+
+    def _sent(self, size: float, pieces: int, begin: float, between_s: float) -> float:
+        return max(each.send(size, pieces, begin, between_s) for each in self._directions)
 
 
 def wanted_connections(link: LinkFigures, limit: float) -> int:

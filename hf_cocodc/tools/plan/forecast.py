@@ -102,7 +102,7 @@ class Subject:
         for fragment in self.fragments(config, method):
             num_bytes = max(method.codec.wire_bytes(fragment, r, self.regions) for r in range(self.regions))
             encodes, decodes = (1 + 1 / self.regions, 2.0) if scatters else (1.0, float(self.regions))
-            payload = num_bytes / max(self.regions - 1, 1) / messages
+            payload = num_bytes / max(self.regions - 1, 1) / messages / (2 if scatters else 1)
             step_s = self.speeds.step * fragment.numel
             codes[num_bytes] = Codes(
                 messages=messages,

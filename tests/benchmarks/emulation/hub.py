@@ -276,16 +276,22 @@ def _hub(spec: dict[str, Any]) -> None:
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         made = [
-            _enter_new_region(region, spec["congestion"], spec["rate"]) for region in range(spec["regions"])
+            _enter_new_region(region, spec["congestion"], spec["rates"][region])
+            for region in range(spec["regions"])
         ]
         _system("setns", home, _CLONE_NEWNET)
     except OSError as error:
         _tell({"error": str(error)})
         return
     namespaces, tuns = zip(*made, strict=True)
-    shape = (spec["delay_s"], spec["rate"], spec["queue_s"], spec["loss"])
-    regions = range(spec["regions"])
-    pairs = {(i, j): _Pair(*shape, seed=(i, j)) for i in regions for j in regions if i != j}
+    shape = (spec["queue_s"], spec["loss"])
+    regions, rates = range(spec["regions"]), spec["rates"]
+    pairs = {
+        (i, j): _Pair(spec["delay_s"], rates[i], *shape, seed=(i, j))
+        for i in regions
+        for j in regions
+        if i != j
+    }
     with contextlib.suppress(PermissionError):  # the root user of a user namespace may not
         os.setpriority(os.PRIO_PROCESS, 0, -20)  # a packet that the hub forwards late makes the link longer
     _tell({"namespaces": namespaces})

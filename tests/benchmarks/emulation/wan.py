@@ -51,7 +51,8 @@ class Wan:
     Args:
         regions: number of regions, 2 .. 100.
         rtt_s: seconds of a round trip without load; half of it in each direction.
-        rate: bits per second of each pair and direction, including IP headers; None for no limit.
+        rate: bits per second of each pair and direction, including IP headers; None for no limit. Of several, each is that at
+            which one region sends to each other one: their uplinks differ.
         loss: probability that a packet gets lost.
         congestion: TCP congestion control in the regions, such as "cubic" or "bbr". None takes this machine's default; the
             attribute `congestion` names it inside the with block. Report it with every figure: it decides on a long link.
@@ -69,7 +70,7 @@ class Wan:
         regions: int,
         *,
         rtt_s: float = 0.0,
-        rate: float | None = None,
+        rate: float | Sequence[float] | None = None,
         loss: float = 0.0,
         congestion: str | None = None,
         queue_s: float | None = None,
@@ -78,15 +79,19 @@ class Wan:
             raise InputError(f"regions={regions} must lie in 2 .. {MOST_REGIONS}.")
         if not 0 <= rtt_s <= 60:
             raise InputError(f"rtt_s={rtt_s} must lie in 0 .. 60 seconds.")
-        if rate is not None and not 1e4 <= rate <= 1e11:
-            raise InputError(
-                f"rate={rate:g} must lie in 1e4 .. 1e11 bits per second, or be None for no limit."
-            )
+        rates = [rate] * regions if rate is None or isinstance(rate, int | float) else list(rate)
+        if len(rates) != regions:
+            raise InputError(f"rate={rate} must be one number, or one for each of {regions} regions.")
+        for each in rates:
+            if each is not None and not 1e4 <= each <= 1e11:
+                raise InputError(
+                    f"rate={each:g} must lie in 1e4 .. 1e11 bits per second, or be None for no limit."
+                )
         if not 0 <= loss < 1:
             raise InputError(f"loss={loss} must be a probability, at least 0 and less than 1.")
         if queue_s is not None and not queue_s > 0:
             raise InputError(f"queue_s={queue_s} must be positive.")
-        self.regions, self.rtt_s, self.rate, self.loss = regions, rtt_s, rate, loss
+        self.regions, self.rtt_s, self.rates, self.loss = regions, rtt_s, rates, loss
         self.queue_s = max(0.05, rtt_s) if queue_s is None else queue_s
         self._route = congestion
         self.congestion = congestion or ""
@@ -108,7 +113,7 @@ class Wan:
         spec = {
             "regions": self.regions,
             "delay_s": self.rtt_s / 2,
-            "rate": self.rate,
+            "rates": self.rates,
             "loss": self.loss,
             "congestion": self._route,
             "queue_s": self.queue_s,
